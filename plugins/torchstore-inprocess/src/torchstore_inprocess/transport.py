@@ -1,0 +1,71 @@
+"""Both halves of ``inprocess``. They may meet in one module: they live in one process."""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from collections.abc import Sequence
+
+from torchstore_core.contracts.transport import (
+    Copy,
+    Link,
+    LinkContext,
+    Segment,
+    ServerContext,
+    TransportServer,
+)
+from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.virtual_memory import map_shared, unmap
+
+# What this process serves: token -> segment id -> (address, nbytes).
+_served: dict[bytes, dict[int, tuple[int, int]]] = {}
+
+
+class InProcessServer(TransportServer):
+    """Server half: maps the segments and remembers where, under a token that is the offer."""
+
+    def __init__(self) -> None:
+        self._token = b""
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        self._token = secrets.token_bytes(16)
+        _served[self._token] = {s.id: (map_shared(s.fd, s.nbytes), s.nbytes) for s in segments}
+        return self._token
+
+    async def close(self) -> None:
+        for address, nbytes in _served.pop(self._token, {}).values():
+            unmap(address, nbytes)
+
+
+class InProcessLink(Link):
+    """Client half: finds the mapping by token and copies."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> InProcessLink:
+        if offer not in _served:
+            raise TransportUnavailableError("the volume is not served in this process")
+        return cls(offer)
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            ctypes.memmove(self._at(copy), copy.address, copy.nbytes)
+
+    async def read(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            ctypes.memmove(copy.address, self._at(copy), copy.nbytes)
+
+    def close(self) -> None:
+        self._token = b""
+
+    def _at(self, copy: Copy) -> int:
+        """The address in the segment, checked."""
+        segments = _served.get(self._token)
+        if segments is None or copy.segment not in segments:
+            raise TransportError(f"segment {copy.segment} is not served in this process any more")
+        address, nbytes = segments[copy.segment]
+        if not 0 <= copy.offset <= copy.offset + copy.nbytes <= nbytes:
+            raise TransportError(f"[{copy.offset}, +{copy.nbytes}) is outside of the segment")
+        return address + copy.offset

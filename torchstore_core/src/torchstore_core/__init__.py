@@ -1,0 +1,117 @@
+"""The tensor store: ``import torchstore_core as ts``.
+
+>>> import asyncio, torch
+>>> import torchstore_core as ts
+>>> async def main():
+...     await ts.initialize(capacity=64 << 20)
+...     ref = await ts.put("greeting", torch.tensor([1, 2, 3]))
+...     print(ref.version, (await ts.get("greeting")).tolist())
+...     await ts.shutdown()
+>>> asyncio.run(main())
+1 [1, 2, 3]
+
+The server imports this package too, so nothing here imports torch until a name that needs it is
+used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchstore_core.errors import (
+    ConfigurationError,
+    KeyNotFoundError,
+    LayoutMismatchError,
+    ObjectLostError,
+    PluginError,
+    ProtocolError,
+    StoreClosedError,
+    StoreFullError,
+    StoreTimeoutError,
+    TorchStoreError,
+    TransportError,
+    TransportUnavailableError,
+    UnsafeObjectError,
+    UnsupportedValueError,
+    VersionGoneError,
+)
+from torchstore_core.values import ObjectRef, Request, TensorSlice
+
+if TYPE_CHECKING:
+    from torchstore_core.api import (
+        address,
+        client,
+        connect,
+        delete,
+        delete_batch,
+        exists,
+        explain,
+        get,
+        get_batch,
+        initialize,
+        keys,
+        put,
+        put_batch,
+        reset_client,
+        shutdown,
+        stat,
+        status,
+        wait,
+    )
+    from torchstore_core.client_side.client import Client
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Client",
+    "ConfigurationError",
+    "KeyNotFoundError",
+    "LayoutMismatchError",
+    "ObjectLostError",
+    "ObjectRef",
+    "PluginError",
+    "ProtocolError",
+    "Request",
+    "StoreClosedError",
+    "StoreFullError",
+    "StoreTimeoutError",
+    "TensorSlice",
+    "TorchStoreError",
+    "TransportError",
+    "TransportUnavailableError",
+    "UnsafeObjectError",
+    "UnsupportedValueError",
+    "VersionGoneError",
+    "address",
+    "client",
+    "connect",
+    "delete",
+    "delete_batch",
+    "exists",
+    "explain",
+    "get",
+    "get_batch",
+    "initialize",
+    "keys",
+    "put",
+    "put_batch",
+    "reset_client",
+    "shutdown",
+    "stat",
+    "status",
+    "wait",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "torchstore_core.client_side.client" if name == "Client" else "torchstore_core.api"
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

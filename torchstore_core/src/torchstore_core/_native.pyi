@@ -1,0 +1,3 @@
+from array import array
+
+def copy_many(triples: array[int], stream: bool, /) -> None: ...

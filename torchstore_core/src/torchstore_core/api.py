@@ -1,0 +1,329 @@
+"""The module-level API: the same operations as :class:`~torchstore_core.Client`, by store name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchstore_core.client_side import stores
+from torchstore_core.client_side.client import Client
+from torchstore_core.client_side.stores import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
+from torchstore_core.contracts.runtime import Runtime, StoreOptions
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.errors import ConfigurationError, PluginError
+from torchstore_core.plugins import Registry, load_class
+from torchstore_core.ranking import Policy
+from torchstore_core.values import ObjectRef, Request, TensorSlice
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "address",
+    "client",
+    "connect",
+    "delete",
+    "delete_batch",
+    "exists",
+    "explain",
+    "get",
+    "get_batch",
+    "initialize",
+    "keys",
+    "put",
+    "put_batch",
+    "reset_client",
+    "shutdown",
+    "stat",
+    "status",
+    "wait",
+]
+
+_STOP_TIMEOUT_S = 10.0
+
+
+async def initialize(
+    num_storage_volumes: int = 1,
+    strategy: Strategy | str | None = None,
+    store_name: str = DEFAULT_NAME,
+    mesh: object | None = None,
+    *,
+    runtime: str = "auto",
+    capacity: int | None = None,
+    timeout: float | None = DEFAULT_TIMEOUT_S,
+    prefault: int | None = None,
+    allow_pickle: bool | None = None,
+    prefer: Sequence[str] = (),
+    block: Sequence[str] = (),
+) -> Client:
+    """Start a store owned by this process; it ends with it, however it ends.
+
+    Children of this process find it through the environment (``TORCHSTORE_ADDRESS``).
+
+    Args:
+        num_storage_volumes: how many volumes share ``capacity``.
+        strategy: where puts go: a Strategy, its entry-point name, or None (``singleton``).
+        store_name: several stores are told apart by it.
+        mesh: for runtimes that spread over processes or hosts.
+        runtime: entry-point name, or ``"auto"``: the best one for this process and ``mesh``.
+        capacity: bytes in all; None: half of the memory limit. Memory is taken when used.
+        timeout: seconds for the start, and default of every operation; None waits for ever.
+        prefault: bytes of memory to warm up in the background, so that first puts run at full
+            speed; None: up to 1 GiB; 0: nothing, ever.
+        allow_pickle: False refuses values that need pickle, by default for every operation.
+        prefer: transports to use first (also TORCHSTORE_PREFER, comma-separated).
+        block: plug-ins not to load (also TORCHSTORE_BLOCK).
+
+    Raises:
+        ConfigurationError: a bad argument, or this process has such a store already.
+        PluginError: an unknown or broken runtime or strategy.
+        StoreTimeoutError, StoreClosedError: the server did not come up.
+    """
+    _check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    before = stores.known(store_name)
+    if before is not None and before.runtime is not None:
+        raise ConfigurationError(
+            f"store {store_name!r} is initialized in this process already; shut it down first, "
+            "or give another store_name"
+        )
+    policy = Policy.make(prefer, block)
+    registry = Registry(block=policy.block)
+    if isinstance(strategy, str):
+        strategy = registry.strategy(strategy)()
+    host = _make_runtime(registry, runtime, mesh)
+    options = StoreOptions(
+        store_name=store_name,
+        num_storage_volumes=num_storage_volumes,
+        strategy=strategy,
+        capacity=capacity,
+        prefault=prefault,
+        timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+        block=policy.block,
+    )
+    where = await host.start(options, mesh)
+    if allow_pickle is None:
+        allow_pickle = stores.allow_pickle_default()
+    membership = Membership(store_name, where, policy, timeout, allow_pickle, host)
+    try:
+        await membership.session(timeout)
+    except BaseException:
+        await host.stop(_STOP_TIMEOUT_S)
+        raise
+    stores.add(membership)
+    stores.publish(store_name, where)
+    return Client(membership)
+
+
+def _check(
+    volumes: int, store_name: str, capacity: int | None, prefault: int | None, timeout: float | None
+) -> None:
+    if not isinstance(volumes, int) or volumes < 1:
+        raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
+    if not isinstance(store_name, str) or not store_name:
+        raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
+    if capacity is not None and capacity < 4096 * volumes:
+        raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")
+    if prefault is not None and prefault < 0:
+        raise ConfigurationError(f"prefault is bytes, not {prefault!r}")
+    if timeout is not None and not timeout > 0:
+        raise ConfigurationError(f"timeout is seconds above 0, or None, not {timeout!r}")
+
+
+def _make_runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
+    if name != "auto":
+        spec = registry.runtime(name)
+    else:
+        ranked = [(spec.applies(mesh), spec) for spec in registry.runtimes()]
+        fit = [(rank, spec) for rank, spec in ranked if rank is not None]
+        if not fit:
+            raise PluginError(
+                "no installed runtime takes this mesh; for a Monarch mesh: "
+                "pip install torchstore-monarch"
+            )
+        spec = max(fit, key=lambda item: item[0])[1]
+    made: Runtime = load_class(spec.factory)()
+    return made
+
+
+async def connect(
+    address: str,
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = DEFAULT_TIMEOUT_S,
+    allow_pickle: bool | None = None,
+    prefer: Sequence[str] = (),
+    block: Sequence[str] = (),
+) -> Client:
+    """Join the store that listens at ``address``, under ``store_name`` in this process.
+
+    Raises:
+        StoreClosedError: nobody listens there.
+        ConfigurationError: this process owns another store of that name.
+    """
+    _check(1, store_name, None, None, timeout)
+    before = stores.known(store_name)
+    if before is not None and before.runtime is not None and before.address != address:
+        raise ConfigurationError(
+            f"this process owns a store {store_name!r}; give the other one another store_name"
+        )
+    if allow_pickle is None:
+        allow_pickle = stores.allow_pickle_default()
+    runtime = before.runtime if before is not None else None
+    membership = Membership(
+        store_name, address, Policy.make(prefer, block), timeout, allow_pickle, runtime
+    )
+    await membership.session(timeout)
+    stores.add(membership)
+    return Client(membership)
+
+
+async def shutdown(
+    store_name: str = DEFAULT_NAME, *, timeout: float | None = _STOP_TIMEOUT_S
+) -> None:
+    """End the store if this process owns it, else only leave it. Does nothing if there is none.
+
+    Tensors that zero-copy gets returned stay valid.
+    """
+    membership = stores.remove(store_name)
+    if membership is None:
+        return
+    membership.close()
+    if membership.runtime is not None:
+        if stores.inherited_address(store_name) == membership.address:
+            stores.publish(store_name, None)
+        await membership.runtime.stop(_STOP_TIMEOUT_S if timeout is None else timeout)
+
+
+async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:
+    """What other processes give to :func:`connect` (or find in ``TORCHSTORE_ADDRESS``)."""
+    return stores.find(store_name).address
+
+
+async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> Client:
+    """The client of a store, connected."""
+    membership = stores.find(store_name)
+    await membership.session(membership.timeout if timeout is None else timeout)
+    return Client(membership)
+
+
+async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> None:
+    """Drop this process's connections; the next operation makes new ones. Tensors stay valid."""
+    membership = stores.known(store_name)
+    if membership is not None:
+        membership.reset()
+
+
+def _client(store_name: str) -> Client:
+    return Client(stores.find(store_name))
+
+
+async def put(
+    key: str,
+    value: Any,
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+    allow_pickle: bool | None = None,
+) -> ObjectRef:
+    """See :meth:`Client.put`."""
+    return await _client(store_name).put(key, value, timeout=timeout, allow_pickle=allow_pickle)
+
+
+async def put_batch(
+    items: Mapping[str, Any],
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+    allow_pickle: bool | None = None,
+) -> dict[str, ObjectRef]:
+    """See :meth:`Client.put_batch`."""
+    made = _client(store_name)
+    return await made.put_batch(items, timeout=timeout, allow_pickle=allow_pickle)
+
+
+async def get(
+    key_or_ref: str | ObjectRef | Request,
+    inplace_tensor: torch.Tensor | None = None,
+    tensor_slice_spec: TensorSlice | None = None,
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+    allow_pickle: bool | None = None,
+) -> Any:
+    """See :meth:`Client.get`."""
+    return await _client(store_name).get(
+        key_or_ref, inplace_tensor, tensor_slice_spec, timeout=timeout, allow_pickle=allow_pickle
+    )
+
+
+async def get_batch(
+    keys: Iterable[str | ObjectRef | Request] | Mapping[str, Any],
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+    allow_pickle: bool | None = None,
+) -> dict[str, Any]:
+    """See :meth:`Client.get_batch`."""
+    made = _client(store_name)
+    return await made.get_batch(keys, timeout=timeout, allow_pickle=allow_pickle)
+
+
+async def delete(
+    key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> None:
+    """See :meth:`Client.delete`."""
+    await _client(store_name).delete(key, timeout=timeout)
+
+
+async def delete_batch(
+    keys: Iterable[str], *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> int:
+    """See :meth:`Client.delete_batch`."""
+    return await _client(store_name).delete_batch(keys, timeout=timeout)
+
+
+async def exists(
+    key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> bool:
+    """See :meth:`Client.exists`."""
+    return await _client(store_name).exists(key, timeout=timeout)
+
+
+async def keys(
+    prefix: str | None = None, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> list[str]:
+    """See :meth:`Client.keys`."""
+    return await _client(store_name).keys(prefix, timeout=timeout)
+
+
+async def wait(
+    keys: str | Iterable[str],
+    *,
+    min_version: int | None = None,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> dict[str, ObjectRef]:
+    """See :meth:`Client.wait`."""
+    return await _client(store_name).wait(keys, min_version=min_version, timeout=timeout)
+
+
+async def stat(
+    key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> m.Found:
+    """See :meth:`Client.stat`."""
+    return await _client(store_name).stat(key, timeout=timeout)
+
+
+async def status(
+    *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> m.StatusReport:
+    """See :meth:`Client.status`."""
+    return await _client(store_name).status(timeout=timeout)
+
+
+async def explain(
+    nbytes: int = 1 << 30, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> list[dict[str, Any]]:
+    """See :meth:`Client.explain`."""
+    return await _client(store_name).explain(nbytes, timeout=timeout)

@@ -1,0 +1,1 @@
+"""The client: sessions and lanes, codec, tensors, planning of puts and gets."""

@@ -1,0 +1,509 @@
+"""The client object: every operation of the store, on whatever event loop calls it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from torchstore_core.client_side import reading, writing
+from torchstore_core.client_side.lane import Lane
+from torchstore_core.client_side.session import Session
+from torchstore_core.contracts.observer import Operation
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreTimeoutError,
+    TorchStoreError,
+    UnsupportedValueError,
+)
+from torchstore_core.values import ObjectRef, Request, TensorSlice
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchstore_core.client_side.stores import Membership
+
+__all__ = ["Client"]
+
+
+class _Clock:
+    """Deadline and phases of one operation."""
+
+    __slots__ = ("_deadline", "_last", "_timeout", "phases", "start")
+
+    def __init__(self, timeout: float | None) -> None:
+        self.start = self._last = time.perf_counter()
+        self._timeout = timeout
+        self._deadline = None if timeout is None else self.start + timeout
+        self.phases: dict[str, float] = {}
+
+    def left(self) -> float | None:
+        """Seconds left; StoreTimeoutError when there are none."""
+        if self._deadline is None:
+            return None
+        left = self._deadline - time.perf_counter()
+        if left <= 0:
+            raise StoreTimeoutError(f"the operation did not end within {self._timeout} s")
+        return left
+
+    def phase(self, name: str) -> None:
+        """The time since the last phase belongs to ``name``."""
+        now = time.perf_counter()
+        self.phases[name] = self.phases.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+class Client:
+    """A process's door to one store; made by ``initialize``, ``connect`` and ``client()``.
+
+    Safe to use from several event loops and threads, over repeated ``asyncio.run``, and in a
+    forked child (which gets connections of its own). Every operation takes ``timeout=`` (seconds;
+    None: the store's default, given to ``initialize`` or ``connect``) and raises
+    ``StoreTimeoutError`` when it is over, ``StoreClosedError`` when the server is gone.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def __repr__(self) -> str:
+        return f"<Client of store {self._membership.store_name!r} at {self._membership.address}>"
+
+    @property
+    def address(self) -> str:
+        """What other processes give to ``connect``."""
+        return self._membership.address
+
+    @property
+    def store_name(self) -> str:
+        """The store's name."""
+        return self._membership.store_name
+
+    # ---- put ------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        key: str,
+        value: Any,
+        *,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> ObjectRef:
+        """Store a value as the next version of ``key``; the value may be changed afterwards.
+
+        Args:
+            key: 1 to 4096 characters.
+            value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached),
+                or any other Python object.
+            timeout: seconds.
+            allow_pickle: False refuses objects that need pickle; None: the client's default.
+
+        Raises:
+            StoreFullError: it does not fit; nothing was changed.
+            UnsupportedValueError: a value that cannot be stored (meta, sparse, ... tensors).
+            UnsafeObjectError: it needs pickle, which is not allowed.
+        """
+        refs = await self._put("put", {key: value}, timeout, allow_pickle)
+        return refs[key]
+
+    async def put_batch(
+        self,
+        items: Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> dict[str, ObjectRef]:
+        """Store several values atomically: readers see all of them or none. Raises as ``put``."""
+        if not isinstance(items, Mapping):
+            raise UnsupportedValueError(
+                f"put_batch takes a dict of key to value, not a {type(items).__qualname__}"
+            )
+        if not items:
+            return {}
+        return await self._put("put_batch", items, timeout, allow_pickle)
+
+    async def _put(
+        self, name: str, items: Mapping[str, Any], timeout: float | None, allow_pickle: bool | None
+    ) -> dict[str, ObjectRef]:
+        clock = self._clock(timeout)
+        pickle_too = self._membership.allow_pickle if allow_pickle is None else allow_pickle
+        nbytes = 0
+        transport = ""
+        error = ""
+        try:
+            sources = [
+                writing.prepare(key, value, allow_pickle=pickle_too) for key, value in items.items()
+            ]
+            nbytes = sum(source.nbytes for source in sources)
+            session = await self._membership.session(clock.left())
+            lane = await session.lane(clock.left())
+            versions, transport = await _put_sources(session, lane, sources, nbytes, clock)
+        except BaseException as caught:
+            error = getattr(caught, "code", type(caught).__name__)
+            raise
+        finally:
+            self._observe(name, clock, len(items), nbytes, transport, error)
+        return {
+            source.key: ObjectRef(source.key, version)
+            for source, version in zip(sources, versions, strict=True)
+        }
+
+    # ---- get ------------------------------------------------------------------------------
+
+    async def get(
+        self,
+        key_or_ref: str | ObjectRef | Request,
+        inplace_tensor: torch.Tensor | None = None,
+        tensor_slice_spec: TensorSlice | None = None,
+        *,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> Any:
+        """The value of a key.
+
+        On the volume's host a large tensor comes without a copy: an ordinary writable tensor on a
+        private mapping. Writing to it changes nothing for anyone else, and its memory is not
+        reused while it lives.
+
+        Args:
+            key_or_ref: a key (newest version), an ``ObjectRef`` (exactly that version) or a
+                ``Request``.
+            inplace_tensor: filled and returned; same shape and dtype, any strides.
+            tensor_slice_spec: only this part; ``inplace_tensor`` then has its ``local_shape``.
+            timeout: seconds.
+            allow_pickle: False refuses pickled objects; None: the client's default.
+
+        Raises:
+            KeyNotFoundError: no such key.
+            VersionGoneError: the ref's version was overwritten or deleted.
+            LayoutMismatchError: destination or slice do not fit; nothing was written.
+        """
+        want = _Want.make(key_or_ref, inplace_tensor, tensor_slice_spec)
+        values = await self._get("get", [want], timeout, allow_pickle)
+        return values[0]
+
+    async def get_batch(
+        self,
+        keys: Iterable[str | ObjectRef | Request] | Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> dict[str, Any]:
+        """Several values in one consistent cut, all or nothing.
+
+        Args:
+            keys: a list of keys, refs or requests; or a dict of key to destination tensor,
+                ``TensorSlice``, or None.
+
+        Returns:
+            Values by key, in the order asked for.
+
+        Raises:
+            KeyNotFoundError: ``details["missing"]`` lists all missing keys. As ``get`` otherwise.
+        """
+        wants = [*_wants(keys)]
+        if not wants:
+            return {}
+        values = await self._get("get_batch", wants, timeout, allow_pickle)
+        return {want.key: value for want, value in zip(wants, values, strict=True)}
+
+    async def _get(
+        self, name: str, wants: Sequence[_Want], timeout: float | None, allow_pickle: bool | None
+    ) -> list[Any]:
+        clock = self._clock(timeout)
+        pickle_too = self._membership.allow_pickle if allow_pickle is None else allow_pickle
+        nbytes = 0
+        transport = ""
+        error = ""
+        try:
+            session = await self._membership.session(clock.left())
+            lane = await session.lane(clock.left())
+            result, nbytes = await _get_wants(session, lane, wants, clock, pickle_too)
+            transport = result.transport
+        except BaseException as caught:
+            error = getattr(caught, "code", type(caught).__name__)
+            raise
+        finally:
+            self._observe(name, clock, len(wants), nbytes, transport, error)
+        return [result.values[at] for at in range(len(wants))]
+
+    # ---- keys -----------------------------------------------------------------------------
+
+    async def delete(self, key: str, *, timeout: float | None = None) -> None:
+        """Delete a key. Readers that hold its tensors keep them.
+
+        Raises:
+            KeyNotFoundError: no such key.
+        """
+        await self._delete("delete", [key], True, timeout)
+
+    async def delete_batch(self, keys: Iterable[str], *, timeout: float | None = None) -> int:
+        """Delete keys; missing ones are ignored. How many were deleted."""
+        return await self._delete("delete_batch", _key_list(keys), False, timeout)
+
+    async def _delete(
+        self, name: str, keys: list[str], strict: bool, timeout: float | None
+    ) -> int:
+        if not keys:
+            return 0
+        for key in keys:
+            writing.check_key(key)
+        reply = await self._call(name, m.Deleted, m.Delete, timeout, keys, strict)
+        return reply.count
+
+    async def exists(self, key: str, *, timeout: float | None = None) -> bool:
+        """Whether a key has a committed value."""
+        writing.check_key(key)
+        reply = await self._call("exists", m.Flags, m.Exists, timeout, [key])
+        return reply.flags[0]
+
+    async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
+        """Keys that start with ``prefix`` (as ``str.startswith``), sorted."""
+        reply = await self._call("keys", m.KeyList, m.Keys, timeout, prefix or "")
+        return reply.keys
+
+    async def wait(
+        self,
+        keys: str | Iterable[str],
+        *,
+        min_version: int | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, ObjectRef]:
+        """Wait until every key exists, with a version of at least ``min_version``.
+
+        Returns:
+            The refs that fulfilled it, by key.
+
+        Raises:
+            StoreTimeoutError: not within ``timeout`` seconds.
+        """
+        names = [keys] if isinstance(keys, str) else _key_list(keys)
+        for key in names:
+            writing.check_key(key)
+        if not names:
+            return {}
+        clock = self._clock(timeout)
+        session = await self._membership.session(clock.left())
+        lane = await session.lane(clock.left())
+        request = m.Wait(lane.next_id(), names, min_version or 1)
+        try:
+            reply = await lane.call(request, m.Committed, clock.left())
+        except StoreTimeoutError as caught:
+            _cancel_wait(lane, request.id)
+            least = f" with version {min_version} or newer" if min_version else ""
+            raise StoreTimeoutError(
+                f"not there within {timeout} s{least}: {', '.join(map(repr, names[:5]))}",
+                key=names[0],
+            ) from caught
+        except BaseException:
+            _cancel_wait(lane, request.id)
+            raise
+        self._observe("wait", clock, len(names), 0, "", "")
+        return {k: ObjectRef(k, v) for k, v in zip(names, reply.versions, strict=True)}
+
+    # ---- looking --------------------------------------------------------------------------
+
+    async def stat(self, key: str, *, timeout: float | None = None) -> m.Found:
+        """What the store knows of a key: version, kind, bytes, place, leases, creator."""
+        writing.check_key(key)
+        return await self._call("stat", m.Found, m.Stat, timeout, key)
+
+    async def status(self, *, timeout: float | None = None) -> m.StatusReport:
+        """Volumes, memory, sessions, operations."""
+        return await self._call("status", m.StatusReport, m.Status, timeout)
+
+    async def explain(
+        self, nbytes: int = 1 << 30, *, timeout: float | None = None
+    ) -> list[dict[str, Any]]:
+        """For every volume: who would move ``nbytes`` bytes, what each transport bid, and why the
+        others refused. Plain data.
+        """
+        session = await self._membership.session(self._clock(timeout).left())
+        return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _clock(self, timeout: float | None) -> _Clock:
+        if timeout is None:
+            timeout = self._membership.timeout
+        elif not timeout >= 0:
+            raise ConfigurationError(f"timeout is seconds, at least 0, not {timeout!r}")
+        return _Clock(timeout)
+
+    async def _call(
+        self, name: str, expect: type[Any], message: type[Any], timeout: float | None, *args: Any
+    ) -> Any:
+        clock = self._clock(timeout)
+        session = await self._membership.session(clock.left())
+        lane = await session.lane(clock.left())
+        error = ""
+        try:
+            return await lane.call(message(lane.next_id(), *args), expect, clock.left())
+        except TorchStoreError as caught:
+            error = caught.code
+            raise
+        finally:
+            self._observe(name, clock, 1, 0, "", error)
+
+    def _observe(
+        self, name: str, clock: _Clock, entries: int, nbytes: int, transport: str, error: str
+    ) -> None:
+        observe = self._membership.observe
+        if observe is not None:
+            seconds = time.perf_counter() - clock.start
+            observe(
+                Operation(
+                    name,
+                    self.store_name,
+                    entries,
+                    nbytes,
+                    transport,
+                    seconds,
+                    clock.phases,
+                    error,
+                )
+            )
+
+
+class _Want(msgspec.Struct, frozen=True):
+    key: str
+    version: int
+    tensor: Any
+    part: TensorSlice | None
+
+    @classmethod
+    def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> _Want:
+        if part is not None and not isinstance(part, TensorSlice):
+            raise UnsupportedValueError(
+                f"tensor_slice_spec is a TensorSlice, not a {type(part).__qualname__}"
+            )
+        if isinstance(what, ObjectRef):
+            return cls(what.key, what.version, tensor, part)
+        if isinstance(what, Request):
+            return cls(
+                writing.check_key(what.key), what.version or 0, tensor, part or what.tensor_slice
+            )
+        return cls(writing.check_key(what), 0, tensor, part)
+
+
+def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[_Want]:
+    if isinstance(keys, Mapping):
+        for key, how in keys.items():
+            if isinstance(how, TensorSlice):
+                yield _Want.make(key, None, how)
+            else:
+                yield _Want.make(key, how)
+        return
+    if isinstance(keys, str):
+        raise UnsupportedValueError("get_batch takes a list of keys or a dict, not one str")
+    for what in keys:
+        yield _Want.make(what)
+
+
+def _key_list(keys: Iterable[str]) -> list[str]:
+    if isinstance(keys, str):
+        raise UnsupportedValueError("a list of keys is needed, not one str")
+    return list(keys)
+
+
+async def _put_sources(
+    session: Session, lane: Lane, sources: Sequence[writing.Source], nbytes: int, clock: _Clock
+) -> tuple[list[int], str]:
+    """One message for small puts; else begin, write, commit. Undone if anything goes wrong."""
+    if nbytes == 0 or nbytes <= session.inline_max():
+        items = [m.PutItem(s.key, s.meta, s.nbytes, writing.inline_bytes(s)) for s in sources]
+        put = m.Put(lane.next_id(), session.next_id(), items)
+        reply = await lane.call(put, m.Committed, clock.left())
+        clock.phase("plan")
+        return reply.versions, "inline" if nbytes else ""
+    items = [m.PutItem(s.key, s.meta, s.nbytes, None if s.nbytes else b"") for s in sources]
+    placed = [s for s in sources if s.nbytes]
+    txn = session.next_id()
+    try:
+        granted = await lane.call(m.Put(lane.next_id(), txn, items), m.Granted, clock.left())
+        clock.phase("plan")
+        transport = await writing.write(session, placed, granted.grants)
+        clock.phase("copy")
+        done = await lane.call(m.Commit(lane.next_id(), txn), m.Committed, clock.left())
+        clock.phase("commit")
+    except BaseException:
+        # Unknown ids are ignored, so this is right whether or not the server has begun it.
+        try:
+            lane.send(m.Abort([txn]))
+        except TorchStoreError:
+            session.abort(txn)
+        raise
+    return done.versions, transport
+
+
+async def _get_wants(
+    session: Session, lane: Lane, wants: Sequence[_Want], clock: _Clock, allow_pickle: bool
+) -> tuple[reading.Result, int]:
+    """Locate and lease, check everything, then move bytes; give back what is not mapped."""
+    lease = session.next_id()
+    mapped: set[int] = set()
+    leased = True
+    try:
+        request = m.Locate(
+            lane.next_id(),
+            lease,
+            [m.Want(want.key, want.version) for want in wants],
+            session.inline_max(),
+        )
+        located = await lane.call(request, m.Located, clock.left())
+        leased = located.leased
+        clock.phase("plan")
+        targets = [
+            reading.resolve(at, want.key, entry, want.tensor, want.part)
+            for at, (want, entry) in enumerate(zip(wants, located.entries, strict=True))
+        ]
+        result = await reading.read(session, lease, targets, allow_pickle=allow_pickle)
+        mapped = result.mapped
+        clock.phase("copy")
+    finally:
+        if leased and len(mapped) < len(wants):
+            _release(session, lane, lease, mapped, len(wants))
+    return result, sum(target.nbytes for target in targets)
+
+
+def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: int) -> None:
+    """Give back the lease, or all of it but what lives on in mapped tensors."""
+    rest = [at for at in range(count) if at not in mapped] if mapped else None
+    message = m.Release([lease]) if rest is None else m.Release([], [(lease, rest)])
+    try:
+        lane.send(message)
+    except TorchStoreError:
+        session.give_back(lease, rest)
+
+
+def _cancel_wait(lane: Lane, request_id: int) -> None:
+    try:
+        lane.send(m.Cancel(request_id))
+    except TorchStoreError:
+        return  # the server is gone, and the wait with it
+
+
+def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:
+    order = ranking.order(nbytes)
+    return {
+        "volume": volume,
+        "nbytes": nbytes,
+        "chosen": order[0].spec.name if order else None,
+        "inline_up_to": ranking.inline_max(),
+        "bids": [
+            {
+                "transport": c.spec.name,
+                "latency_s": c.bid.latency_s,
+                "bytes_per_s": c.bid.bytes_per_s,
+                "cost_s": c.cost_s(nbytes),
+                "preferred": c.preferred,
+                "reason": c.bid.reason,
+            }
+            for c in order
+        ],
+        "refusals": ranking.refusals,
+    }
+
+

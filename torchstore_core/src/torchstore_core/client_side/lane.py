@@ -1,0 +1,299 @@
+"""A lane: one event loop's pipe to the server. Torch-free.
+
+Built on ``loop.add_reader`` and plain non-blocking sends: a reply costs one wake-up of the user's
+own loop and no thread hop, and a lane can be dropped when its loop has closed already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from torchstore_core import topology
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.errors import (
+    ProtocolError,
+    StoreClosedError,
+    StoreTimeoutError,
+    TorchStoreError,
+    from_wire,
+)
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+
+__all__ = ["Lane", "client_facts", "handshake", "socket_path"]
+
+_RECEIVE = 1 << 18
+R = TypeVar("R", bound=m.Message)
+
+
+def socket_path(address: str) -> str:
+    """The path of a ``unix:`` address.
+
+    Raises:
+        StoreClosedError: not an address of this kind.
+    """
+    scheme, _, path = address.partition(":")
+    if scheme != "unix" or not path:
+        raise StoreClosedError(f"not a store address: {address!r} (expected unix:/path/to/socket)")
+    return path
+
+
+def client_facts(environment: dict[str, str], here: topology.Topology) -> ClientFacts:
+    """Who this process is, for strategies and status."""
+
+    def number(name: str) -> int | None:
+        text = environment.get(name, "")
+        return int(text) if text.isdigit() else None
+
+    return ClientFacts(
+        here.pid, here.host_id, here.hostname, number("RANK"), number("LOCAL_RANK")
+    )
+
+
+async def handshake(
+    address: str, token: bytes, facts: ClientFacts, here: topology.Topology, timeout: float | None
+) -> tuple[socket.socket, m.Welcome]:
+    """Connect and say hello; the (non-blocking) socket and the server's welcome.
+
+    Raises:
+        StoreClosedError: nobody answers at the address.
+        ProtocolError: somebody else does.
+        StoreTimeoutError: not within ``timeout`` seconds.
+    """
+    loop = asyncio.get_running_loop()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        async with asyncio.timeout(timeout):
+            await loop.sock_connect(sock, socket_path(address))
+            hello = m.Hello(1, m.PROTOCOL_VERSION, token, here, facts)
+            await loop.sock_sendall(sock, encode(hello))
+            reader = FrameReader(m.MAX_FRAME)
+            bodies: list[bytes] = []
+            while not bodies:
+                data = await loop.sock_recv(sock, _RECEIVE)
+                if not data:
+                    raise StoreClosedError(f"the server at {address} closed the connection")
+                bodies = reader.feed(data)
+        reply = decode_reply(bodies[0])
+    except TimeoutError as error:
+        sock.close()
+        raise StoreTimeoutError(f"no answer from {address} within {timeout} s") from error
+    except msgspec.DecodeError as error:
+        sock.close()
+        raise ProtocolError(f"{address} does not speak this protocol: {error}") from error
+    except OSError as error:
+        sock.close()
+        raise StoreClosedError(f"no store at {address}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+    if isinstance(reply, m.Failure):
+        sock.close()
+        raise from_wire(reply.code, reply.message, reply.key, reply.details)
+    if not isinstance(reply, m.Welcome):
+        sock.close()
+        raise ProtocolError(f"{address} answered a hello with {type(reply).__name__}")
+    return sock, reply
+
+
+class Lane:
+    """Requests and replies on one connection, for one event loop.
+
+    Args:
+        sock: connected, greeted, non-blocking.
+        loop: the running loop.
+        on_push: called with messages nobody asked for.
+        gone: what to say when the server is gone.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        on_push: Callable[[m.Message], None],
+        gone: str,
+    ) -> None:
+        self._sock = sock
+        self._loop = loop
+        self._on_push = on_push
+        self._gone = gone
+        self._reader = FrameReader(m.MAX_FRAME)
+        self._pending: dict[int, tuple[asyncio.Future[m.Message], float | None]] = {}
+        self._unsent = bytearray()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._ids = itertools.count(2)
+        self._lost: TorchStoreError | None = None
+        loop.add_reader(sock.fileno(), self._readable)
+
+    def __del__(self) -> None:
+        self._sock.close()
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests can be sent."""
+        return self._lost is None and not self._loop.is_closed()
+
+    def next_id(self) -> int:
+        """A fresh request id."""
+        return next(self._ids)
+
+    async def call(self, message: m.Message, expect: type[R], timeout: float | None) -> R:
+        """Send a request and return its reply.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            StoreTimeoutError: no reply in time.
+            StoreClosedError: the server is gone.
+            TorchStoreError: what the server answered.
+        """
+        request_id: int = message.id  # type: ignore[attr-defined]
+        loop = self._loop
+        future: asyncio.Future[m.Message] = loop.create_future()
+        deadline = None
+        if timeout is not None:
+            deadline = loop.time() + timeout
+            if self._timer is None or deadline < self._timer_at:
+                self._arm(deadline)
+        self._pending[request_id] = (future, deadline)
+        try:
+            self.send(message)
+            reply = await future
+        finally:
+            self._pending.pop(request_id, None)
+        if type(reply) is expect:
+            return reply
+        if isinstance(reply, m.Failure):
+            raise from_wire(reply.code, reply.message, reply.key, reply.details)
+        raise ProtocolError(f"expected {expect.__name__}, the server sent {type(reply).__name__}")
+
+    def send(self, message: m.Message) -> None:
+        """Send without waiting for anything.
+
+        Raises:
+            StoreClosedError: the server is gone.
+        """
+        if self._lost is not None:
+            raise type(self._lost)(self._lost.message)
+        try:
+            frame = encode(message)
+        except UnicodeEncodeError as error:
+            raise ProtocolError(f"a key is not valid Unicode: {error}") from error
+        if len(frame) > m.MAX_FRAME:
+            raise ProtocolError(
+                f"a message of {len(frame)} bytes is over the limit of {m.MAX_FRAME}; "
+                "put or get fewer keys at once"
+            )
+        if self._unsent:
+            self._unsent += frame
+            return
+        try:
+            sent = self._sock.send(frame)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            # Replies that came before the end (a refusal, say) are worth more than this error.
+            self._readable()
+            if self._lost is None:
+                self._lose(StoreClosedError(f"{self._gone}: {error}"))
+            raise type(self._lost or error)(str(self._lost)) from error
+        if sent < len(frame):
+            self._unsent += memoryview(frame)[sent:]
+            self._loop.add_writer(self._sock.fileno(), self._writable)
+
+    def close(self) -> None:
+        """Close now; what waits gets StoreClosedError."""
+        self._lose(StoreClosedError("this client was closed"))
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's socket without a word."""
+        self._lost = StoreClosedError("this connection belongs to the parent process")
+        self._sock.close()
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(_RECEIVE)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(StoreClosedError(f"{self._gone}: {error}"))
+            return
+        if not data:
+            self._lose(StoreClosedError(self._gone))
+            return
+        try:
+            for body in self._reader.feed(data):
+                self._dispatch(decode_reply(body))
+        except (ProtocolError, msgspec.DecodeError) as error:
+            self._lose(ProtocolError(f"the server sent something unreadable: {error}"))
+
+    def _dispatch(self, reply: m.Message) -> None:
+        request_id: int = getattr(reply, "id", 0)
+        if request_id == 0:
+            if isinstance(reply, m.Failure):
+                self._lose(from_wire(reply.code, reply.message, reply.key, reply.details))
+            else:
+                self._on_push(reply)
+            return
+        waiting = self._pending.get(request_id)
+        if waiting is not None and not waiting[0].done():
+            waiting[0].set_result(reply)
+
+    def _writable(self) -> None:
+        try:
+            sent = self._sock.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(StoreClosedError(f"{self._gone}: {error}"))
+            return
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._sock.fileno())
+
+    def _lose(self, error: TorchStoreError) -> None:
+        if self._lost is not None:
+            return
+        self._lost = error
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+            for future, _ in list(self._pending.values()):
+                if not future.done():
+                    future.set_exception(type(error)(error.message))
+            if self._timer is not None:
+                self._timer.cancel()
+        self._sock.close()
+
+    def _arm(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        soonest: float | None = None
+        for future, deadline in list(self._pending.values()):
+            if deadline is None or future.done():
+                continue
+            if deadline <= now:
+                future.set_exception(
+                    StoreTimeoutError("the server did not answer in time (see timeout=)")
+                )
+            elif soonest is None or deadline < soonest:
+                soonest = deadline
+        if soonest is not None:
+            self._arm(soonest)

@@ -1,0 +1,153 @@
+"""Links to one volume: ranked, connected on first use, replaced when they fail. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torchstore_core.contracts.transport import Link, LinkContext, SupportsWindow
+from torchstore_core.errors import StoreClosedError, TransportError
+from torchstore_core.plugins import Registry, load_class
+from torchstore_core.ranking import Candidate, Policy, Ranking, rank
+from torchstore_core.topology import Topology
+from torchstore_core.wire import messages as m
+
+__all__ = ["VolumeLinks"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class VolumeLinks:
+    """Every way from this process to one volume.
+
+    Args:
+        info: the volume and its offers.
+        here: this process.
+        same_host: proven by the caller.
+    """
+
+    def __init__(
+        self,
+        info: m.VolumeInfo,
+        here: Topology,
+        same_host: bool,
+        registry: Registry,
+        policy: Policy,
+    ) -> None:
+        self.info = info
+        self.context = LinkContext(here, info.topology, same_host, offered=False)
+        self.ranking: Ranking = rank(registry.transports(), self.context, info.offers, policy)
+        self._links: dict[str, Link] = {}
+        self._loop_links: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, dict[str, Link]
+        ] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._active = 0
+        self._closed = False
+
+    async def attempt(
+        self, nbytes: int, action: Callable[[Link, Candidate], Awaitable[T]]
+    ) -> T:
+        """Run ``action`` on the best link for ``nbytes``; a link that fails is dropped, loudly,
+        and the next bid gets its turn.
+
+        Raises:
+            TransportUnavailableError: no link is left.
+        """
+        with self._in_use():
+            for candidate in self.ranking.order(nbytes, in_band=False):
+                try:
+                    link = await self._connected(candidate)
+                    return await action(link, candidate)
+                except TransportError as error:
+                    self._drop(candidate, error)
+        raise self.ranking.unavailable(nbytes)
+
+    async def connect_best(self) -> None:
+        """Connect the link that large values will take, so that the first of them need not."""
+        order = self.ranking.order(1 << 30, in_band=False)
+        if order:
+            try:
+                await self._connected(order[0])
+            except TransportError as error:
+                self._drop(order[0], error)
+
+    def warm(self, segment: int, nbytes: int) -> None:
+        """Fill this process's page tables for warm memory. Blocks: not for an event loop."""
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            if isinstance(link, SupportsWindow):
+                with self._in_use():
+                    link.window(segment)
+                    link.prepare(segment, 0, nbytes)
+
+    def close(self) -> None:
+        """Close all links, once no transfer uses them any more."""
+        with self._lock:
+            self._closed = True
+            if self._active:
+                return
+        self._close_links()
+
+    def abandon(self) -> None:
+        """In a forked child: no transfer of the parent's runs here, so close without waiting."""
+        self._lock = threading.Lock()
+        self._closed = True
+        self._close_links()
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    async def _connected(self, candidate: Candidate) -> Link:
+        spec = candidate.spec
+        links = self._links
+        if spec.loop_bound:
+            links = self._loop_links.setdefault(asyncio.get_running_loop(), {})
+        link = links.get(spec.name)
+        if link is None:
+            cls: type[Link] = load_class(str(spec.client))
+            made = await cls.connect(self.info.offers[spec.name], self.context)
+            with self._lock:
+                link = links.setdefault(spec.name, made)
+            if link is not made:  # another loop was faster
+                made.close()
+        return link
+
+    def _drop(self, candidate: Candidate, error: TransportError) -> None:
+        name = candidate.spec.name
+        self.ranking.drop(name, f"its link failed: {error}")
+        order = [c.spec.name for c in self.ranking.order(1 << 20)]
+        warnings.warn(
+            f"transport {name!r} to volume {self.info.id} failed and is not used any more: "
+            f"{error}; what is left: {', '.join(order) or 'nothing'}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError("this client was closed")
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active -= 1
+                last = self._closed and not self._active
+            if last:
+                self._close_links()
+
+    def _close_links(self) -> None:
+        for links in [self._links, *self._loop_links.values()]:
+            while links:
+                _, link = links.popitem()
+                link.close()

@@ -1,0 +1,311 @@
+"""A session: this process at one store. It owns leases and unfinished puts until the process dies.
+
+The *anchor* is a connection that belongs to no event loop; the server undoes everything when it
+closes. A janitor thread gives leases back over it when tensors die, whatever thread they die in.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+
+from torchstore_core import topology
+from torchstore_core.client_side.lane import Lane, client_facts, handshake
+from torchstore_core.client_side.links import VolumeLinks
+from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.plugins import Registry
+from torchstore_core.ranking import Policy
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import encode
+
+__all__ = ["Session"]
+
+log = logging.getLogger(__name__)
+
+Held = tuple[int, list[int] | None]  # a lease, and which of its entries (None: all)
+
+
+class _ForkGuard:
+    """A forked child that may still read the mappings it inherited."""
+
+    __slots__ = ("fd", "marks")
+
+    def __init__(self, fd: int, marks: frozenset[int]) -> None:
+        self.fd = fd  # reads end-of-file when the child and its own children are gone
+        self.marks = marks
+
+
+class Session:
+    """This process's membership of one store; made by :meth:`open`."""
+
+    def __init__(
+        self, address: str, anchor: socket.socket, welcome: m.Welcome, policy: Policy
+    ) -> None:
+        self.address = address
+        self.welcome = welcome
+        self.pid = os.getpid()
+        self.here = topology.probe()
+        self.facts = client_facts(dict(os.environ), self.here)
+        self.registry = Registry(block=policy.block)
+        # The anchor is a Unix socket, so the server is here if its host id is ours: proven.
+        server_host = welcome.server.host_id
+        self.volumes = [
+            VolumeLinks(
+                info,
+                self.here,
+                info.topology.host_id == server_host == self.here.host_id,
+                self.registry,
+                policy,
+            )
+            for info in welcome.volumes
+        ]
+        self.lost = False
+        self._ids = itertools.count(1)
+        self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lane] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._anchor = anchor
+        self._anchor.setblocking(True)
+        self._gone = (
+            f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}, "
+            f"{address}) is gone"
+        )
+        # Touched by finalizers, in any thread, at any moment: atomic operations only, no lock.
+        self._held: dict[int, Held] = {}
+        self._dead: deque[tuple[int, Held]] = deque()
+        self._aborted: deque[int] = deque()
+        self._waking = False
+        self._deferred: list[tuple[int, Held]] = []
+        self._guards: list[_ForkGuard] = []
+        self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
+        self._retiring = False
+        self._warm: list[tuple[int, int, int]] = list(welcome.warm)
+        # Socket objects, not raw descriptors: a late finalizer cannot write into a reused number.
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        threading.Thread(target=self._clean, name="torchstore-janitor", daemon=True).start()
+
+    @classmethod
+    async def open(cls, address: str, policy: Policy, timeout: float | None) -> Session:
+        """Connect to the server at ``address``.
+
+        Raises:
+            StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
+            PluginError: two distributions claim one transport.
+        """
+        here = topology.probe()
+        facts = client_facts(dict(os.environ), here)
+        anchor, welcome = await handshake(address, b"", facts, here, timeout)
+        try:
+            session = cls(address, anchor, welcome, policy)
+        except BaseException:
+            anchor.close()
+            raise
+        for volume in session.volumes:
+            await volume.connect_best()
+        session._wake()
+        return session
+
+    @property
+    def usable(self) -> bool:
+        """Whether it still has a server and belongs to this process."""
+        return not self.lost and not self._retiring and self.pid == os.getpid()
+
+    def next_id(self) -> int:
+        """A fresh id for a put or a lease, unique in the session."""
+        return next(self._ids)
+
+    async def lane(self, timeout: float | None) -> Lane:
+        """The running loop's lane, opened on first use."""
+        loop = asyncio.get_running_loop()
+        lane = self._lanes.get(loop)
+        if lane is not None and lane.usable:
+            return lane
+        if not self.usable:
+            raise StoreClosedError(self._gone)
+        for other in list(self._lanes):
+            if other.is_closed():
+                del self._lanes[other]
+        sock, _ = await handshake(
+            self.address, self.welcome.session, self.facts, self.here, timeout
+        )
+        raced = self._lanes.get(loop)
+        if raced is not None and raced.usable:
+            sock.close()
+            return raced
+        lane = Lane(sock, loop, self._pushed, self._gone)
+        self._lanes[loop] = lane
+        return lane
+
+    def inline_max(self) -> int:
+        """Largest batch, in bytes, that rides in the message whatever volume it goes to; -1: none.
+
+        The controller chooses the volume, so the smallest of all volumes' limits counts.
+        """
+        return min(volume.ranking.inline_max() for volume in self.volumes)
+
+    # ---- giving back ----------------------------------------------------------------------
+
+    def hold(self, owner: object, lease: int, positions: list[int] | None) -> None:
+        """Give ``positions`` of ``lease`` (None: all of it) back when ``owner`` dies."""
+        mark = self.next_id()
+        self._held[mark] = (lease, positions)
+        weakref.finalize(owner, self._died, mark).atexit = False
+
+    def _died(self, mark: int) -> None:
+        held = self._held.pop(mark, None)
+        if held is not None and self.pid == os.getpid():
+            self._dead.append((mark, held))
+            self._wake()
+
+    def give_back(self, lease: int, positions: list[int] | None = None) -> None:
+        """Give a lease back over the anchor; safe in any thread and in finalizers."""
+        self._dead.append((0, (lease, positions)))
+        self._wake()
+
+    def abort(self, txn: int) -> None:
+        """Abort a put over the anchor; safe in any thread and in finalizers."""
+        self._aborted.append(txn)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waking:
+            return
+        self._waking = True
+        try:
+            self._wake_write.send(b"x")
+        except OSError:
+            return  # full or closed: a wake-up is under way, or none is needed
+
+    def _pushed(self, message: m.Message) -> None:
+        if isinstance(message, m.Warmed):
+            self._warm = list(message.warm)
+            self._wake()
+
+    # ---- the janitor ----------------------------------------------------------------------
+
+    def _clean(self) -> None:
+        try:
+            while self._clean_once():
+                continue
+        except OSError as error:
+            log.debug("anchor: %s", error)
+        self.lost = True
+        for sock in (self._anchor, self._wake_read, self._wake_write):
+            sock.close()
+
+    def _clean_once(self) -> bool:
+        """Wait for something to do and do it; False when the session is over."""
+        wake, anchor = self._wake_read.fileno(), self._anchor.fileno()
+        watched = {wake, anchor} | {g.fd for g in self._guards}
+        poll = select.poll()
+        for fd in watched:
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        if wake in ready:
+            self._wake_read.recv(4096)
+        # Before draining: a finalizer that comes later writes to the pipe again.
+        self._waking = False
+        if anchor in ready and not self._anchor.recv(1 << 16):
+            return False
+        for guard in [g for g in self._guards if g.fd in ready]:
+            self._guards.remove(guard)
+            os.close(guard.fd)
+            self._dead.extend(self._deferred)
+            self._deferred.clear()
+        self._send_dead()
+        self._fill_page_tables()
+        return not (self._retiring and not self._held and not self._deferred and not self._dead)
+
+    def _send_dead(self) -> None:
+        whole: list[int] = []
+        parts: list[tuple[int, list[int]]] = []
+        while self._dead:
+            mark, (lease, positions) = self._dead.popleft()
+            if mark and any(mark in guard.marks for guard in self._guards):
+                self._deferred.append((mark, (lease, positions)))
+            elif positions is None:
+                whole.append(lease)
+            else:
+                parts.append((lease, positions))
+        if whole or parts:
+            self._anchor.sendall(encode(m.Release(whole, parts)))
+        aborted: list[int] = []
+        while self._aborted:
+            aborted.append(self._aborted.popleft())
+        if aborted:
+            self._anchor.sendall(encode(m.Abort(aborted)))
+
+    def _fill_page_tables(self) -> None:
+        warm, self._warm = self._warm, []
+        for volume, segment, nbytes in warm:
+            if nbytes and volume < len(self.volumes):
+                try:
+                    self.volumes[volume].warm(segment, nbytes)
+                except TorchStoreError as error:
+                    log.debug("page tables of volume %d: %s", volume, error)
+
+    # ---- ending ---------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Close lanes and links. The anchor stays until the last zero-copy tensor has died."""
+        if self._retiring:
+            return
+        self._retiring = True
+        for lane in list(self._lanes.values()):
+            lane.close()
+        self._lanes.clear()
+        for volume in self.volumes:
+            volume.close()
+        self._wake()
+
+    # ---- fork -----------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """In the parent: what is mapped now must stay until the child is gone too."""
+        if self._held and not self.lost:
+            self._fork_pipe = (*os.pipe(), frozenset(self._held))
+
+    def after_fork_in_parent(self) -> None:
+        """Watch the child's end of the pipe."""
+        if self._fork_pipe is not None:
+            read, write, marks = self._fork_pipe
+            os.close(write)
+            self._fork_pipe = None
+            self._guards.append(_ForkGuard(read, marks))
+            self._waking = False
+            self._wake()
+
+    def after_fork_in_child(self) -> None:
+        """Let go of everything that is the parent's, except what inherited mappings need.
+
+        With such mappings the child keeps the anchor open, so that they are protected even when
+        the parent dies first, and its end of the pipe, so that the parent knows.
+        """
+        self._wake_read.close()
+        self._wake_write.close()
+        for lane in list(self._lanes.values()):
+            lane.abandon()
+        for volume in self.volumes:
+            volume.abandon()
+        for guard in self._guards:
+            os.close(guard.fd)
+        if self._fork_pipe is not None:
+            os.close(self._fork_pipe[0])
+            _inherited.append((self._anchor, self._fork_pipe[1]))
+        elif not self.lost:
+            self._anchor.close()
+        self.lost = True
+
+
+# Sockets and pipe ends that a forked child holds until it ends.
+_inherited: list[tuple[socket.socket, int]] = []

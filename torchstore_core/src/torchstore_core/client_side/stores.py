@@ -1,0 +1,257 @@
+"""Which stores this process belongs to: joined by name, found through the environment. Torch-free.
+
+A membership survives what its session does not: a fork (the child opens a session of its own), a
+restarted server, ``reset_client``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from torchstore_core.client_side.session import Session
+from torchstore_core.contracts.observer import Operation
+from torchstore_core.contracts.runtime import Runtime
+from torchstore_core.errors import ConfigurationError, StoreClosedError
+from torchstore_core.ranking import Policy
+
+__all__ = [
+    "ADDRESS",
+    "ADDRESSES",
+    "DEFAULT_NAME",
+    "DEFAULT_TIMEOUT_S",
+    "Membership",
+    "add",
+    "find",
+    "inherited_address",
+    "publish",
+    "remove",
+]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_NAME = "torchstore"
+DEFAULT_TIMEOUT_S = 60.0
+#: Environment variable with the address of the default store; children inherit it.
+ADDRESS = "TORCHSTORE_ADDRESS"
+#: Environment variable with a JSON object of name to address, for stores of other names.
+ADDRESSES = "TORCHSTORE_ADDRESSES"
+
+
+class Membership:
+    """This process at one store.
+
+    Args:
+        store_name: the name here.
+        address: where its server listens.
+        policy: the user's word on transports.
+        timeout: default of every operation, seconds; None waits for ever.
+        allow_pickle: default of every operation.
+        runtime: what started the server, in the process that owns it.
+    """
+
+    def __init__(
+        self,
+        store_name: str,
+        address: str,
+        policy: Policy,
+        timeout: float | None,
+        allow_pickle: bool,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.store_name = store_name
+        self.address = address
+        self.policy = policy
+        self.timeout = timeout
+        self.allow_pickle = allow_pickle
+        self.runtime = runtime
+        self.observe: Callable[[Operation], None] | None = None
+        self._session: Session | None = None
+        self._closed = False
+
+    async def session(self, timeout: float | None) -> Session:
+        """The session of this process, opened when there is none.
+
+        Raises:
+            StoreClosedError: shut down, or no server answers.
+        """
+        session = self._session
+        if session is not None and session.usable:
+            return session
+        if self._closed:
+            raise StoreClosedError(
+                f"store {self.store_name!r} was shut down in this process; initialize or connect"
+            )
+        made = await Session.open(self.address, self.policy, timeout)
+        with _lock:
+            session = self._session
+            if session is not None and session.usable:
+                made.retire()  # another thread was faster
+                return session
+            self._session = made
+            _sessions.add(made)
+        self.observe = _observer(made)
+        return made
+
+    def reset(self) -> None:
+        """Drop the session; the next operation opens a new one. Live tensors stay valid."""
+        session, self._session = self._session, None
+        if session is not None and session.pid == os.getpid():
+            session.retire()
+
+    def close(self) -> None:
+        """Leave the store for good."""
+        self._closed = True
+        self.reset()
+
+
+def _observer(session: Session) -> Callable[[Operation], None] | None:
+    if not session.registry.observers():
+        return None
+    hook = session.registry.hook.torchstore_operation
+
+    def observe(operation: Operation) -> None:
+        try:
+            hook(operation=operation)
+        except Exception:  # foreign code must not break the operation it watches
+            log.exception("an observer plug-in failed")
+
+    return observe
+
+
+_lock = threading.RLock()
+_memberships: dict[str, Membership] = {}
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def find(store_name: str) -> Membership:
+    """The membership of that name; joins through the environment if there is none.
+
+    Raises:
+        StoreClosedError: no such store here, and none in the environment.
+    """
+    membership = _memberships.get(store_name)
+    if membership is not None:
+        return membership
+    address = inherited_address(store_name)
+    if address is None:
+        raise StoreClosedError(
+            f"there is no store {store_name!r} in this process: `await initialize()` one, "
+            f"`await connect(address)`, or set {ADDRESS}"
+        )
+    with _lock:
+        return _memberships.setdefault(
+            store_name,
+            Membership(
+                store_name, address, Policy.make(), DEFAULT_TIMEOUT_S, allow_pickle_default()
+            ),
+        )
+
+
+def known(store_name: str) -> Membership | None:
+    """The membership of that name, if this process has one already."""
+    return _memberships.get(store_name)
+
+
+def allow_pickle_default() -> bool:
+    """TORCHSTORE_ALLOW_PICKLE, by default 1."""
+    text = os.environ.get("TORCHSTORE_ALLOW_PICKLE", "1").lower()
+    if text not in ("0", "1", "true", "false"):
+        raise ConfigurationError(f"TORCHSTORE_ALLOW_PICKLE is 0 or 1, not {text!r}")
+    return text in ("1", "true")
+
+
+def add(membership: Membership) -> None:
+    """Make it the one of its name; one that was there before is left."""
+    with _lock:
+        before = _memberships.get(membership.store_name)
+        _memberships[membership.store_name] = membership
+    if before is not None:
+        before.close()
+
+
+def remove(store_name: str) -> Membership | None:
+    """Forget the membership of that name."""
+    with _lock:
+        return _memberships.pop(store_name, None)
+
+
+def inherited_address(store_name: str) -> str | None:
+    """The address that the environment gives for a store."""
+    if store_name == DEFAULT_NAME:
+        return os.environ.get(ADDRESS) or None
+    return _others().get(store_name)
+
+
+def publish(store_name: str, address: str | None) -> None:
+    """Put an address into the environment, for children; None takes it out."""
+    if store_name == DEFAULT_NAME:
+        if address is None:
+            os.environ.pop(ADDRESS, None)
+        else:
+            os.environ[ADDRESS] = address
+        return
+    others = _others()
+    others.pop(store_name, None)
+    if address is not None:
+        others[store_name] = address
+    if others:
+        os.environ[ADDRESSES] = msgspec.json.encode(others).decode()
+    else:
+        os.environ.pop(ADDRESSES, None)
+
+
+def _others() -> dict[str, str]:
+    text = os.environ.get(ADDRESSES, "")
+    if not text:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(
+            f"{ADDRESSES} is a JSON object of store name to address: {error}"
+        ) from error
+
+
+# ---- fork ---------------------------------------------------------------------------------
+
+
+def _before_fork() -> None:
+    _lock.acquire()
+    _each(lambda session: session.before_fork())
+
+
+def _after_in_parent() -> None:
+    _each(lambda session: session.after_fork_in_parent())
+    _lock.release()
+
+
+def _after_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _each(lambda session: session.after_fork_in_child())
+    _sessions.clear()
+    for membership in _memberships.values():
+        membership.runtime = None  # the parent owns the server
+        membership.reset()
+
+
+def _each(call: Callable[[Session], Any]) -> None:
+    for session in list(_sessions):
+        with contextlib.suppress(OSError):  # a fork must not fail for want of a descriptor
+            call(session)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_in_parent,
+        after_in_child=_after_in_child,
+    )

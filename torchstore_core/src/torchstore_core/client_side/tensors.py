@@ -1,0 +1,193 @@
+"""Between torch tensors and plain memory: what can be stored, where its bytes are, and back."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from torchstore_core import boxes
+from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
+from torchstore_core.values import TensorMeta, TensorSlice
+
+__all__ = [
+    "byte_like",
+    "check_destination",
+    "describe",
+    "from_buffer",
+    "slice_box",
+    "split_rows",
+    "storable",
+    "tensor_at",
+]
+
+
+def _dtypes() -> dict[str, torch.dtype]:
+    """Every dtype of this torch under its canonical name (aliases such as ``half`` fold)."""
+    found = (getattr(torch, name) for name in dir(torch))
+    return {str(d).removeprefix("torch."): d for d in found if isinstance(d, torch.dtype)}
+
+
+_BY_NAME = _dtypes()
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+_BYTES_LIKE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A detached strided tensor with the same values, on CPU or CUDA; no copy if it is one.
+
+    Raises:
+        UnsupportedValueError: names what the tensor is and what to do instead.
+    """
+    kind = type(tensor)
+    if kind not in _PLAIN and _is_wrapper(kind):
+        hint = "put its local tensor (.to_local())" if kind.__name__ == "DTensor" else "unwrap it"
+        raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", hint)
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise _refused(key, f"a sparse tensor ({layout})", "put its parts, or .to_dense()")
+    if tensor.is_quantized:
+        raise _refused(key, f"a quantized tensor ({tensor.dtype})", "put .int_repr() and its scales")
+    device = tensor.device.type
+    if torch.nn.parameter.is_lazy(tensor):
+        raise _refused(key, "an uninitialised (lazy) parameter", "run the module once first")
+    if device == "meta":
+        raise _refused(key, "a meta tensor (it has no values)", "materialise it first")
+    if tensor.is_nested:
+        raise _refused(key, "a nested tensor", "put its .values() and .offsets()")
+    tensor = tensor.detach()
+    if device not in ("cpu", "cuda"):
+        tensor = tensor.cpu()
+    # Conjugate and negative views are flags on someone else's bytes.
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _is_wrapper(kind: type[torch.Tensor]) -> bool:
+    """Subclasses that intercept dispatch (DTensor, FakeTensor, ...) have no bytes of their own."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _refused(key: str, what: str, hint: str) -> UnsupportedValueError:
+    return UnsupportedValueError(f"{key!r}: {what} cannot be stored; {hint}", key=key)
+
+
+def describe(tensor: torch.Tensor) -> TensorMeta:
+    """Dtype name and shape."""
+    return TensorMeta(_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def dtype_of(meta: TensorMeta, key: str) -> torch.dtype:
+    """The dtype of a stored tensor; UnsupportedValueError if this torch does not have it."""
+    dtype = _BY_NAME.get(meta.dtype)
+    if dtype is None:
+        raise UnsupportedValueError(
+            f"{key!r} has dtype {meta.dtype!r}, which torch {torch.__version__} does not know",
+            key=key,
+        )
+    return dtype
+
+
+def byte_like(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under an integer dtype of the same width: copies keep every bit, for every
+    dtype, and every dtype has a copy kernel.
+    """
+    return tensor.view(_BYTES_LIKE[tensor.element_size()])
+
+
+def tensor_at(address: int, meta: TensorMeta, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on raw memory, which the caller keeps alive. At least one element."""
+    numel = 1
+    for extent in meta.shape:
+        numel *= extent
+    raw = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    like = _BYTES_LIKE[dtype.itemsize]
+    return torch.frombuffer(raw, dtype=like, count=numel).view(meta.shape)
+
+
+def from_buffer(
+    buffer: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor on a writable buffer from byte ``offset``; it keeps the buffer alive."""
+    numel = 1
+    for extent in shape:
+        numel *= extent
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype)
+    like = _BYTES_LIKE[dtype.itemsize]
+    flat = torch.frombuffer(buffer, dtype=like, count=numel, offset=offset)
+    return (flat if like is dtype else flat.view(dtype)).view(shape)
+
+
+def check_destination(
+    key: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The destination, detached, if it can take a value of ``shape`` and ``dtype``.
+
+    Raises:
+        LayoutMismatchError: wrong shape or dtype, or memory that overlaps itself.
+        UnsupportedValueError: not a tensor one can write into (meta, sparse, DTensor, ...).
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutMismatchError(
+            f"{key!r}: the destination is a {type(tensor).__qualname__}, not a tensor", key=key
+        )
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise LayoutMismatchError(
+            f"{key!r} is stored as {dtype} {list(shape)}, the destination is {tensor.dtype} "
+            f"{list(tensor.shape)}; nothing was written",
+            key=key,
+            details={"stored": [str(dtype), *shape], "wanted": [str(tensor.dtype), *tensor.shape]},
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise _refused(key, "a conjugate or negative view as destination", "give its base")
+    target = storable(key, tensor)
+    if target.device != tensor.device:
+        raise _refused(key, f"a destination on {tensor.device}", "use cpu or cuda")
+    if 0 in target.stride() and any(
+        n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)
+    ):
+        raise LayoutMismatchError(
+            f"{key!r}: the destination's elements share memory (an expanded tensor); "
+            "give it memory of its own",
+            key=key,
+        )
+    return target
+
+
+def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Box:
+    """The box that a slice names in a stored tensor of ``shape``.
+
+    Raises:
+        LayoutMismatchError: another global shape, or outside of it.
+    """
+    offset, local = tuple(wanted.offsets), tuple(wanted.local_shape)
+    fits = (
+        len(offset) == len(local) == len(shape)
+        and tuple(wanted.global_shape) == shape
+        and all(o >= 0 and n >= 0 and o + n <= g for o, n, g in zip(offset, local, shape, strict=True))
+    )
+    if not fits:
+        raise LayoutMismatchError(
+            f"{key!r} has shape {list(shape)}; the slice asks for {list(local)} at {list(offset)} "
+            f"of {list(wanted.global_shape)}",
+            key=key,
+        )
+    return boxes.Box(offset, local)
+
+
+def split_rows(a: torch.Tensor, b: torch.Tensor, chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut two tensors of one shape alike, into pieces of about ``chunk`` bytes."""
+    nbytes = a.numel() * a.element_size()
+    if nbytes <= chunk or a.dim() == 0:
+        return [(a, b)]
+    dim = max(range(a.dim()), key=lambda d: a.shape[d])
+    parts = min(-(-nbytes // chunk), a.shape[dim])
+    return list(zip(a.tensor_split(parts, dim), b.tensor_split(parts, dim), strict=True))

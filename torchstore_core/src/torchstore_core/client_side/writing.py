@@ -1,0 +1,187 @@
+"""Puts: from values to bytes in the message, or in granted segments, with one copy."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchstore_core import copying
+from torchstore_core.client_side import cuda
+from torchstore_core.client_side.codec import encode_object
+from torchstore_core.client_side.session import Session
+from torchstore_core.client_side.tensors import (
+    byte_like,
+    describe,
+    dtype_of,
+    split_rows,
+    storable,
+    tensor_at,
+)
+from torchstore_core.contracts.transport import Copy, Link, SupportsWindow
+from torchstore_core.errors import UnsupportedValueError
+from torchstore_core.ranking import Candidate
+from torchstore_core.values import TensorMeta, ValueMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["Source", "check_key", "inline_bytes", "prepare", "write"]
+
+
+class Source(NamedTuple):
+    """One value to put: a tensor (detached, any strides), or the bytes of an object."""
+
+    key: str
+    meta: ValueMeta
+    nbytes: int
+    tensor: torch.Tensor | None
+    data: bytes | None
+
+
+def check_key(key: object) -> str:
+    """A usable key.
+
+    Raises:
+        UnsupportedValueError: not a str, empty, or too long.
+    """
+    if isinstance(key, str) and 0 < len(key) <= m.MAX_KEY:
+        return key
+    what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
+    raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
+
+
+def prepare(key: str, value: Any, *, allow_pickle: bool) -> Source:
+    """Look at a value once: what it is, how many bytes it has.
+
+    Raises:
+        UnsupportedValueError, UnsafeObjectError: it cannot be stored.
+    """
+    check_key(key)
+    if isinstance(value, torch.Tensor):
+        tensor = storable(key, value)
+        return Source(key, describe(tensor), tensor.numel() * tensor.element_size(), tensor, None)
+    meta, data = encode_object(key, value, allow_pickle=allow_pickle)
+    return Source(key, meta, len(data), None, data)
+
+
+def inline_bytes(source: Source) -> bytes:
+    """The value's bytes, row-major."""
+    if source.data is not None:
+        return source.data
+    tensor = source.tensor
+    if tensor is None or source.nbytes == 0:
+        return b""
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    if not tensor.is_contiguous():
+        tensor = byte_like(tensor).contiguous()
+    return ctypes.string_at(tensor.data_ptr(), source.nbytes)
+
+
+async def write(session: Session, sources: Sequence[Source], grants: Sequence[m.Grant]) -> str:
+    """Move the sources into their granted places; the name of the transport that did."""
+    by_volume: dict[int, list[tuple[Source, m.Grant]]] = {}
+    for source, grant in zip(sources, grants, strict=True):
+        by_volume.setdefault(grant.volume, []).append((source, grant))
+    names: set[str] = set()
+    for volume, items in by_volume.items():
+        nbytes = sum(source.nbytes for source, _ in items)
+
+        async def action(
+            link: Link,
+            candidate: Candidate,
+            items: list[tuple[Source, m.Grant]] = items,
+            nbytes: int = nbytes,
+        ) -> None:
+            names.add(candidate.spec.name)
+            if isinstance(link, SupportsWindow):
+                await _write_window(link, items, nbytes)
+            else:
+                await _write_copies(link, items)
+
+        await session.volumes[volume].attempt(nbytes, action)
+    return "+".join(sorted(names))
+
+
+async def _write_window(
+    link: SupportsWindow, items: Sequence[tuple[Source, m.Grant]], nbytes: int
+) -> None:
+    """Copy straight into the segment: contiguous bytes in chunks, strided tensors by torch."""
+    pieces: list[copying.Piece] = []
+    tasks: list[copying.Task] = []
+    device: list[tuple[torch.Tensor, torch.Tensor]] = []
+    segment = items[0][1].segment
+    base = link.window(segment).address
+    for source, grant in items:
+        if grant.segment != segment:
+            segment = grant.segment
+            base = link.window(segment).address
+        address = base + grant.offset
+        tensor = source.tensor
+        if tensor is None:
+            pieces.append((address, _address_of(source.data or b""), source.nbytes))
+        elif tensor.device.type == "cuda":
+            device.append((_window_tensor(source, address), tensor))
+        elif tensor.is_contiguous():
+            pieces.append((address, tensor.data_ptr(), source.nbytes))
+        else:
+            target = byte_like(_window_tensor(source, address))
+            for to, of in split_rows(target, byte_like(tensor), copying.CHUNK):
+                tasks.append(_strided(to, of))
+    stream = nbytes >= copying.STREAM_MIN
+    for chunk in copying.plan(pieces):
+        tasks.append(_chunk(link, segment, base, chunk, stream))
+    await copying.run(tasks, nbytes)
+    if device:
+        await cuda.transfer(device, link.window(segment))
+
+
+def _chunk(
+    link: SupportsWindow, segment: int, base: int, chunk: list[copying.Piece], stream: bool
+) -> copying.Task:
+    low = chunk[0][0] - base
+    high = chunk[-1][0] + chunk[-1][2] - base
+    size = sum(piece[2] for piece in chunk)
+
+    def task() -> None:
+        # A batch lies in one run, so a chunk is one range; when it is not, faults do the work.
+        if 0 < high - low <= size + size // 2:
+            link.prepare(segment, low, high - low)
+        copying.copy_pieces(chunk, stream=stream)
+
+    return task
+
+
+def _strided(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    def task() -> None:
+        target.copy_(source)
+
+    return task
+
+
+def _window_tensor(source: Source, address: int) -> torch.Tensor:
+    meta = source.meta
+    if not isinstance(meta, TensorMeta):
+        raise UnsupportedValueError(f"{source.key!r} is not a tensor", key=source.key)
+    return tensor_at(address, meta, dtype_of(meta, source.key))
+
+
+def _address_of(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+async def _write_copies(link: Link, items: Sequence[tuple[Source, m.Grant]]) -> None:
+    """For links without a window: contiguous bytes only, so strided tensors are packed first."""
+    copies: list[Copy] = []
+    alive: list[torch.Tensor] = []
+    for source, grant in items:
+        if source.data is not None:
+            address = _address_of(source.data)
+        elif source.tensor is not None:
+            tensor = source.tensor.cpu()
+            tensor = byte_like(tensor).contiguous() if not tensor.is_contiguous() else tensor
+            alive.append(tensor)
+            address = tensor.data_ptr()
+        copies.append(Copy(address, grant.segment, grant.offset, source.nbytes))
+    await link.write(copies)

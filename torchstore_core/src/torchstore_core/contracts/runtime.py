@@ -1,0 +1,63 @@
+"""The runtime contract: who hosts the server, and how a process finds it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import msgspec
+
+from torchstore_core.contracts.strategy import Strategy
+
+__all__ = ["Runtime", "RuntimeSpec", "StoreOptions"]
+
+
+class StoreOptions(msgspec.Struct, frozen=True):
+    """What ``initialize`` was asked for, as plain data.
+
+    Args:
+        store_name: several stores of one job are told apart by it.
+        num_storage_volumes: how many volumes.
+        strategy: placement; None for the default (``singleton``).
+        capacity: bytes over all volumes; None: half of the host's memory.
+        prefault: bytes of pool to make warm in the background; None: chosen from capacity.
+        timeout: seconds to wait for the server to come up.
+        block: plug-in names that the server does not load.
+    """
+
+    store_name: str
+    num_storage_volumes: int = 1
+    strategy: Strategy | None = None
+    capacity: int | None = None
+    prefault: int | None = None
+    timeout: float = 60.0
+    block: tuple[str, ...] = ()
+
+
+class Runtime(ABC):
+    """A running server, as seen by the process that started it (its owner)."""
+
+    @abstractmethod
+    async def start(self, options: StoreOptions, mesh: object | None) -> str:
+        """Start controller and volumes; return the address that clients connect to.
+
+        Raises:
+            StoreTimeoutError: not up within ``options.timeout`` seconds.
+            StoreClosedError: the server ended while starting; the message has its last words.
+        """
+
+    @abstractmethod
+    async def stop(self, timeout: float) -> None:
+        """End what :meth:`start` started, leaving nothing behind. Idempotent."""
+
+
+class RuntimeSpec(msgspec.Struct, frozen=True):
+    """What a plug-in's ``torchstore_runtime`` hook returns.
+
+    ``applies`` says how well it fits this process: None if it does not, else a rank (``auto``
+    takes the highest); ``mesh`` is what the user gave ``initialize``.
+    """
+
+    name: str
+    factory: str  # "module:Class" of the Runtime, imported when chosen
+    applies: Callable[[object | None], int | None]

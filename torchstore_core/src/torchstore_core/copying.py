@@ -1,0 +1,209 @@
+"""The copy engine: many pieces, over threads of our own, past the cache. Torch-free.
+
+Threads of our own because OMP_NUM_THREADS is 1 under torchrun; past the cache because weights are
+larger than it (see ``_native.c``; without the compiled module, memmove).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import queue
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from torchstore_core.errors import ConfigurationError
+
+try:
+    from torchstore_core import _native
+except ImportError:  # built without a compiler
+    _native = None  # type: ignore[assignment]
+
+__all__ = ["CHUNK", "CopyJob", "copy_pieces", "copy_threads", "has_native", "plan", "run"]
+
+#: Bytes of work that one thread takes at a time.
+CHUNK = 4 << 20
+#: Less than this is copied by the caller: waking a thread costs about as much.
+DIRECT_MAX = 512 << 10
+#: From this many bytes a batch is streamed past the cache.
+STREAM_MIN = 4 << 20
+
+Piece = tuple[int, int, int]
+Task = Callable[[], None]
+
+
+def has_native() -> bool:
+    """Whether the compiled copy is there."""
+    return _native is not None
+
+
+def copy_threads() -> int:
+    """How many copy threads: TORCHSTORE_COPY_THREADS, else the CPUs of this process, at most 8.
+
+    Raises:
+        ConfigurationError: the variable is not a positive number.
+    """
+    text = os.environ.get("TORCHSTORE_COPY_THREADS", "")
+    if text:
+        if not text.isdigit() or int(text) < 1:
+            raise ConfigurationError(f"TORCHSTORE_COPY_THREADS={text!r} is not a positive number")
+        return int(text)
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4, 8)
+
+
+def copy_pieces(pieces: Iterable[Piece], *, stream: bool) -> None:
+    """Copy ``(destination address, source address, nbytes)`` pieces here and now."""
+    if _native is not None:
+        _native.copy_many(array("q", [x for piece in pieces for x in piece]), stream)
+        return
+    for destination, source, nbytes in pieces:
+        ctypes.memmove(destination, source, nbytes)
+
+
+def plan(pieces: Iterable[Piece], chunk: int = CHUNK) -> list[list[Piece]]:
+    """Cut and group pieces into chunks of about ``chunk`` bytes, in order.
+
+    >>> plan([(0, 100, 10), (10, 200, 3)], chunk=4)
+    [[(0, 100, 4)], [(4, 104, 4)], [(8, 108, 2), (10, 200, 2)], [(12, 202, 1)]]
+    """
+    chunks: list[list[Piece]] = []
+    current: list[Piece] = []
+    room = chunk
+    for destination, source, nbytes in pieces:
+        while nbytes > room:
+            current.append((destination, source, room))
+            destination += room
+            source += room
+            nbytes -= room
+            chunks.append(current)
+            current = []
+            room = chunk
+        if nbytes:
+            current.append((destination, source, nbytes))
+            room -= nbytes
+            if not room:
+                chunks.append(current)
+                current = []
+                room = chunk
+    if current:
+        chunks.append(current)
+    return chunks
+
+
+class CopyJob:
+    """Tasks that threads take one by one; done when all have ended."""
+
+    def __init__(self, tasks: Sequence[Task], loop: asyncio.AbstractEventLoop) -> None:
+        self._tasks = tasks
+        self._next = 0
+        self._running = 0
+        self._lock = threading.Lock()
+        self._idle = threading.Event()
+        self._loop = loop
+        self._error: BaseException | None = None
+        self.future: asyncio.Future[None] = loop.create_future()
+
+    def work(self) -> None:
+        """Called by copy threads: take tasks until none is left."""
+        while True:
+            with self._lock:
+                if self._next >= len(self._tasks):
+                    return
+                task = self._tasks[self._next]
+                self._next += 1
+                self._running += 1
+            error: BaseException | None = None
+            try:
+                task()
+            except Exception as caught:  # noqa: BLE001 - handed to the awaiting caller
+                error = caught
+            with self._lock:
+                self._running -= 1
+                if error is not None:
+                    self._error = self._error or error
+                    self._next = len(self._tasks)
+                last = self._running == 0 and self._next >= len(self._tasks)
+            if last:
+                self._idle.set()
+                try:
+                    self._loop.call_soon_threadsafe(self._finish)
+                except RuntimeError:  # the loop is closed, nobody waits any more
+                    return
+
+    def _finish(self) -> None:
+        if not self.future.done():
+            if self._error is not None:
+                self.future.set_exception(self._error)
+            else:
+                self.future.set_result(None)
+
+    def stop(self) -> None:
+        """Take no further task and block until the running ones (a few MB each) have ended."""
+        with self._lock:
+            self._next = len(self._tasks)
+            if self._running == 0:
+                self._idle.set()
+        self._idle.wait()
+
+
+class _Pool:
+    """Daemon threads that serve jobs; one per process, made anew after a fork."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._jobs: queue.SimpleQueue[CopyJob] = queue.SimpleQueue()
+        for i in range(threads):
+            threading.Thread(target=self._serve, name=f"torchstore-copy-{i}", daemon=True).start()
+
+    def submit(self, job: CopyJob, width: int) -> None:
+        for _ in range(min(width, self.threads)):
+            self._jobs.put(job)
+
+    def _serve(self) -> None:
+        while True:
+            job = self._jobs.get()
+            job.work()
+            del job  # do not keep the last job's tensors alive while idle
+
+
+_pool: _Pool | None = None
+_pool_lock = threading.Lock()
+
+
+def _get_pool() -> _Pool:
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = _Pool(copy_threads())
+        return _pool
+
+
+def _after_fork() -> None:
+    global _pool, _pool_lock
+    _pool = None
+    _pool_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+async def run(tasks: Sequence[Task], nbytes: int) -> None:
+    """Run copy tasks: small batches here, large ones on the copy threads.
+
+    When it raises, cancellation included, no task is running any more.
+    """
+    if nbytes <= DIRECT_MAX:
+        for task in tasks:
+            task()
+        return
+    pool = _get_pool()
+    job = CopyJob(tasks, asyncio.get_running_loop())
+    pool.submit(job, len(tasks))
+    try:
+        await job.future
+    except BaseException:
+        job.stop()
+        raise

@@ -1,0 +1,265 @@
+"""Finds plug-ins through entry points, loads them by name, and survives the broken ones.
+
+Built-ins come through the same door. A plug-in that fails to import is recorded and raised only
+when it is asked for by name; two distributions that claim one name are an error that names both.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import pluggy
+
+from torchstore_core.contracts import hooks
+from torchstore_core.contracts.runtime import RuntimeSpec
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.contracts.transport import TransportSpec
+from torchstore_core.errors import PluginError
+
+__all__ = ["GROUPS", "Registry", "load_class"]
+
+#: Entry-point group of each kind of plug-in, and the hook its modules implement.
+GROUPS = {
+    "torchstore.transports": "torchstore_transport",
+    "torchstore.strategies": "torchstore_strategy",
+    "torchstore.runtimes": "torchstore_runtime",
+    "torchstore.plugins": "torchstore_operation",
+}
+
+_PACKAGES = {
+    ("torchstore.transports", "shm"): "torchstore-transports",
+    ("torchstore.transports", "inline"): "torchstore-transports",
+    ("torchstore.strategies", "singleton"): "torchstore-strategies",
+    ("torchstore.strategies", "local-rank"): "torchstore-strategies",
+    ("torchstore.strategies", "host"): "torchstore-strategies",
+    ("torchstore.runtimes", "monarch"): "torchstore-monarch",
+}
+
+
+def load_class(path: str) -> Any:
+    """The object that ``"module:Name"`` names.
+
+    Raises:
+        PluginError: it cannot be imported; says which and why.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, OSError) as error:
+        raise PluginError(f"cannot import {path!r}: {error}") from error
+
+
+def _distribution(entry: metadata.EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown distribution"
+
+
+def _installed() -> Iterator[metadata.EntryPoint]:
+    """Every entry point, one pass over the distributions; the first of a name on the path counts,
+    as it does for import.
+    """
+    seen: set[str] = set()
+    for distribution in metadata.distributions():
+        name = str(distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name not in seen:
+            seen.add(name)
+            yield from distribution.entry_points
+
+
+class Registry:
+    """The plug-ins of one process.
+
+    Args:
+        entry_points: where to look; default: everything installed.
+        block: names that are not even imported.
+
+    >>> Registry(entry_points=[]).names("torchstore.transports")
+    []
+    """
+
+    def __init__(
+        self,
+        entry_points: Iterable[metadata.EntryPoint] | None = None,
+        *,
+        block: Sequence[str] = (),
+    ) -> None:
+        self.block = frozenset(block)
+        self._entries: dict[str, dict[str, list[metadata.EntryPoint]]] = {g: {} for g in GROUPS}
+        for entry in _installed() if entry_points is None else entry_points:
+            named = self._entries.get(entry.group)
+            if named is None:
+                continue
+            same = named.setdefault(entry.name, [])
+            # One distribution seen twice (editable and built metadata) is no conflict.
+            if all((e.value, _distribution(e)) != (entry.value, _distribution(entry)) for e in same):
+                same.append(entry)
+        self._manager = pluggy.PluginManager(hooks.PROJECT)
+        self._manager.add_hookspecs(hooks.HookSpecs)
+        self._results: dict[tuple[str, str], Any] = {}
+        self._errors: dict[tuple[str, str], PluginError] = {}
+
+    def names(self, group: str) -> list[str]:
+        """All names of a group that are not blocked, loadable or not, sorted."""
+        return sorted(set(self._entries[group]) - self.block)
+
+    def errors(self) -> dict[str, str]:
+        """``"group:name"`` to what is wrong with it, for everything loaded so far."""
+        return {f"{g}:{n}": str(e) for (g, n), e in sorted(self._errors.items())}
+
+    def source(self, group: str, name: str) -> str:
+        """The distribution(s) that a name comes from."""
+        return ", ".join(sorted(_distribution(e) for e in self._entries[group].get(name, [])))
+
+    def load(self, group: str, name: str) -> Any:
+        """What the plug-in's hook returned (for observers: the plug-in itself). Cached.
+
+        Raises:
+            PluginError: unknown, blocked, broken or claimed twice.
+        """
+        key = (group, name)
+        if key in self._errors:
+            raise self._errors[key]
+        if key not in self._results:
+            try:
+                self._results[key] = self._load(group, name)
+            except PluginError as error:
+                self._errors[key] = error
+                raise
+        return self._results[key]
+
+    def _load(self, group: str, name: str) -> Any:
+        kind = group.removeprefix("torchstore.").removesuffix("s")
+        if name in self.block:
+            raise PluginError(f"{kind} {name!r} is blocked by configuration")
+        entries = self._entries[group].get(name, [])
+        if not entries:
+            package = _PACKAGES.get((group, name))
+            hint = f"pip install {package}" if package else "is its package installed here?"
+            known = ", ".join(self.names(group)) or "none"
+            raise PluginError(f"no {kind} is called {name!r} (installed: {known}); {hint}")
+        if len(entries) > 1:
+            who = " and ".join(sorted(_distribution(e) for e in entries))
+            raise PluginError(
+                f"{kind} {name!r} is claimed by {who}; uninstall one of them or block the name"
+            )
+        entry = entries[0]
+        origin = f"{kind} {name!r} (from {_distribution(entry)})"
+        try:
+            plugin = entry.load()
+        except Exception as error:
+            raise PluginError(f"{origin} cannot be imported: {error!r}") from error
+        return self._call(group, name, plugin, origin)
+
+    def _call(self, group: str, name: str, plugin: Any, origin: str) -> Any:
+        unique = f"{group}:{name}"
+        hook = GROUPS[group]
+        try:
+            self._manager.register(plugin, name=unique)
+            self._manager.check_pending()
+        except (pluggy.PluginValidationError, ValueError) as error:
+            if self._manager.has_plugin(unique):
+                self._manager.unregister(name=unique)
+            raise PluginError(f"{origin} is not a valid plug-in: {error}") from error
+        if hook == "torchstore_operation":
+            return plugin
+        others = [p for p in self._manager.get_plugins() if p is not plugin]
+        caller = self._manager.subset_hook_caller(hook, remove_plugins=others)
+        try:
+            results = caller()
+        except Exception as error:
+            raise PluginError(f"{origin}: its hook {hook} failed: {error!r}") from error
+        return _checked(hook, name, results, origin)
+
+    # ---- typed doors ----------------------------------------------------------------------
+
+    def transports(self) -> list[TransportSpec]:
+        """Every usable transport; broken ones are left out (see :meth:`errors`).
+
+        Raises:
+            PluginError: two distributions claim one name.
+        """
+        specs: list[TransportSpec] = []
+        for name in self.names("torchstore.transports"):
+            try:
+                specs.append(self.load("torchstore.transports", name))
+            except PluginError:
+                if len(self._entries["torchstore.transports"][name]) > 1:
+                    raise
+        return specs
+
+    def transport(self, name: str) -> TransportSpec:
+        """One transport by name; raises PluginError."""
+        spec: TransportSpec = self.load("torchstore.transports", name)
+        return spec
+
+    def strategy(self, name: str) -> type[Strategy]:
+        """One strategy class by name; raises PluginError."""
+        strategy: type[Strategy] = self.load("torchstore.strategies", name)
+        return strategy
+
+    def runtimes(self) -> list[RuntimeSpec]:
+        """Every usable runtime; broken ones are left out."""
+        specs: list[RuntimeSpec] = []
+        for name in self.names("torchstore.runtimes"):
+            try:
+                specs.append(self.load("torchstore.runtimes", name))
+            except PluginError:
+                if len(self._entries["torchstore.runtimes"][name]) > 1:
+                    raise
+        return specs
+
+    def runtime(self, name: str) -> RuntimeSpec:
+        """One runtime by name; raises PluginError."""
+        spec: RuntimeSpec = self.load("torchstore.runtimes", name)
+        return spec
+
+    def observers(self) -> list[Any]:
+        """Every observer plug-in that loads."""
+        found = []
+        for name in self.names("torchstore.plugins"):
+            try:
+                found.append(self.load("torchstore.plugins", name))
+            except PluginError:
+                continue
+        return found
+
+    @property
+    def hook(self) -> Any:
+        """pluggy's hook relay, to call observers with."""
+        return self._manager.hook
+
+    def load_all(self) -> None:
+        """Load every plug-in of every group, so that :meth:`errors` is complete."""
+        for group in GROUPS:
+            for name in self.names(group):
+                try:
+                    self.load(group, name)
+                except PluginError:
+                    continue
+
+
+def _checked(hook: str, name: str, results: list[Any], origin: str) -> Any:
+    if len(results) != 1:
+        raise PluginError(f"{origin} does not implement the hook {hook}")
+    result = results[0]
+    if hook == "torchstore_strategy":
+        if not (isinstance(result, type) and issubclass(result, Strategy)):
+            raise PluginError(f"{origin}: {hook} must return a subclass of Strategy")
+        if result.__struct_config__.tag != name:
+            raise PluginError(
+                f"{origin}: its Strategy needs tag={name!r}, the entry-point name, "
+                f"not {result.__struct_config__.tag!r}"
+            )
+        return result
+    expected = TransportSpec if hook == "torchstore_transport" else RuntimeSpec
+    if not isinstance(result, expected):
+        if hasattr(result, "close"):
+            result.close()  # an async hook's coroutine would warn that it was never awaited
+        raise PluginError(
+            f"{origin}: {hook} must return a {expected.__name__} (a plain function, not async)"
+        )
+    if result.name != name:
+        raise PluginError(f"{origin}: it calls itself {result.name!r}; the names must be equal")
+    return result

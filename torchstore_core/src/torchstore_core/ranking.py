@@ -1,0 +1,142 @@
+"""Chooses a transport for a link: bids from topology, a cost model, and the user's word."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
+from torchstore_core.errors import TransportUnavailableError
+
+__all__ = ["Candidate", "Policy", "Ranking", "rank"]
+
+
+def _names(variable: str) -> tuple[str, ...]:
+    return tuple(n.strip() for n in os.environ.get(variable, "").split(",") if n.strip())
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """The user's word on transports: preferred first, blocked never.
+
+    >>> Policy(prefer=("tcp",)).prefer
+    ('tcp',)
+    """
+
+    prefer: tuple[str, ...] = ()
+    block: tuple[str, ...] = ()
+
+    @classmethod
+    def make(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
+        """Arguments joined with TORCHSTORE_PREFER and TORCHSTORE_BLOCK (comma-separated)."""
+        return cls(
+            (*prefer, *(n for n in _names("TORCHSTORE_PREFER") if n not in prefer)),
+            (*block, *(n for n in _names("TORCHSTORE_BLOCK") if n not in block)),
+        )
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A transport that can serve the link, and what it bid."""
+
+    spec: TransportSpec
+    bid: Bid
+    preferred: bool
+
+    def cost_s(self, nbytes: int) -> float:
+        """Expected seconds for ``nbytes`` bytes."""
+        return self.bid.cost_s(nbytes)
+
+
+class Ranking:
+    """All bids and refusals for one link; picks the cheapest for a size.
+
+    Preferred transports win over all others, whatever they bid, for the sizes they take.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], refusals: Mapping[str, str]) -> None:
+        self.candidates = list(candidates)
+        self.refusals = dict(refusals)
+        self._inline_max: int | None = None
+
+    def order(self, nbytes: int, *, in_band: bool | None = None) -> list[Candidate]:
+        """Candidates that take ``nbytes`` bytes, best first; ``in_band``: only (or no) such."""
+        fit = [
+            c
+            for c in self.candidates
+            if (c.spec.max_bytes is None or nbytes <= c.spec.max_bytes)
+            and (in_band is None or c.spec.in_band == in_band)
+        ]
+        return sorted(fit, key=lambda c: (not c.preferred, c.cost_s(nbytes), c.spec.name))
+
+    def best(self, nbytes: int, *, in_band: bool | None = None) -> Candidate:
+        """The best candidate.
+
+        Raises:
+            TransportUnavailableError: none; says who refused and why.
+        """
+        order = self.order(nbytes, in_band=in_band)
+        if not order:
+            raise self.unavailable(nbytes)
+        return order[0]
+
+    def drop(self, name: str, reason: str) -> None:
+        """A link failed: do not choose it again."""
+        self.candidates = [c for c in self.candidates if c.spec.name != name]
+        self.refusals[name] = reason
+        self._inline_max = None
+
+    def inline_max(self) -> int:
+        """Largest batch, in bytes, for which an in-band transport is the best choice; -1: none."""
+        if self._inline_max is None:
+            low, high = -1, 1 << 62
+            while high - low > 1:  # costs are linear: the set of such sizes is [0, max]
+                middle = (low + high) // 2
+                order = self.order(middle)
+                if order and order[0].spec.in_band:
+                    low = middle
+                else:
+                    high = middle
+            self._inline_max = low
+        return self._inline_max
+
+    def unavailable(self, nbytes: int) -> TransportUnavailableError:
+        """The error that says why nothing reaches the volume."""
+        reasons = "; ".join(f"{n}: {r}" for n, r in sorted(self.refusals.items()))
+        limits = "; ".join(
+            f"{c.spec.name}: takes at most {c.spec.max_bytes} bytes"
+            for c in self.candidates
+            if c.spec.max_bytes is not None and nbytes > c.spec.max_bytes
+        )
+        why = "; ".join(x for x in (reasons, limits) if x) or "none is installed"
+        return TransportUnavailableError(
+            f"no transport can move {nbytes} bytes to or from this volume ({why}). Install "
+            "torchstore-transports, or unblock one; `torchstore doctor` shows every bid",
+            details={"refusals": dict(self.refusals), "nbytes": nbytes},
+        )
+
+
+def rank(
+    specs: Iterable[TransportSpec], context: LinkContext, offers: Iterable[str], policy: Policy
+) -> Ranking:
+    """Ask every transport for a bid on one link."""
+    offered = set(offers)
+    candidates: list[Candidate] = []
+    refusals: dict[str, str] = {}
+    for spec in specs:
+        if spec.name in policy.block:
+            refusals[spec.name] = "blocked by configuration"
+            continue
+        if spec.client is not None and spec.name not in offered:
+            refusals[spec.name] = "the volume does not offer it (not installed there, or refused)"
+            continue
+        reason = spec.probe() if spec.probe is not None else None
+        if reason is not None:
+            refusals[spec.name] = reason
+            continue
+        answer = spec.bid(msgspec.structs.replace(context, offered=spec.name in offered))
+        if isinstance(answer, Refusal):
+            refusals[spec.name] = answer.reason
+        else:
+            candidates.append(Candidate(spec, answer, spec.name in policy.prefer))
+    return Ranking(candidates, refusals)

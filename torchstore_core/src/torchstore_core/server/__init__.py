@@ -1,0 +1,1 @@
+"""The server: controller and volumes in one torch-free process."""

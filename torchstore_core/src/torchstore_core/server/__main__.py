@@ -1,0 +1,93 @@
+"""``python -m torchstore_core.server JSON``: one server process; prints a JSON line when ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+
+from torchstore_core.errors import TorchStoreError
+from torchstore_core.server.app import Ready, Server, ServerOptions
+
+_OWNER_POLL_S = 0.2
+
+
+def run(options: ServerOptions) -> int:
+    """Run one server in this process until it is told to stop; the exit status."""
+    try:
+        import uvloop
+    except ImportError:
+        runner = asyncio.Runner()
+    else:
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with runner:
+        return runner.run(_main(options))
+
+
+async def _main(options: ServerOptions) -> int:
+    server = Server(options)
+    loop = asyncio.get_running_loop()
+    try:
+        address = await server.start()
+    except (TorchStoreError, OSError) as error:
+        code = error.code if isinstance(error, TorchStoreError) else "error"
+        _say({"error": code, "message": str(error)})
+        return 1
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, server.stop_soon)
+    if options.owner:
+        _end_with(options.owner, server)
+    _say(Ready(address, os.getpid()))
+    try:
+        await server.serve()
+    finally:
+        await server.close()
+    return 0
+
+
+def _say(line: object) -> None:
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+        sys.stdout.buffer.flush()
+    except OSError:
+        logging.getLogger(__name__).debug("nobody reads the ready line")
+
+
+def _end_with(owner: int, server: Server) -> None:
+    """Stop when ``owner`` ends, however it ends: the kernel tells through a pidfd."""
+    loop = asyncio.get_running_loop()
+    try:
+        pidfd = os.pidfd_open(owner)
+    except ProcessLookupError:
+        server.stop_soon()
+        return
+    except (OSError, AttributeError):  # an old kernel: look every now and then
+        _poll_owner(owner, server)
+        return
+    loop.add_reader(pidfd, server.stop_soon)
+    if os.getppid() != owner:  # it died before the pidfd was open, or its pid is another's now
+        server.stop_soon()
+
+
+def _poll_owner(owner: int, server: Server) -> None:
+    if os.getppid() != owner:
+        server.stop_soon()
+        return
+    asyncio.get_running_loop().call_later(_OWNER_POLL_S, _poll_owner, owner, server)
+
+
+def main() -> int:
+    """Entry point of the module."""
+    logging.basicConfig(
+        level=os.environ.get("TORCHSTORE_LOG_LEVEL", "WARNING").upper(),
+        format="torchstore server %(process)d: %(levelname)s %(name)s: %(message)s",
+    )
+    return run(msgspec.json.decode(sys.argv[1].encode(), type=ServerOptions))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

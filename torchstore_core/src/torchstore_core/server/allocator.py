@@ -1,0 +1,137 @@
+"""Places byte ranges in one segment: lowest address first, so that warm pages are used again.
+
+Pure bookkeeping; knows nothing of memory. Free ranges are kept whole (merged with their
+neighbours) and filed by power-of-two size, each file a heap by address.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+__all__ = ["ALIGNMENT", "Allocator", "rounded"]
+
+#: Every range starts and ends at a multiple of it: one cache line, enough for any dtype.
+ALIGNMENT = 64
+
+
+def rounded(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment.
+
+    >>> rounded(0), rounded(1), rounded(64), rounded(65)
+    (0, 64, 64, 128)
+    """
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+class Allocator:
+    """Allocates and frees ranges of ``[0, capacity)``.
+
+    >>> a = Allocator(256)
+    >>> a.allocate(100), a.allocate(64), a.allocate(1), a.used
+    (0, 128, None, 192)
+    >>> a.free([(0, 128)]); a.allocate(1), a.high_water
+    (0, 192)
+    """
+
+    __slots__ = ("_by_end", "_by_start", "_files", "capacity", "high_water", "used")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity & -ALIGNMENT
+        self.used = 0
+        #: End of the highest range ever given out.
+        self.high_water = 0
+        self._by_start: dict[int, int] = {}  # start -> size of a free range
+        self._by_end: dict[int, int] = {}  # end -> start
+        # File k: starts of free ranges of 2**k <= size < 2**(k+1). Entries may be stale; a start
+        # is current if _by_start files it there.
+        self._files: list[list[int]] = [[] for _ in range(64)]
+        if self.capacity:
+            self._insert(0, self.capacity)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not given out (maybe in pieces)."""
+        return self.capacity - self.used
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a fresh range of ``rounded(nbytes)`` bytes; None if no free range fits."""
+        size = max(rounded(nbytes), ALIGNMENT)
+        if size > self.capacity - self.used:
+            return None
+        best = self._exact_file(size)
+        for k in range(size.bit_length(), 64):
+            top = self._top(k)
+            if top is not None and (best is None or top < best):
+                best = top
+        if best is None:
+            return None
+        have = self._by_start.pop(best)
+        del self._by_end[best + have]
+        if have > size:
+            self._insert(best + size, have - size)
+        self.used += size
+        self.high_water = max(self.high_water, best + size)
+        return best
+
+    def free(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Take back ``(offset, nbytes)`` ranges: whole allocations or any aligned part of one."""
+        start = end = -1
+        for offset, nbytes in sorted(ranges):
+            size = max(rounded(nbytes), ALIGNMENT)
+            self.used -= size
+            if offset == end:  # what was put together dies together: merge before filing
+                end += size
+                continue
+            if end > start:
+                self._merge(start, end - start)
+            start, end = offset, offset + size
+        if end > start:
+            self._merge(start, end - start)
+
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """All free ranges ``(offset, size)``, by address."""
+        return sorted(self._by_start.items())
+
+    def _merge(self, start: int, size: int) -> None:
+        before = self._by_end.pop(start, None)
+        if before is not None:
+            del self._by_start[before]
+            size += start - before
+            start = before
+        after = self._by_start.pop(start + size, None)
+        if after is not None:
+            del self._by_end[start + size + after]
+            size += after
+        self._insert(start, size)
+
+    def _insert(self, start: int, size: int) -> None:
+        self._by_start[start] = size
+        self._by_end[start + size] = start
+        k = size.bit_length() - 1
+        file = self._files[k]
+        if len(file) > 64 and len(file) > 2 * len(self._by_start):
+            current = {s for s in file if self._filed(s, k)}
+            file[:] = current
+            heapq.heapify(file)
+        heapq.heappush(file, start)
+
+    def _filed(self, start: int, k: int) -> bool:
+        return self._by_start.get(start, 0).bit_length() - 1 == k
+
+    def _top(self, k: int) -> int | None:
+        file = self._files[k]
+        while file and not self._filed(file[0], k):
+            heapq.heappop(file)
+        return file[0] if file else None
+
+    def _exact_file(self, size: int) -> int | None:
+        """Lowest start in the file where some ranges are too small for ``size``."""
+        k = size.bit_length() - 1
+        top = self._top(k)
+        if top is None or self._by_start[top] >= size:
+            return top
+        file = self._files[k]
+        get = self._by_start.get
+        fits = (s for s in file if get(s, 0) >= size and self._filed(s, k))
+        return min(fits, default=None)

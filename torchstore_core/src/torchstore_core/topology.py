@@ -1,0 +1,95 @@
+"""What can be known about a process's place: detected, never guessed from host names."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import socket
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["Topology", "memory_limit_bytes", "probe"]
+
+
+class Topology(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process runs.
+
+    Args:
+        host_id: the kernel's boot id. Two containers of one machine share it, so that equality
+            is needed, not enough: reaching the other's Unix socket is the proof.
+        hostname: for people; never compared.
+        pid: process id in its own pid namespace.
+        uid: user id.
+        cpus: processors this process may run on.
+        memory_bytes: memory limit (cgroup or machine), bytes.
+        cuda_devices: CUDA device files present.
+        rdma_devices: InfiniBand/RoCE devices present.
+        kernel: operating system and kernel release.
+    """
+
+    host_id: str
+    hostname: str
+    pid: int
+    uid: int
+    cpus: int
+    memory_bytes: int
+    cuda_devices: int
+    rdma_devices: tuple[str, ...]
+    kernel: str
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        # No boot id (not Linux): the name is the best there is, and a Unix socket must prove it.
+        return f"host:{socket.gethostname()}"
+
+
+def memory_limit_bytes() -> int:
+    """Bytes of memory this process may use: the cgroup's limit if there is one, else all."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
+
+
+@functools.lru_cache(maxsize=1)
+def _host_facts() -> tuple[str, str, int, int, tuple[str, ...], str]:
+    cuda = sum(1 for n in _listdir("/dev") if n.startswith("nvidia") and n[6:].isdigit())
+    return (
+        _boot_id(),
+        socket.gethostname(),
+        memory_limit_bytes(),
+        cuda,
+        tuple(_listdir("/sys/class/infiniband")),
+        f"{platform.system()} {platform.release()}",
+    )
+
+
+def probe() -> Topology:
+    """The topology of this process, now (host facts are read once, pid and affinity each time)."""
+    host_id, hostname, memory, cuda, rdma, kernel = _host_facts()
+    return Topology(
+        host_id, hostname, os.getpid(), os.getuid(), _cpus(), memory, cuda, rdma, kernel
+    )

@@ -1,0 +1,85 @@
+"""The few memory-mapping calls that Python's ``mmap`` module lacks. Torch-free.
+
+Why not ``mmap.mmap``: it keeps one duplicated descriptor per mapping (a process with thousands of
+zero-copy tensors would run out), and it holds the GIL while the kernel fills page tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+
+__all__ = ["map_private", "map_shared", "populate_read", "populate_write", "unmap"]
+
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_MADV_POPULATE_WRITE = 23
+_MAP_NORESERVE = 0x4000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_madvise = _libc.madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def _map(fd: int, offset: int, nbytes: int, flags: int) -> int:
+    address = _mmap(None, nbytes, _READ_WRITE, flags, fd, offset)
+    if address is None or address == _FAILED:
+        code = ctypes.get_errno()
+        hint = " (too many mappings: see vm.max_map_count)" if code == errno.ENOMEM else ""
+        raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}{hint}")
+    return int(address)
+
+
+def map_shared(fd: int, nbytes: int, offset: int = 0) -> int:
+    """Map ``nbytes`` bytes of ``fd`` shared and writable; the address. Raises OSError."""
+    return _map(fd, offset, nbytes, mmap.MAP_SHARED | _MAP_NORESERVE)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Undo a mapping."""
+    _munmap(address, nbytes)
+
+
+def populate_read(address: int, nbytes: int) -> bool:
+    """Fill the page tables of a page-aligned range; False where the kernel cannot."""
+    return int(_madvise(address, nbytes, _MADV_POPULATE_READ)) == 0
+
+
+def populate_write(address: int, nbytes: int) -> bool:
+    """The same for writing; missing pages are allocated. False where the kernel cannot."""
+    return int(_madvise(address, nbytes, _MADV_POPULATE_WRITE)) == 0
+
+
+def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
+    """Map a range copy-on-write.
+
+    Returns:
+        ``(address of offset, bytes before it in the block, block)``. The block is a writable
+        buffer of whole pages; the mapping lives exactly as long as it (and what is made of it).
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    before = offset % mmap.PAGESIZE
+    size = before + nbytes
+    address = _map(fd, offset - before, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    block = (ctypes.c_char * size).from_address(address)
+    # At interpreter exit tensors may outlive finalizers: the kernel unmaps, not we.
+    weakref.finalize(block, _munmap, address, size).atexit = False
+    return address + before, before, block

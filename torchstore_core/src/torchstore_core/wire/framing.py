@@ -1,0 +1,74 @@
+"""Frames: a little-endian u32 length, then one msgpack message."""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchstore_core.errors import ProtocolError
+from torchstore_core.wire import messages
+
+__all__ = ["HEADER", "FrameReader", "decode_reply", "decode_request", "encode"]
+
+HEADER = 4
+_encoder = msgspec.msgpack.Encoder()
+decode_request = msgspec.msgpack.Decoder(messages.Request).decode
+decode_reply = msgspec.msgpack.Decoder(messages.Reply).decode
+
+
+def encode(message: messages.Message) -> bytearray:
+    """One whole frame."""
+    frame = bytearray(256)
+    _encoder.encode_into(message, frame, HEADER)
+    frame[:HEADER] = (len(frame) - HEADER).to_bytes(HEADER, "little")
+    return frame
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies; holds at most one unfinished frame.
+
+    Args:
+        limit: largest body in bytes; a larger announced one raises before any of it is kept.
+
+    >>> reader = FrameReader(limit=100)
+    >>> list(reader.feed(bytes([2, 0, 0, 0, 65])))
+    []
+    >>> list(reader.feed(bytes([66, 1, 0, 0, 0, 67])))
+    [b'AB', b'C']
+    """
+
+    __slots__ = ("_buffer", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frame bodies that ``data`` completes.
+
+        Raises:
+            ProtocolError: a frame announces more than ``limit`` bytes.
+        """
+        buffer = self._buffer
+        if not buffer:
+            # The usual case: exactly one whole frame arrived.
+            size = int.from_bytes(data[:HEADER], "little")
+            if len(data) == HEADER + size and size <= self.limit:
+                return [data[HEADER:]]
+        buffer += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= HEADER:
+            size = int.from_bytes(buffer[start : start + HEADER], "little")
+            if size > self.limit:
+                raise ProtocolError(
+                    f"frame of {size} bytes is over the limit of {self.limit}; "
+                    "split the batch, or the other side does not speak this protocol"
+                )
+            end = start + HEADER + size
+            if len(buffer) < end:
+                break
+            bodies.append(bytes(buffer[start + HEADER : end]))
+            start = end
+        if start:
+            del buffer[:start]
+        return bodies

@@ -1,0 +1,365 @@
+"""Every message of the control lane, as tagged msgspec Structs.
+
+A connection starts with :class:`Hello` and is answered :class:`Welcome` (or :class:`Failure`).
+A Hello without a session opens one: that connection is its *anchor*, and the session lives exactly
+as long as it. A Hello with a session's token adds a *lane*: a pipe of one event loop. Everything a
+client holds (unfinished puts, leases) belongs to the session, under ids the client chooses, so
+that it can be given back from any lane, in any order, also when the reply never arrived.
+
+Requests carry ``id``; the reply repeats it. :class:`Abort`, :class:`Release` and :class:`Cancel`
+have no reply.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.topology import Topology
+from torchstore_core.values import ValueMeta
+
+PROTOCOL_VERSION = 1
+
+#: Largest frame a server accepts, in bytes. 18,000 entries of a state dict need about 2 MB.
+MAX_FRAME = 64 << 20
+#: Largest frame before a Hello was accepted.
+MAX_HELLO_FRAME = 64 << 10
+#: Longest key, in characters.
+MAX_KEY = 4096
+#: Most bytes of values that one message carries inline.
+MAX_INLINE = 1 << 20
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all messages."""
+
+
+# ---- client to server ---------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message. ``session``: token to join, empty to open a session."""
+
+    id: int
+    protocol: int
+    session: bytes
+    topology: Topology
+    facts: ClientFacts
+
+
+class PutItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One value of a put: ``data`` if it rides inline, else ``nbytes`` of segment are granted."""
+
+    key: str
+    meta: ValueMeta
+    nbytes: int
+    data: bytes | None = None
+
+
+class Put(Message, frozen=True, tag="put"):
+    """Begin a put. With all items inline it commits at once (reply :class:`Committed`)."""
+
+    id: int
+    txn: int
+    items: list[PutItem]
+
+
+class Commit(Message, frozen=True, tag="commit"):
+    """Flip all keys of a put to their new versions at once. Reply :class:`Committed`."""
+
+    id: int
+    txn: int
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Give up puts. Their granted memory is reused: the client has stopped writing to it."""
+
+    txns: list[int]
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a get wants: a key, at a version (0: the newest)."""
+
+    key: str
+    version: int = 0
+
+
+class Locate(Message, frozen=True, tag="locate"):
+    """Find values and lease them under ``lease``. All or nothing, one consistent cut.
+
+    Values of at most ``inline_max`` bytes in all come inside the reply; they need no lease.
+    """
+
+    id: int
+    lease: int
+    wants: list[Want]
+    inline_max: int
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Give back leases: whole ones, or some entries (by index in the Locate) of one."""
+
+    leases: list[int]
+    parts: list[tuple[int, list[int]]] = []
+
+
+class Delete(Message, frozen=True, tag="delete"):
+    """Delete keys; ``strict``: all must exist, else nothing is deleted. Reply :class:`Deleted`."""
+
+    id: int
+    keys: list[str]
+    strict: bool
+
+
+class Exists(Message, frozen=True, tag="exists"):
+    """Reply :class:`Flags`, one per key."""
+
+    id: int
+    keys: list[str]
+
+
+class Keys(Message, frozen=True, tag="keys"):
+    """Reply :class:`KeyList`: sorted keys that start with ``prefix``."""
+
+    id: int
+    prefix: str
+
+
+class Wait(Message, frozen=True, tag="wait"):
+    """Reply :class:`Committed` once every key exists with at least ``min_version``."""
+
+    id: int
+    keys: list[str]
+    min_version: int
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Forget the Wait of this id."""
+
+    wait: int
+
+
+class Stat(Message, frozen=True, tag="stat"):
+    """Reply :class:`Found`: what is known of one key."""
+
+    id: int
+    key: str
+
+
+class Status(Message, frozen=True, tag="status"):
+    """Reply :class:`StatusReport`."""
+
+    id: int
+
+
+class Shutdown(Message, frozen=True, tag="shutdown"):
+    """End the server. Reply :class:`Done`, then every connection closes."""
+
+    id: int
+
+
+Request = (
+    Hello
+    | Put
+    | Commit
+    | Abort
+    | Locate
+    | Release
+    | Delete
+    | Exists
+    | Keys
+    | Wait
+    | Cancel
+    | Stat
+    | Status
+    | Shutdown
+)
+
+# ---- server to client ---------------------------------------------------------------------
+
+
+class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One volume and what its transports offer (name to opaque bytes)."""
+
+    id: str
+    index: int
+    pid: int
+    topology: Topology
+    capacity_bytes: int
+    offers: dict[str, bytes]
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The connection stands. ``session``: token that further lanes join with.
+
+    ``warm``: see :class:`Warmed`.
+    """
+
+    id: int
+    protocol: int
+    session: bytes
+    store_name: str
+    server: Topology
+    volumes: list[VolumeInfo]
+    warm: list[tuple[int, int, int]]
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a value's bytes lie: volume (index), segment, byte offset."""
+
+    volume: int
+    segment: int
+    offset: int
+
+
+class Granted(Message, frozen=True, tag="granted"):
+    """Where to write, one Grant for each item that came without data, in order."""
+
+    id: int
+    grants: list[Grant]
+
+
+class Committed(Message, frozen=True, tag="committed"):
+    """The versions, one for each key of the put or wait, in order."""
+
+    id: int
+    versions: list[int]
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One located value: inline ``data``, or a ``grant`` to read from under the lease."""
+
+    version: int
+    meta: ValueMeta
+    nbytes: int
+    data: bytes | None
+    grant: Grant | None
+
+
+class Located(Message, frozen=True, tag="located"):
+    """The entries, in the order of the wants. ``leased``: whether the lease is held."""
+
+    id: int
+    entries: list[Entry]
+    leased: bool
+
+
+class Deleted(Message, frozen=True, tag="deleted"):
+    """How many keys were deleted."""
+
+    id: int
+    count: int
+
+
+class Flags(Message, frozen=True, tag="flags"):
+    """One boolean per key."""
+
+    id: int
+    flags: list[bool]
+
+
+class KeyList(Message, frozen=True, tag="keylist"):
+    """Sorted keys."""
+
+    id: int
+    keys: list[str]
+
+
+class Found(Message, frozen=True, tag="found"):
+    """One key, for ``torchstore stat``. ``segment``/``offset`` are -1 for an inline value."""
+
+    id: int
+    key: str
+    version: int
+    meta: ValueMeta
+    nbytes: int
+    volume: str
+    segment: int
+    offset: int
+    leases: int
+    created: float
+    creator: ClientFacts
+
+
+class VolumeStatus(msgspec.Struct, frozen=True):
+    """Memory of one volume, bytes. ``warm``: pool memory that is already backed by pages."""
+
+    id: str
+    pid: int
+    host_id: str
+    hostname: str
+    capacity_bytes: int
+    used_bytes: int
+    leased_bytes: int
+    unfinished_bytes: int
+    free_bytes: int
+    warm_bytes: int
+    transports: list[str]
+
+
+class SessionStatus(msgspec.Struct, frozen=True):
+    """One client process."""
+
+    pid: int
+    hostname: str
+    rank: int | None
+    lanes: int
+    leases: int
+    leased_bytes: int
+    unfinished_puts: int
+    unfinished_bytes: int
+    age_s: float
+
+
+class StatusReport(Message, frozen=True, tag="status-report"):
+    """Everything ``torchstore status`` shows. ``operations`` counts by name since the start."""
+
+    id: int
+    store_name: str
+    controller_pid: int
+    uptime_s: float
+    keys: int
+    volumes: list[VolumeStatus]
+    sessions: list[SessionStatus]
+    operations: dict[str, int]
+    operations_per_s: float
+    strategy: str
+    plugin_errors: dict[str, str]
+
+
+class Done(Message, frozen=True, tag="done"):
+    """Done; nothing to say."""
+
+    id: int
+
+
+class Warmed(Message, frozen=True, tag="warmed"):
+    """Unasked: pool memory became warm: (volume, segment, bytes from the segment's start)."""
+
+    warm: list[tuple[int, int, int]]
+
+
+class Failure(Message, frozen=True, tag="failure"):
+    """A typed error. ``id`` 0: it is about the connection, which closes."""
+
+    id: int
+    code: str
+    message: str
+    key: str | None = None
+    details: dict[str, object] = {}
+
+
+Reply = (
+    Welcome
+    | Granted
+    | Committed
+    | Located
+    | Deleted
+    | Flags
+    | KeyList
+    | Found
+    | StatusReport
+    | Done
+    | Warmed
+    | Failure
+)

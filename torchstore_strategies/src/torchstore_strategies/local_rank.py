@@ -1,0 +1,36 @@
+"""``local-rank``: each rank has a volume of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchstore_core.contracts.hooks import hookimpl
+from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
+
+
+class LocalRankStrategy(Strategy, frozen=True, tag="local-rank"):
+    """Rank r puts on volume ``r % volumes``; RANK counts before LOCAL_RANK, which repeats on
+    every host; a client without either uses its process id.
+    """
+
+    def place(
+        self, client: ClientFacts, volumes: Sequence[VolumeFacts], nbytes: int
+    ) -> Sequence[int]:
+        """The rank's own volume, then (when it is full) the others in order."""
+        rank = client.rank
+        if rank is None:
+            rank = client.local_rank
+        if rank is None:
+            rank = client.pid
+        first = rank % len(volumes)
+        return [(first + i) % len(volumes) for i in range(len(volumes))]
+
+    def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
+        """A copy on the client's host if there is one."""
+        return next((i for i, v in enumerate(copies) if v.host_id == client.host_id), 0)
+
+
+@hookimpl
+def torchstore_strategy() -> type[Strategy]:
+    """See ``torchstore_core.contracts.hooks``."""
+    return LocalRankStrategy

@@ -1,0 +1,1 @@
+"""The built-in transports: ``shm`` (same host) and ``inline`` (small values in the message)."""

@@ -1,0 +1,1 @@
+"""``inline``: small values ride inside the control message."""

@@ -1,0 +1,164 @@
+"""Client half of ``shm``: windows for copies, private mappings for zero-copy gets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from torchstore_core import copying
+from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping, Window
+from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.virtual_memory import map_private, map_shared, populate_read, unmap
+from torchstore_transports.shm.server import HEADER_MAX, Offer
+
+__all__ = ["ShmLink"]
+
+_CONNECT_TIMEOUT_S = 10.0
+# Page tables are filled, and remembered as filled, by granules of this many bytes.
+_GRANULE = 1 << 20
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class _Segment:
+    """One attached segment: its descriptor, and its window once somebody asked for it."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.address = 0
+        self.filled = bytearray()
+
+
+class ShmLink(Link):
+    """See :class:`~torchstore_core.contracts.transport.Link`; has windows and maps."""
+
+    def __init__(self, segments: dict[int, _Segment]) -> None:
+        self._segments = segments
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> ShmLink:
+        return cls(await asyncio.to_thread(_attach, offer))
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        await self._copy(copies, into_segment=True)
+
+    async def read(self, copies: Sequence[Copy]) -> None:
+        await self._copy(copies, into_segment=False)
+
+    async def _copy(self, copies: Sequence[Copy], *, into_segment: bool) -> None:
+        pieces: list[tuple[int, int, int]] = []
+        total = 0
+        for address, segment, offset, nbytes in copies:
+            window = self.window(segment)
+            if not 0 <= offset <= offset + nbytes <= window.nbytes:
+                raise TransportError(f"[{offset}, +{nbytes}) is outside segment {segment}")
+            there = window.address + offset
+            pieces.append((there, address, nbytes) if into_segment else (address, there, nbytes))
+            total += nbytes
+        stream = total >= copying.STREAM_MIN
+        tasks = [
+            lambda chunk=chunk: copying.copy_pieces(chunk, stream=stream)  # type: ignore[misc]
+            for chunk in copying.plan(pieces)
+        ]
+        await copying.run(tasks, total)
+
+    def window(self, segment: int) -> Window:
+        """The segment as shared memory of this process."""
+        with self._lock:
+            state = self._state(segment)
+            if not state.address:
+                try:
+                    state.address = map_shared(state.fd, state.nbytes)
+                except OSError as error:
+                    raise TransportError(f"cannot map segment {segment}: {error}") from error
+                state.filled = bytearray(state.nbytes // _GRANULE + 1)
+            return Window(state.address, state.nbytes)
+
+    def prepare(self, segment: int, offset: int, nbytes: int) -> None:
+        """Fill page tables, which costs a fifth of faulting them in while copying."""
+        state = self._state(segment)
+        first, last = offset // _GRANULE, (offset + nbytes - 1) // _GRANULE
+        filled = state.filled
+        if nbytes < _GRANULE or not state.address:
+            return
+        at = first
+        while at <= last:
+            if filled[at]:
+                at += 1
+                continue
+            end = at
+            while end <= last and not filled[end]:
+                end += 1
+            # Never beyond the range: that would allocate memory nobody asked for.
+            start_byte = max(at * _GRANULE, offset) & -_PAGE
+            end_byte = min(end * _GRANULE, offset + nbytes)
+            if not populate_read(state.address + start_byte, end_byte - start_byte):
+                return  # an older kernel: faults will do it
+            for granule in range(at, end):
+                if granule * _GRANULE >= offset and (granule + 1) * _GRANULE <= offset + nbytes:
+                    filled[granule] = 1
+            at = end
+
+    def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
+        """A private mapping of a sealed range."""
+        state = self._state(segment)
+        if not 0 <= offset < offset + nbytes <= state.nbytes:
+            raise TransportError(f"[{offset}, +{nbytes}) is outside segment {segment}")
+        try:
+            address, before, owner = map_private(state.fd, offset, nbytes)
+        except OSError as error:
+            raise TransportError(f"cannot map segment {segment}: {error}") from error
+        return Mapping(address, before, nbytes, owner)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for state in self._segments.values():
+                if state.address:
+                    unmap(state.address, state.nbytes)
+                    state.address = 0
+                os.close(state.fd)
+
+    def _state(self, segment: int) -> _Segment:
+        state = self._segments.get(segment)
+        if state is None or self._closed:
+            raise TransportError(f"segment {segment} is not attached (link closed: {self._closed})")
+        return state
+
+
+def _attach(offer: bytes) -> dict[int, _Segment]:
+    """Connect to the offer's socket and receive the segments."""
+    try:
+        described = msgspec.msgpack.decode(offer, type=Offer)
+    except msgspec.DecodeError as error:
+        raise TransportUnavailableError(f"not an offer of shm: {error}") from error
+    wanted = described.segments
+    fds: list[int] = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(_CONNECT_TIMEOUT_S)
+            sock.connect(described.path)
+            _, fds, _, _ = socket.recv_fds(sock, HEADER_MAX, len(wanted))
+    except OSError as error:
+        raise TransportUnavailableError(
+            f"cannot receive segments through {described.path}: {error}"
+        ) from error
+    if len(fds) != len(wanted):
+        for fd in fds:
+            os.close(fd)
+        raise TransportUnavailableError(
+            f"{len(fds)} of {len(wanted)} segments came through {described.path} "
+            "(is it another user's, or are file descriptors used up?)"
+        )
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return {ident: _Segment(fd, n) for (ident, n), fd in zip(wanted, fds, strict=True)}
