@@ -118,9 +118,9 @@ async def initialize(
 def _check(
     volumes: int, store_name: str, capacity: int | None, prefault: int | None, timeout: float | None
 ) -> None:
-    if not isinstance(volumes, int) or volumes < 1:
+    if volumes < 1:
         raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
-    if not isinstance(store_name, str) or not store_name:
+    if not store_name:
         raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
     if capacity is not None and capacity < 4096 * volumes:
         raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from torchstore_core.errors import ConfigurationError
 
 try:
-    from torchstore_core import _native
+    from torchstore_core._native import copy_many as _native_copy
 except ImportError:  # built without a compiler
-    _native = None  # type: ignore[assignment]
+    _native_copy = None  # type: ignore[assignment]
+_copy_many: Callable[[array[int], bool], None] | None = _native_copy
 
 __all__ = ["CHUNK", "CopyJob", "copy_pieces", "copy_threads", "has_native", "plan", "run"]
 
@@ -36,7 +37,7 @@ Task = Callable[[], None]
 
 def has_native() -> bool:
     """Whether the compiled copy is there."""
-    return _native is not None
+    return _copy_many is not None
 
 
 def copy_threads() -> int:
@@ -55,8 +56,8 @@ def copy_threads() -> int:
 
 def copy_pieces(pieces: Iterable[Piece], *, stream: bool) -> None:
     """Copy ``(destination address, source address, nbytes)`` pieces here and now."""
-    if _native is not None:
-        _native.copy_many(array("q", [x for piece in pieces for x in piece]), stream)
+    if _copy_many is not None:
+        _copy_many(array("q", [x for piece in pieces for x in piece]), stream)
         return
     for destination, source, nbytes in pieces:
         ctypes.memmove(destination, source, nbytes)

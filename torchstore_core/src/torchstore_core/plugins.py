@@ -68,6 +68,10 @@ def _installed() -> Iterator[metadata.EntryPoint]:
             yield from distribution.entry_points
 
 
+def _identity(entry: metadata.EntryPoint) -> tuple[str, str]:
+    return entry.value, _distribution(entry)
+
+
 class Registry:
     """The plug-ins of one process.
 
@@ -93,7 +97,7 @@ class Registry:
                 continue
             same = named.setdefault(entry.name, [])
             # One distribution seen twice (editable and built metadata) is no conflict.
-            if all((e.value, _distribution(e)) != (entry.value, _distribution(entry)) for e in same):
+            if _identity(entry) not in map(_identity, same):
                 same.append(entry)
         self._manager = pluggy.PluginManager(hooks.PROJECT)
         self._manager.add_hookspecs(hooks.HookSpecs)

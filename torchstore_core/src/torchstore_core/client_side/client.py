@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torchstore_core.client_side.stores import Membership
 
 __all__ = ["Client"]
+
+R = TypeVar("R", bound=m.Message)
 
 
 class _Clock:
@@ -333,8 +335,8 @@ class Client:
         return _Clock(timeout)
 
     async def _call(
-        self, name: str, expect: type[Any], message: type[Any], timeout: float | None, *args: Any
-    ) -> Any:
+        self, name: str, expect: type[R], message: type[Any], timeout: float | None, *args: Any
+    ) -> R:
         clock = self._clock(timeout)
         session = await self._membership.session(clock.left())
         lane = await session.lane(clock.left())

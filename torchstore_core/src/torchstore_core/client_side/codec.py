@@ -52,7 +52,9 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         ) from error
 
 
-def decode_object(key: str, meta: ObjectMeta, data: bytes | bytearray, *, allow_pickle: bool) -> Any:
+def decode_object(
+    key: str, meta: ObjectMeta, data: bytes | bytearray, *, allow_pickle: bool
+) -> Any:
     """The object that :func:`encode_object` made ``data`` of.
 
     Raises:
@@ -104,7 +106,7 @@ def _to_wire(value: Any, seen: set[int], depth: int) -> Any:
         return _packed(_PAIRS, pairs)
     if kind is bytearray:
         return msgspec.msgpack.Ext(_BYTEARRAY, bytes(value))
-    tag = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}[kind]
+    tag = _TUPLE if kind is tuple else _SET if kind is set else _FROZENSET
     return _packed(tag, [_to_wire(x, seen, depth) for x in value])
 
 

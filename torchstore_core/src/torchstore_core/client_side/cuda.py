@@ -112,7 +112,7 @@ def _pin(block: int, nbytes: int) -> None:
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    index = device.index if device.index is not None else torch.cuda.current_device()
+    index = device.index
     with _lock:
         if index not in _streams:
             _streams[index] = torch.cuda.Stream(device)

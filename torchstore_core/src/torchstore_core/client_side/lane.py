@@ -183,7 +183,7 @@ class Lane:
             StoreClosedError: the server is gone.
         """
         if self._lost is not None:
-            raise type(self._lost)(self._lost.message)
+            raise self._lost_error()
         try:
             frame = encode(message)
         except UnicodeEncodeError as error:
@@ -205,7 +205,7 @@ class Lane:
             self._readable()
             if self._lost is None:
                 self._lose(StoreClosedError(f"{self._gone}: {error}"))
-            raise type(self._lost or error)(str(self._lost)) from error
+            raise self._lost_error() from error
         if sent < len(frame):
             self._unsent += memoryview(frame)[sent:]
             self._loop.add_writer(self._sock.fileno(), self._writable)
@@ -220,6 +220,10 @@ class Lane:
         self._sock.close()
 
     # ---- inside ---------------------------------------------------------------------------
+
+    def _lost_error(self) -> TorchStoreError:
+        lost = self._lost or StoreClosedError(self._gone)
+        return type(lost)(lost.message)
 
     def _readable(self) -> None:
         try:

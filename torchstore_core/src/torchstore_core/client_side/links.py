@@ -84,18 +84,17 @@ class VolumeLinks:
         with self._lock:
             links = list(self._links.values())
         for link in links:
-            if isinstance(link, SupportsWindow):
+            window: object = link
+            if isinstance(window, SupportsWindow):
                 with self._in_use():
-                    link.window(segment)
-                    link.prepare(segment, 0, nbytes)
+                    window.window(segment)
+                    window.prepare(segment, 0, nbytes)
 
     def close(self) -> None:
         """Close all links, once no transfer uses them any more."""
         with self._lock:
             self._closed = True
-            if self._active:
-                return
-        self._close_links()
+        self._close_if_idle()
 
     def abandon(self) -> None:
         """In a forked child: no transfer of the parent's runs here, so close without waiting."""
@@ -142,9 +141,13 @@ class VolumeLinks:
         finally:
             with self._lock:
                 self._active -= 1
-                last = self._closed and not self._active
-            if last:
-                self._close_links()
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        with self._lock:
+            idle = self._closed and not self._active
+        if idle:
+            self._close_links()
 
     def _close_links(self) -> None:
         for links in [self._links, *self._loop_links.values()]:

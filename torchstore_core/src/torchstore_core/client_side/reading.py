@@ -294,8 +294,9 @@ async def _copy_window(
             for to, of in split_rows(byte_like(result), byte_like(part), copying.CHUNK):
                 tasks.append(_strided(to, of))
     stream = total >= copying.STREAM_MIN
-    for chunk in copying.plan(pieces):
-        tasks.append(_chunk(link, segment, window.address, chunk, stream))
+    tasks.extend(
+        _chunk(link, segment, window.address, chunk, stream) for chunk in copying.plan(pieces)
+    )
     await copying.run(tasks, total)
     if device:
         await cuda.transfer(device, window)

@@ -55,7 +55,8 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
         layout = str(tensor.layout).removeprefix("torch.")
         raise _refused(key, f"a sparse tensor ({layout})", "put its parts, or .to_dense()")
     if tensor.is_quantized:
-        raise _refused(key, f"a quantized tensor ({tensor.dtype})", "put .int_repr() and its scales")
+        what = f"a quantized tensor ({tensor.dtype})"
+        raise _refused(key, what, "put .int_repr() and its scales")
     device = tensor.device.type
     if torch.nn.parameter.is_lazy(tensor):
         raise _refused(key, "an uninitialised (lazy) parameter", "run the module once first")
@@ -172,7 +173,8 @@ def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Bo
     fits = (
         len(offset) == len(local) == len(shape)
         and tuple(wanted.global_shape) == shape
-        and all(o >= 0 and n >= 0 and o + n <= g for o, n, g in zip(offset, local, shape, strict=True))
+        and all(o >= 0 and n >= 0 for o, n in zip(offset, local, strict=True))
+        and all(o + n <= g for o, n, g in zip(offset, local, shape, strict=True))
     )
     if not fits:
         raise LayoutMismatchError(
@@ -183,7 +185,9 @@ def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Bo
     return boxes.Box(offset, local)
 
 
-def split_rows(a: torch.Tensor, b: torch.Tensor, chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def split_rows(
+    a: torch.Tensor, b: torch.Tensor, chunk: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cut two tensors of one shape alike, into pieces of about ``chunk`` bytes."""
     nbytes = a.numel() * a.element_size()
     if nbytes <= chunk or a.dim() == 0:

@@ -130,8 +130,7 @@ async def _write_window(
             for to, of in split_rows(target, byte_like(tensor), copying.CHUNK):
                 tasks.append(_strided(to, of))
     stream = nbytes >= copying.STREAM_MIN
-    for chunk in copying.plan(pieces):
-        tasks.append(_chunk(link, segment, base, chunk, stream))
+    tasks.extend(_chunk(link, segment, base, chunk, stream) for chunk in copying.plan(pieces))
     await copying.run(tasks, nbytes)
     if device:
         await cuda.transfer(device, link.window(segment))

@@ -52,7 +52,8 @@ class LocalRuntime(Runtime):
             config["strategy_fields"] = msgspec.json.encode(strategy)
         # -P: the server must not import what happens to lie in the current folder. A session of
         # its own: Ctrl-C is for the owner, which then ends it.
-        process = subprocess.Popen(
+        process = await asyncio.to_thread(
+            subprocess.Popen,
             [
                 sys.executable,
                 "-P",

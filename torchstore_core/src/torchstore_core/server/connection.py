@@ -163,7 +163,7 @@ class Connection(asyncio.Protocol):
             case m.Put():
                 result = controller.put(session, request)
                 if result and isinstance(result[0], m.Grant):
-                    return m.Granted(request.id, cast(list[m.Grant], result))
+                    return m.Granted(request.id, result)
                 return m.Committed(request.id, cast(list[int], result))
             case m.Locate():
                 entries, leased = controller.locate(session, request)

@@ -64,7 +64,7 @@ class ShmLink(Link):
             total += nbytes
         stream = total >= copying.STREAM_MIN
         tasks = [
-            lambda chunk=chunk: copying.copy_pieces(chunk, stream=stream)  # type: ignore[misc]
+            lambda chunk=chunk: copying.copy_pieces(chunk, stream=stream)
             for chunk in copying.plan(pieces)
         ]
         await copying.run(tasks, total)
