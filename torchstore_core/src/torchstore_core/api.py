@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from torchstore_core.client_side import stores
 from torchstore_core.client_side.client import Client
 from torchstore_core.client_side.stores import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
@@ -81,37 +83,49 @@ async def initialize(
         StoreTimeoutError, StoreClosedError: the server did not come up.
     """
     _check(num_storage_volumes, store_name, capacity, prefault, timeout)
-    before = stores.known(store_name)
-    if before is not None and before.runtime is not None:
-        raise ConfigurationError(
-            f"store {store_name!r} is initialized in this process already; shut it down first, "
-            "or give another store_name"
-        )
     policy = Policy.make(prefer, block)
+    with stores.starting(store_name):
+        return await _start(
+            StoreOptions(
+                store_name=store_name,
+                num_storage_volumes=num_storage_volumes,
+                capacity=capacity,
+                prefault=prefault,
+                timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+                block=policy.block,
+            ),
+            strategy,
+            mesh,
+            runtime,
+            policy,
+            timeout,
+            stores.allow_pickle_default() if allow_pickle is None else allow_pickle,
+        )
+
+
+async def _start(
+    options: StoreOptions,
+    strategy: Strategy | str | None,
+    mesh: object | None,
+    runtime: str,
+    policy: Policy,
+    timeout: float | None,
+    allow_pickle: bool,
+) -> Client:
+    """Start the server, join it, and make it findable."""
     registry = Registry(block=policy.block)
     if isinstance(strategy, str):
         strategy = registry.strategy(strategy)()
     host = _make_runtime(registry, runtime, mesh)
-    options = StoreOptions(
-        store_name=store_name,
-        num_storage_volumes=num_storage_volumes,
-        strategy=strategy,
-        capacity=capacity,
-        prefault=prefault,
-        timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
-        block=policy.block,
-    )
-    where = await host.start(options, mesh)
-    if allow_pickle is None:
-        allow_pickle = stores.allow_pickle_default()
-    membership = Membership(store_name, where, policy, timeout, allow_pickle, host)
+    where = await host.start(msgspec.structs.replace(options, strategy=strategy), mesh)
+    membership = Membership(options.store_name, where, policy, timeout, allow_pickle, host)
     try:
         await membership.session(timeout)
     except BaseException:
         await host.stop(_STOP_TIMEOUT_S)
         raise
     stores.add(membership)
-    stores.publish(store_name, where)
+    stores.publish(options.store_name, where)
     return Client(membership)
 
 
@@ -169,10 +183,14 @@ async def connect(
         )
     if allow_pickle is None:
         allow_pickle = stores.allow_pickle_default()
+    policy = Policy.make(prefer, block)
+    if before is not None and (before.address, before.policy) == (address, policy):
+        # The same store again: earlier clients of it stay what they are.
+        before.timeout, before.allow_pickle = timeout, allow_pickle
+        await before.session(timeout)
+        return Client(before)
     runtime = before.runtime if before is not None else None
-    membership = Membership(
-        store_name, address, Policy.make(prefer, block), timeout, allow_pickle, runtime
-    )
+    membership = Membership(store_name, address, policy, timeout, allow_pickle, runtime)
     await membership.session(timeout)
     stores.add(membership)
     return Client(membership)
@@ -269,9 +287,7 @@ async def get_batch(
     return await made.get_batch(keys, timeout=timeout, allow_pickle=allow_pickle)
 
 
-async def delete(
-    key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
-) -> None:
+async def delete(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> None:
     """See :meth:`Client.delete`."""
     await _client(store_name).delete(key, timeout=timeout)
 
@@ -283,9 +299,7 @@ async def delete_batch(
     return await _client(store_name).delete_batch(keys, timeout=timeout)
 
 
-async def exists(
-    key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
-) -> bool:
+async def exists(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> bool:
     """See :meth:`Client.exists`."""
     return await _client(store_name).exists(key, timeout=timeout)
 
@@ -315,9 +329,7 @@ async def stat(
     return await _client(store_name).stat(key, timeout=timeout)
 
 
-async def status(
-    *, store_name: str = DEFAULT_NAME, timeout: float | None = None
-) -> m.StatusReport:
+async def status(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> m.StatusReport:
     """See :meth:`Client.status`."""
     return await _client(store_name).status(timeout=timeout)
 

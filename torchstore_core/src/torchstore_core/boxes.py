@@ -1,8 +1,7 @@
 """Box arithmetic: which part of a tensor a piece is, and what pieces hold together.
 
-All in elements of the global tensor, dimensions in row-major order. Pure: knows no torch, no bytes.
-Every function raises ``ValueError``, naming the boxes, if one has a negative offset or extent or
-if they differ in their number of dimensions.
+Everything is in elements of the global tensor, in row-major order. All functions raise ValueError,
+naming the boxes, for a negative offset or extent and for different numbers of dimensions.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class Box(NamedTuple):
         return tuple([start + n for start, n in zip(self.offset, self.shape, strict=True)])
 
     def contains(self, other: Box) -> bool:
-        """Whether ``other`` is within the bounds of this box; if it is empty, its place counts.
-
-        >>> Box((0,), (4,)).contains(Box((4,), (0,))), Box((0,), (4,)).contains(Box((5,), (0,)))
-        (True, False)
-        """
+        """Whether ``other`` is within the bounds of this box; if it is empty, its place counts."""
         _check(self, (other,))
         bounds = zip(self.offset, other.offset, other.end, self.end, strict=True)
         return all(low <= start and end <= high for low, start, end, high in bounds)
@@ -64,8 +59,7 @@ class Piece(NamedTuple):
 
 def whole(shape: Sequence[int]) -> Box:
     """The box of a whole tensor of ``shape``: offset 0 everywhere."""
-    box = Box((0,) * len(shape), tuple(shape))
-    _check(box)
+    _check(box := Box((0,) * len(shape), tuple(shape)))
     return box
 
 
@@ -87,8 +81,6 @@ def subtract(a: Box, b: Box) -> list[Box]:
 def subtract_all(a: Box, bs: Iterable[Box]) -> list[Box]:
     """What ``a`` holds and no box of ``bs`` does: disjoint boxes, none empty, ordered by offset.
 
-    Takes about n log n for the n shards of a grid, in whatever order they come.
-
     >>> subtract_all(whole((4, 6)), [Box((0, 0), (2, 6)), Box((2, 2), (2, 1))])
     [Box(offset=(2, 0), shape=(2, 2)), Box(offset=(2, 3), shape=(2, 3))]
     """
@@ -96,8 +88,8 @@ def subtract_all(a: Box, bs: Iterable[Box]) -> list[Box]:
     if a.is_empty or a in cuts:
         return []
     # Sweep along the dimension with most cuts. What lies behind the sweep is done with, so a cut
-    # looks only at the few rests around it, not at those of all cuts.
-    axes = _by_starts(cuts, a.ndim)
+    # looks only at the few rests around it: about n log n for a grid, in whatever order it comes.
+    axes = sorted(range(a.ndim), key=lambda d: -len({cut.offset[d] for cut in cuts}))
     done: list[Box] = []
     live = [a]
     for cut in sorted(cuts, key=lambda cut: [cut.offset[d] for d in axes]):
@@ -154,8 +146,7 @@ def contiguous_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]
     >>> list(contiguous_runs(Box((1, 1), (2, 2)), (4, 3)))
     [(4, 2), (7, 2)]
     """
-    # Not itself a generator, which would raise at the first step instead of here.
-    run_dim = _run_dim(box, shape)
+    run_dim = _run_dim(box, shape)  # raises here; a generator would at its first step
     if box.is_empty:
         return iter(())
     strides = [prod(shape[d + 1 :]) for d in range(box.ndim)]
@@ -173,16 +164,16 @@ def read_plan(target: Box, sources: Iterable[Box]) -> list[Piece]:
     ``sources`` may overlap (replicas) and leave holes, which the plan leaves out. Pieces are not
     empty and come by source, then offset. A grid of n sources takes about n log n.
 
-    >>> read_plan(Box((1,), (2,)), [Box((0,), (2,)), Box((0,), (2,)), Box((1,), (3,))])
-    [Piece(source=0, box=Box((1,), (1,))), Piece(source=2, box=Box((2,), (1,)))]
+    >>> plan = read_plan(whole((3,)), [Box((0,), (2,)), Box((0,), (2,)), Box((1,), (3,))])
+    >>> [(piece.source, piece.box.offset) for piece in plan]
+    [(0, (0,)), (2, (2,))]
     """
     parts = _clipped(target, sources)
     # Volumes that add up, holes included, prove that no two parts overlap, as in a usual grid.
     disjoint = sum(b.numel for b in (*parts, *subtract_all(target, parts))) == target.numel
-    plan: list[Piece] = []
-    for part, earlier in zip(parts, _earlier([] if disjoint else [*parts]), strict=False):
-        plan += [Piece(parts[part], rest) for rest in subtract_all(part, earlier)]
-    return plan if not disjoint else [Piece(index, part) for part, index in parts.items()]
+    earlier = [[] for _ in parts] if disjoint else _earlier([*parts])
+    rests = [subtract_all(part, others) for part, others in zip(parts, earlier, strict=True)]
+    return [Piece(i, box) for i, own in zip(parts.values(), rests, strict=True) for box in own]
 
 
 def _check(box: Box, others: Iterable[Box] = ()) -> None:
@@ -206,8 +197,7 @@ def _meet(a: Box, b: Box) -> Box | None:
 
 def _clipped(target: Box, boxes: Iterable[Box]) -> dict[Box, int]:
     """The distinct parts of ``target`` that boxes hold, with the index of the first holder."""
-    boxes = tuple(boxes)
-    _check(target, boxes)
+    _check(target, boxes := tuple(boxes))
     parts: dict[Box, int] = {}
     for index, box in enumerate(boxes):
         if (part := _meet(target, box)) is not None:
@@ -225,3 +215,36 @@ def _around(box: Box, hole: Box, axes: Iterable[int]) -> Iterator[Box]:
                 offset[d], shape[d] = start, end - start
                 yield Box(tuple(offset), tuple(shape))
         offset[d], shape[d] = low, high - low
+
+
+def _fused(boxes: list[Box]) -> list[Box]:
+    """Disjoint ``boxes``, those that continue each other made one, ordered by offset."""
+    for d in range(boxes[0].ndim if boxes else 0):
+        by_end: dict[tuple[object, ...], Box] = {}
+        for box in sorted(boxes):
+            outer, inner = box.shape[:d], box.shape[d + 1 :]
+            last = by_end.pop((box.offset, outer, inner), box)
+            end = (*box.offset[:d], box.end[d], *box.offset[d + 1 :])
+            by_end[end, outer, inner] = Box(last.offset, (*outer, end[d] - last.offset[d], *inner))
+        boxes = list(by_end.values())
+    return sorted(boxes)
+
+
+def _earlier(boxes: Sequence[Box]) -> list[list[Box]]:
+    """For each box those before it that overlap it."""
+    axis = max(range(boxes[0].ndim), key=lambda d: len({box.offset[d] for box in boxes}))
+    earlier: list[list[Box]] = [[] for _ in boxes]
+    live: list[int] = []
+    for j, box in sorted(enumerate(boxes), key=lambda item: item[1].offset[axis]):
+        live = [i for i in live if boxes[i].end[axis] > box.offset[axis]]
+        for i in live:
+            if _meet(boxes[i], box) is not None:
+                earlier[max(i, j)].append(boxes[min(i, j)])
+        live.append(j)
+    return earlier
+
+
+def _run_dim(box: Box, shape: Sequence[int]) -> int:
+    """The dimension along which a run extends: every later one is taken in full."""
+    relative(box, whole(shape))  # raises if the box is not inside
+    return max((d for d in range(box.ndim) if box.shape[d] != shape[d]), default=0)

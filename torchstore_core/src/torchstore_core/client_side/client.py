@@ -245,9 +245,7 @@ class Client:
         """Delete keys; missing ones are ignored. How many were deleted."""
         return await self._delete("delete_batch", _key_list(keys), False, timeout)
 
-    async def _delete(
-        self, name: str, keys: list[str], strict: bool, timeout: float | None
-    ) -> int:
+    async def _delete(self, name: str, keys: list[str], strict: bool, timeout: float | None) -> int:
         if not keys:
             return 0
         for key in keys:
@@ -507,5 +505,3 @@ def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:
         ],
         "refusals": ranking.refusals,
     }
-
-

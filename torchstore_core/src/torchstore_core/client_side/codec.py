@@ -129,4 +129,3 @@ def _extension(tag: int, data: memoryview) -> Any:
     if tag == _COMPLEX:
         return complex(inner[0], inner[1])
     return dict(inner)
-

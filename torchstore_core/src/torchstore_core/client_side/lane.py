@@ -51,9 +51,7 @@ def client_facts(environment: dict[str, str], here: topology.Topology) -> Client
         text = environment.get(name, "")
         return int(text) if text.isdigit() else None
 
-    return ClientFacts(
-        here.pid, here.host_id, here.hostname, number("RANK"), number("LOCAL_RANK")
-    )
+    return ClientFacts(here.pid, here.host_id, here.hostname, number("RANK"), number("LOCAL_RANK"))
 
 
 async def handshake(

@@ -45,16 +45,14 @@ class VolumeLinks:
         self.context = LinkContext(here, info.topology, same_host, offered=False)
         self.ranking: Ranking = rank(registry.transports(), self.context, info.offers, policy)
         self._links: dict[str, Link] = {}
-        self._loop_links: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, dict[str, Link]
-        ] = weakref.WeakKeyDictionary()
+        self._loop_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock = threading.Lock()
         self._active = 0
         self._closed = False
 
-    async def attempt(
-        self, nbytes: int, action: Callable[[Link, Candidate], Awaitable[T]]
-    ) -> T:
+    async def attempt(self, nbytes: int, action: Callable[[Link, Candidate], Awaitable[T]]) -> T:
         """Run ``action`` on the best link for ``nbytes``; a link that fails is dropped, loudly,
         and the next bid gets its turn.
 
@@ -88,7 +86,7 @@ class VolumeLinks:
             if isinstance(window, SupportsWindow):
                 with self._in_use():
                     window.window(segment)
-                    window.prepare(segment, 0, nbytes)
+                    window.prepare(segment, 0, nbytes, fresh=False)
 
     def close(self) -> None:
         """Close all links, once no transfer uses them any more."""

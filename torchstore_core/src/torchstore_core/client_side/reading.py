@@ -108,14 +108,14 @@ async def read(
     values: dict[int, Any] = {}
     mapped: set[int] = set()
     names: set[str] = set()
-    by_volume: dict[int, list[Target]] = {}
+    by_place: dict[tuple[int, int], list[Target]] = {}
     for target in targets:
         grant = target.entry.grant
         if grant is None:
             values[target.at] = _from_message(target, allow_pickle)
         else:
-            by_volume.setdefault(grant.volume, []).append(target)
-    for volume, group in by_volume.items():
+            by_place.setdefault((grant.volume, grant.segment), []).append(target)
+    for (volume, _), group in by_place.items():
         nbytes = sum(target.nbytes for target in group)
 
         async def action(
@@ -145,7 +145,7 @@ def _from_message(target: Target, allow_pickle: bool) -> Any:
     if target.tensor is None:
         return part.clone(memory_format=torch.contiguous_format)
     _fill(target.tensor, part)
-    torch.autograd.graph.increment_version(target.tensor)
+    _written(target.tensor)
     return target.tensor
 
 
@@ -153,6 +153,12 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy bit for bit, for every dtype."""
     if target.numel():
         byte_like(target).copy_(byte_like(source))
+
+
+def _written(tensor: torch.Tensor) -> None:
+    """Tell autograd, which did not see the write."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _narrow(tensor: torch.Tensor, box: boxes.Box) -> torch.Tensor:
@@ -226,9 +232,7 @@ def _segment(target: Target) -> int:
     return -1 if grant is None else grant.segment
 
 
-async def _read_copies(
-    link: Link, targets: Sequence[Target], allow_pickle: bool
-) -> dict[int, Any]:
+async def _read_copies(link: Link, targets: Sequence[Target], allow_pickle: bool) -> dict[int, Any]:
     if not targets:
         return {}
     objects: dict[int, bytearray] = {}
@@ -250,7 +254,7 @@ async def _read_copies(
         meta = target.entry.meta
         if isinstance(meta, TensorMeta):
             if target.tensor is not None:
-                torch.autograd.graph.increment_version(target.tensor)
+                _written(target.tensor)
             values[target.at] = results[target.at]
         else:
             values[target.at] = decode_object(
@@ -273,9 +277,6 @@ async def _copy_window(
         grant = target.entry.grant
         if grant is None:
             continue
-        if grant.segment != segment:
-            segment = grant.segment
-            window = link.window(segment)
         if grant.offset + target.entry.nbytes > window.nbytes:
             raise TransportError(f"{target.key!r} lies outside segment {segment}")
         result = results[target.at]
@@ -318,7 +319,7 @@ def _chunk(
 
     def task() -> None:
         if 0 < high - low <= size + size // 2:
-            link.prepare(segment, low, high - low)
+            link.prepare(segment, low, high - low, fresh=False)
         copying.copy_pieces(chunk, stream=stream)
 
     return task

@@ -261,8 +261,15 @@ class Session:
         if self._retiring:
             return
         self._retiring = True
-        for lane in list(self._lanes.values()):
-            lane.close()
+        here = _running_loop()
+        for loop, lane in list(self._lanes.items()):
+            if loop is here:
+                lane.close()
+                continue
+            try:  # a lane is touched by its own loop's thread alone
+                loop.call_soon_threadsafe(lane.close)
+            except RuntimeError:  # that loop is closed
+                lane.abandon()
         self._lanes.clear()
         for volume in self.volumes:
             volume.close()
@@ -305,6 +312,13 @@ class Session:
         elif not self.lost:
             self._anchor.close()
         self.lost = True
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 # Sockets and pipe ends that a forked child holds until it ends.

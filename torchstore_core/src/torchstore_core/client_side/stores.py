@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -128,7 +128,29 @@ def _observer(session: Session) -> Callable[[Operation], None] | None:
 
 _lock = threading.RLock()
 _memberships: dict[str, Membership] = {}
+_starting: set[str] = set()
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def starting(store_name: str) -> Iterator[None]:
+    """Reserve a name while its server starts.
+
+    Raises:
+        ConfigurationError: this process owns such a store already, or is starting one.
+    """
+    with _lock:
+        before = _memberships.get(store_name)
+        if store_name in _starting or (before is not None and before.runtime is not None):
+            raise ConfigurationError(
+                f"store {store_name!r} is initialized in this process already; shut it down "
+                "first, or give another store_name"
+            )
+        _starting.add(store_name)
+    try:
+        yield
+    finally:
+        _starting.discard(store_name)
 
 
 def find(store_name: str) -> Membership:

@@ -81,11 +81,11 @@ def inline_bytes(source: Source) -> bytes:
 
 async def write(session: Session, sources: Sequence[Source], grants: Sequence[m.Grant]) -> str:
     """Move the sources into their granted places; the name of the transport that did."""
-    by_volume: dict[int, list[tuple[Source, m.Grant]]] = {}
+    by_place: dict[tuple[int, int], list[tuple[Source, m.Grant]]] = {}
     for source, grant in zip(sources, grants, strict=True):
-        by_volume.setdefault(grant.volume, []).append((source, grant))
+        by_place.setdefault((grant.volume, grant.segment), []).append((source, grant))
     names: set[str] = set()
-    for volume, items in by_volume.items():
+    for (volume, segment), items in by_place.items():
         nbytes = sum(source.nbytes for source, _ in items)
 
         async def action(
@@ -93,10 +93,11 @@ async def write(session: Session, sources: Sequence[Source], grants: Sequence[m.
             candidate: Candidate,
             items: list[tuple[Source, m.Grant]] = items,
             nbytes: int = nbytes,
+            segment: int = segment,
         ) -> None:
             names.add(candidate.spec.name)
             if isinstance(link, SupportsWindow):
-                await _write_window(link, items, nbytes)
+                await _write_window(link, segment, items, nbytes)
             else:
                 await _write_copies(link, items)
 
@@ -105,18 +106,14 @@ async def write(session: Session, sources: Sequence[Source], grants: Sequence[m.
 
 
 async def _write_window(
-    link: SupportsWindow, items: Sequence[tuple[Source, m.Grant]], nbytes: int
+    link: SupportsWindow, segment: int, items: Sequence[tuple[Source, m.Grant]], nbytes: int
 ) -> None:
     """Copy straight into the segment: contiguous bytes in chunks, strided tensors by torch."""
     pieces: list[copying.Piece] = []
     tasks: list[copying.Task] = []
     device: list[tuple[torch.Tensor, torch.Tensor]] = []
-    segment = items[0][1].segment
     base = link.window(segment).address
     for source, grant in items:
-        if grant.segment != segment:
-            segment = grant.segment
-            base = link.window(segment).address
         address = base + grant.offset
         tensor = source.tensor
         if tensor is None:
@@ -146,7 +143,7 @@ def _chunk(
     def task() -> None:
         # A batch lies in one run, so a chunk is one range; when it is not, faults do the work.
         if 0 < high - low <= size + size // 2:
-            link.prepare(segment, low, high - low)
+            link.prepare(segment, low, high - low, fresh=True)
         copying.copy_pieces(chunk, stream=stream)
 
     return task

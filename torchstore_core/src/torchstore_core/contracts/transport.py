@@ -199,8 +199,11 @@ class SupportsWindow(Protocol):
     def window(self, segment: int) -> Window:
         """The window on ``segment``; stays valid until ``close()``."""
 
-    def prepare(self, segment: int, offset: int, nbytes: int) -> None:
-        """Fill page tables for a range that is about to be copied. May block; thread-safe."""
+    def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
+        """Fill page tables for a range that is about to be copied. May block; thread-safe.
+
+        ``fresh``: the range may have no pages yet (it is about to be written for the first time).
+        """
 
 
 @runtime_checkable

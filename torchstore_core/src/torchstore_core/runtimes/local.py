@@ -143,4 +143,3 @@ def strategy_name(strategy: object) -> str:
             f"a strategy is a msgspec Struct derived from Strategy with a tag, not {strategy!r}"
         )
     return str(config.tag)
-

@@ -338,4 +338,3 @@ def _make_strategy(registry: Registry, options: ServerOptions) -> Strategy:
         return msgspec.json.decode(options.strategy_fields, type=cls)
     except msgspec.DecodeError as error:
         raise PluginError(f"strategy {options.strategy!r}: bad fields: {error}") from error
-

@@ -117,6 +117,9 @@ class Connection(asyncio.Protocol):
             return
         if self._session is None:
             raise ProtocolError("the first message must be a Hello")
+        if self._session.token not in self._server.controller.sessions:
+            # The anchor is gone, and what the session held with it: nothing new may be held.
+            raise ProtocolError("this session has ended")
         try:
             reply = self._answer(request, self._session)
         except TorchStoreError as error:
@@ -171,9 +174,7 @@ class Connection(asyncio.Protocol):
             case m.Commit():
                 return m.Committed(request.id, controller.commit(session, request.txn))
             case m.Release():
-                controller.release(
-                    session, request.leases, request.parts, remember=self._anchor
-                )
+                controller.release(session, request.leases, request.parts, remember=self._anchor)
             case m.Abort():
                 controller.abort(session, request.txns, remember=self._anchor)
             case m.Delete():

@@ -13,7 +13,13 @@ import msgspec
 from torchstore_core import copying
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping, Window
 from torchstore_core.errors import TransportError, TransportUnavailableError
-from torchstore_core.virtual_memory import map_private, map_shared, populate_read, unmap
+from torchstore_core.virtual_memory import (
+    map_private,
+    map_shared,
+    populate_read,
+    populate_write,
+    unmap,
+)
 from torchstore_transports.shm.server import HEADER_MAX, Offer
 
 __all__ = ["ShmLink"]
@@ -81,8 +87,12 @@ class ShmLink(Link):
                 state.filled = bytearray(state.nbytes // _GRANULE + 1)
             return Window(state.address, state.nbytes)
 
-    def prepare(self, segment: int, offset: int, nbytes: int) -> None:
-        """Fill page tables, which costs a fifth of faulting them in while copying."""
+    def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
+        """Fill page tables, which costs a fifth of faulting them in while copying.
+
+        For pages that exist, populating for reads is the faster way (and what it maps is
+        writable); for those that do not, populating for writes.
+        """
         state = self._state(segment)
         first, last = offset // _GRANULE, (offset + nbytes - 1) // _GRANULE
         filled = state.filled
@@ -99,7 +109,8 @@ class ShmLink(Link):
             # Never beyond the range: that would allocate memory nobody asked for.
             start_byte = max(at * _GRANULE, offset) & -_PAGE
             end_byte = min(end * _GRANULE, offset + nbytes)
-            if not populate_read(state.address + start_byte, end_byte - start_byte):
+            populate = populate_write if fresh else populate_read
+            if not populate(state.address + start_byte, end_byte - start_byte):
                 return  # an older kernel: faults will do it
             for granule in range(at, end):
                 if granule * _GRANULE >= offset and (granule + 1) * _GRANULE <= offset + nbytes:
@@ -118,15 +129,13 @@ class ShmLink(Link):
         return Mapping(address, before, nbytes, owner)
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            for state in self._segments.values():
-                if state.address:
-                    unmap(state.address, state.nbytes)
-                    state.address = 0
-                os.close(state.fd)
+        # Without the lock: in a forked child, a thread that does not exist there may hold it.
+        self._closed = True
+        while self._segments:
+            _, state = self._segments.popitem()
+            if state.address:
+                unmap(state.address, state.nbytes)
+            os.close(state.fd)
 
     def _state(self, segment: int) -> _Segment:
         state = self._segments.get(segment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ class ShmServer(TransportServer):
         self._path = ""
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
-        self._path = os.path.join(context.socket_dir, f"shm-{context.volume_id[-24:]}.sock")
+        self._path = os.path.join(context.socket_dir, f"shm-{secrets.token_hex(4)}.sock")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             listener.bind(self._path)

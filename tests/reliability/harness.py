@@ -1,0 +1,111 @@
+"""Real processes for the tests of this folder, and what /proc says about them."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.reliability import children
+
+__all__ = ["Child", "fds", "is_running", "maps", "rss"]
+
+MB = 1 << 20
+
+# A fork server that has imported torch makes a child in some 20 ms. It has never joined a store, so
+# its children are as fresh as spawned ones.
+_fast = multiprocessing.get_context("forkserver")
+_fast.set_forkserver_preload(["torch", "torchstore_core.api"])
+
+
+class Child:
+    """A process that runs one function of ``children`` and talks over a pipe.
+
+    Args:
+        function: takes its end of the pipe, then ``args``.
+        start: how the process is made, see ``multiprocessing``.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, start: str = "fast") -> None:
+        context = _fast if start == "fast" else multiprocessing.get_context(start)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=children.run, args=(function, theirs, *args), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid or 0)
+
+    async def said(self, timeout: float = 20.0) -> Any:
+        """The child's next message; fails the test if it failed, ended, or says nothing."""
+        return await asyncio.to_thread(self._receive, timeout)
+
+    def _receive(self, timeout: float) -> Any:
+        assert self._pipe.poll(timeout), f"child {self.pid} said nothing within {timeout} s"
+        try:
+            message = self._pipe.recv()
+        except EOFError:
+            raise AssertionError(f"child {self.pid} ended without a word") from None
+        assert not isinstance(message, children.Failed), message.text
+        return message
+
+    def tell(self, message: Any) -> None:
+        """Send the child something."""
+        self._pipe.send(message)
+
+    async def ended(self, timeout: float = 10.0) -> int:
+        """Wait for its end; the exit status."""
+        await asyncio.to_thread(self._process.join, timeout)
+        assert self._process.exitcode is not None, f"child {self.pid} did not end"
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """``kill -9``, if it still runs."""
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()
+
+
+def fds(pid: int | str = "self") -> int:
+    """Open file descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def maps(pid: int | str = "self") -> int:
+    """Memory mappings of a process."""
+    return Path(f"/proc/{pid}/maps").read_text().count("\n")
+
+
+def rss(pid: int | str = "self") -> int:
+    """Resident bytes of a process, without the shared memory it has touched."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def kill(pid: int) -> None:
+    """``kill -9``."""
+    os.kill(pid, signal.SIGKILL)

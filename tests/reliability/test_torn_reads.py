@@ -1,0 +1,51 @@
+"""One writer overwrites a large tensor as fast as it can; nobody ever sees half of a version."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from tests.reliability import children
+from tests.reliability.harness import MB, Child
+from tests.support import until
+
+import torchstore_core as ts
+
+ELEMENTS = 16 * MB  # int32: 64 MB
+SECONDS = 10.0
+# Far below what two slow cores do, far above what a stuck reader does.
+MIN_READS = 10
+
+
+async def test_readers_see_whole_versions_in_order():
+    # Six versions can be alive: the newest, one being written, one leased by each reader; and a
+    # zero-copy reader holds two for a moment.
+    await ts.initialize(capacity=9 * 4 * ELEMENTS, prefault=0)
+    address = await ts.address()
+    args = (address, ELEMENTS, SECONDS)
+    try:
+        with ExitStack() as stack:
+            writer = stack.enter_context(Child(children.overwrite, *args))
+            readers = [
+                stack.enter_context(Child(function, *args))
+                for function in (children.read_in_place, children.read_zero_copy)
+                for _ in range(2)
+            ]
+            written = await writer.said(SECONDS + 30)
+            assert written > MIN_READS
+            for reader in readers:
+                reads, versions = await reader.said(SECONDS + 30)
+                assert reads >= MIN_READS
+                assert versions >= MIN_READS // 2
+
+        async def one_version_left() -> bool:
+            status = await ts.status()
+            volume = status.volumes[0]
+            return (
+                volume.used_bytes == 4 * ELEMENTS
+                and volume.leased_bytes == volume.unfinished_bytes == 0
+                and len(status.sessions) == 1
+            )
+
+        await until(one_version_left, 2)
+    finally:
+        await ts.shutdown()
