@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 
-__all__ = ["map_private", "map_shared", "populate_read", "populate_write", "unmap"]
+__all__ = ["map_private", "map_shared", "populate_read", "populate_write", "punch_hole", "unmap"]
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _MADV_POPULATE_WRITE = 23
@@ -33,6 +33,9 @@ _munmap = _libc.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_fallocate = _libc.fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_PUNCH_HOLE_KEEP_SIZE = 3
 _FAILED = ctypes.c_void_p(-1).value
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -56,14 +59,23 @@ def unmap(address: int, nbytes: int) -> None:
     _munmap(address, nbytes)
 
 
-def populate_read(address: int, nbytes: int) -> bool:
-    """Fill the page tables of a page-aligned range; False where the kernel cannot."""
-    return int(_madvise(address, nbytes, _MADV_POPULATE_READ)) == 0
+def _advise(address: int, nbytes: int, advice: int) -> int:
+    return ctypes.get_errno() if _madvise(address, nbytes, advice) else 0
 
 
-def populate_write(address: int, nbytes: int) -> bool:
-    """The same for writing; missing pages are allocated. False where the kernel cannot."""
-    return int(_madvise(address, nbytes, _MADV_POPULATE_WRITE)) == 0
+def populate_read(address: int, nbytes: int) -> int:
+    """Fill the page tables of a page-aligned range. 0, or an errno (EINVAL: an older kernel)."""
+    return _advise(address, nbytes, _MADV_POPULATE_READ)
+
+
+def populate_write(address: int, nbytes: int) -> int:
+    """The same for writing; missing pages are allocated."""
+    return _advise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
+def punch_hole(fd: int, offset: int, nbytes: int) -> bool:
+    """Free the pages of a range of a memfd; False where the file system cannot."""
+    return int(_fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, nbytes)) == 0
 
 
 def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:

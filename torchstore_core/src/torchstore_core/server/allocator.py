@@ -54,6 +54,11 @@ class Allocator:
         """Bytes not given out (maybe in pieces)."""
         return self.capacity - self.used
 
+    @property
+    def used_end(self) -> int:
+        """End of the highest range that is given out now."""
+        return self._by_end.get(self.capacity, self.capacity)
+
     def allocate(self, nbytes: int) -> int | None:
         """Offset of a fresh range of ``rounded(nbytes)`` bytes; None if no free range fits."""
         size = max(rounded(nbytes), ALIGNMENT)

@@ -45,6 +45,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         prefault: bytes to warm at the start; None: up to 1 GiB, at most half of the capacity and
             an eighth of the memory limit; 0: never warm anything in the background.
         strategy: name and fields of the strategy.
+        trim_after: seconds without a put after which free pool memory beyond ``prefault`` goes
+            back to the system.
         block: plug-in names not to load.
         owner: pid that the server ends with; 0: none.
         directory: where to put the socket; None: a fresh private one.
@@ -56,6 +58,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     prefault: int | None = None
     strategy: str = "singleton"
     strategy_fields: bytes = b"{}"
+    trim_after: float = 60.0
     block: tuple[str, ...] = ()
     owner: int = 0
     directory: str | None = None
@@ -126,6 +129,7 @@ class Server:
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
         self._operations = 0
+        self._keep = 0
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class Server:
         capacity = sum(v.info.capacity_bytes for v in self.controller.volumes)
         if wanted is None:
             wanted = min(_DEFAULT_PREFAULT, capacity // 2, topology.memory_limit_bytes() // 8)
-        share = wanted // len(self._memories)
+        self._keep = share = wanted // len(self._memories)
         for memory in self._memories:
             memory.prefault(share, lambda: self._from_thread(self._broadcast_warm))
 
@@ -272,6 +276,7 @@ class Server:
         now = time.monotonic()
         self._rate = (self._operations - count) / max(now - then, 1e-9)
         self._rate_sample = (now, self._operations)
+        self.controller.trim(self.options.trim_after, self._keep)
         self._loop.call_later(1.0, self._sample_rate)
 
     def status(self, request_id: int) -> m.StatusReport:

@@ -191,6 +191,9 @@ class Connection(asyncio.Protocol):
                     controller.forget(waiter)
             case m.Stat():
                 return controller.stat(request)
+            case m.List():
+                entries, more = controller.listing(request.prefix, request.after)
+                return m.Listing(request.id, entries, more)
             case m.Status():
                 return self._server.status(request.id)
             case m.Shutdown():

@@ -59,6 +59,7 @@ class Controller:
         # A key that is put again after a delete goes on above every version ever deleted, so no
         # (key, version) is ever used twice, and deleted keys need no memory.
         self._version_floor = 0
+        self._last_put = time.monotonic()
         self._waiters: dict[str, set[Waiter]] = {}
 
     # ---- sessions -------------------------------------------------------------------------
@@ -113,6 +114,7 @@ class Controller:
             )
         if not sizes:
             return self._commit(values)
+        self._last_put = time.monotonic()
         session.txns[request.txn] = Txn(values, placed)
         volume.unfinished += placed
         return [m.Grant(index, 0, offset) for offset in offsets]
@@ -143,10 +145,7 @@ class Controller:
         txn = session.txns.pop(txn_id, None)
         if txn is None:
             raise ProtocolError(f"there is no unfinished put {txn_id} to commit")
-        volume = self.volumes[txn.values[0].volume]
-        volume.unfinished -= txn.nbytes
-        end = max((v.offset + v.nbytes for v in txn.values if v.data is None), default=0)
-        volume.memory.touched(end)
+        volume = self._finish(txn)
         versions = self._commit(txn.values)
         if self._prefault:
             self._look_ahead(volume, txn.nbytes)
@@ -188,8 +187,16 @@ class Controller:
                 if remember:
                     self._remember(session, txn_id)
                 continue
-            self.volumes[txn.values[0].volume].unfinished -= txn.nbytes
+            self._finish(txn)
             self._free(txn.values)
+
+    def _finish(self, txn: Txn) -> VolumeRecord:
+        """The put is over, one way or the other: its memory has been written to."""
+        volume = self.volumes[txn.values[0].volume]
+        volume.unfinished -= txn.nbytes
+        end = max((v.offset + v.nbytes for v in txn.values if v.data is None), default=0)
+        volume.memory.touched(end)
+        return volume
 
     def _look_ahead(self, volume: VolumeRecord, nbytes: int) -> None:
         """Keep as much warm and free as the last put took: its successor goes beside it."""
@@ -198,6 +205,21 @@ class Controller:
         if short > 0:
             limit = volume.info.capacity_bytes
             memory.prefault(min(max(memory.warm, 0) + short, limit), self._warmed)
+
+    def trim(self, idle_s: float, keep: int) -> int:
+        """Give free pool memory back to the system when no put has come for ``idle_s`` seconds.
+
+        Args:
+            keep: bytes of each volume to keep warm whatever happens.
+
+        Returns:
+            Bytes given back.
+        """
+        if time.monotonic() - self._last_put < idle_s:
+            return 0
+        return sum(
+            volume.memory.trim(max(volume.allocator.used_end, keep)) for volume in self.volumes
+        )
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -334,6 +356,33 @@ class Controller:
             value.created,
             value.creator,
         )
+
+    def listing(self, prefix: str, after: str) -> tuple[list[m.Listed], bool]:
+        """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted,
+        and whether there are more.
+        """
+        names = sorted(key for key in self.index if key > after and key.startswith(prefix))
+        entries: list[m.Listed] = []
+        room = m.MAX_LISTED_CHARS
+        for key in names[: m.MAX_LISTED]:
+            room -= len(key)
+            if room < 0:
+                break
+            value = self.index[key]
+            entries.append(
+                m.Listed(
+                    key,
+                    value.version,
+                    value.meta,
+                    value.nbytes,
+                    self.volumes[value.volume].info.id,
+                    -1 if value.data is not None else 0,
+                    value.pins,
+                    value.created,
+                    value.creator.pid,
+                )
+            )
+        return entries, len(entries) < len(names)
 
     # ---- wait -----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ No name in any file system, so nothing can be left behind and nobody can open it
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -14,13 +15,19 @@ import threading
 from collections.abc import Callable
 
 from torchstore_core.errors import StoreFullError
-from torchstore_core.virtual_memory import map_shared, populate_write, unmap
+from torchstore_core.virtual_memory import (
+    map_shared,
+    populate_write,
+    punch_hole,
+    unmap,
+)
 
 __all__ = ["SegmentMemory", "open_memory"]
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 16 << 20
+# Small, because a chunk counts as the server's own memory while it is being warmed.
+_CHUNK = 4 << 20
 
 
 def open_memory(name: str, nbytes: int) -> int:
@@ -83,8 +90,23 @@ class SegmentMemory:
             )
             self._thread.start()
 
+    def trim(self, start: int) -> int:
+        """Give the pages from ``start`` on back to the system; bytes given back.
+
+        Nothing there may be allocated. What is mapped there reads as zeros afterwards.
+        """
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            if self._closed or self._thread is not None or start >= self._warm:
+                return 0
+            given = self._warm - start
+            if not punch_hole(self.fd, start, given):
+                return 0
+            self._warm = self._target = start
+            return given
+
     def close(self) -> None:
-        """Close the descriptor; a running prefault ends first (within one 16 MB step)."""
+        """Close the descriptor; a running prefault ends first (within one step)."""
         with self._lock:
             if self._closed:
                 return
@@ -122,10 +144,14 @@ class SegmentMemory:
             log.warning("prefault stopped: %s", error)
             return False
         try:
-            if not populate_write(address, size):  # an older kernel: touch page by page
+            code = populate_write(address, size)
+            if code == errno.EINVAL:  # an older kernel: touch page by page
                 for at in range(0, size, mmap.PAGESIZE):
                     # A read allocates the page without disturbing what a client may be writing.
                     ctypes.string_at(address + at, 1)
+            elif code:  # out of memory, most likely: clients will see it when they write
+                log.warning("prefault stopped: %s", os.strerror(code))
+                return False
             return True
         finally:
             unmap(address, size)

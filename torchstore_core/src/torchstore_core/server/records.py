@@ -28,6 +28,9 @@ class SegmentView(Protocol):
     def prefault(self, target: int, done: Callable[[], None]) -> None:
         """Warm the first ``target`` bytes in the background."""
 
+    def trim(self, start: int) -> int:
+        """Give pages from ``start`` on back to the system."""
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes at ``offset``."""
 

@@ -28,6 +28,9 @@ MAX_HELLO_FRAME = 64 << 10
 MAX_KEY = 4096
 #: Most bytes of values that one message carries inline.
 MAX_INLINE = 1 << 20
+#: Most entries of one Listing, and most characters of keys in it: keeps the reply at a few MB.
+MAX_LISTED = 10_000
+MAX_LISTED_CHARS = 1 << 20
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -146,6 +149,18 @@ class Stat(Message, frozen=True, tag="stat"):
     key: str
 
 
+class List(Message, frozen=True, tag="list"):
+    """Reply :class:`Listing`: a page of what is known of the keys that start with ``prefix``.
+
+    ``after``: where the last page ended; empty for the first one. A page is one consistent cut,
+    several pages are not.
+    """
+
+    id: int
+    prefix: str
+    after: str = ""
+
+
 class Status(Message, frozen=True, tag="status"):
     """Reply :class:`StatusReport`."""
 
@@ -171,6 +186,7 @@ Request = (
     | Wait
     | Cancel
     | Stat
+    | List
     | Status
     | Shutdown
 )
@@ -281,6 +297,28 @@ class Found(Message, frozen=True, tag="found"):
     creator: ClientFacts
 
 
+class Listed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One key of a Listing; the fields mean what they mean in :class:`Found`."""
+
+    key: str
+    version: int
+    meta: ValueMeta
+    nbytes: int
+    volume: str
+    segment: int
+    leases: int
+    created: float
+    creator_pid: int
+
+
+class Listing(Message, frozen=True, tag="listing"):
+    """A page of keys, sorted. ``more``: ask again, with ``after`` the last key of this page."""
+
+    id: int
+    entries: list[Listed]
+    more: bool
+
+
 class VolumeStatus(msgspec.Struct, frozen=True):
     """Memory of one volume, bytes. ``warm``: pool memory that is already backed by pages."""
 
@@ -358,6 +396,7 @@ Reply = (
     | Flags
     | KeyList
     | Found
+    | Listing
     | StatusReport
     | Done
     | Warmed

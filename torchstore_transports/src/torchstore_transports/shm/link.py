@@ -110,7 +110,7 @@ class ShmLink(Link):
             start_byte = max(at * _GRANULE, offset) & -_PAGE
             end_byte = min(end * _GRANULE, offset + nbytes)
             populate = populate_write if fresh else populate_read
-            if not populate(state.address + start_byte, end_byte - start_byte):
+            if populate(state.address + start_byte, end_byte - start_byte) != 0:
                 return  # an older kernel: faults will do it
             for granule in range(at, end):
                 if granule * _GRANULE >= offset and (granule + 1) * _GRANULE <= offset + nbytes:
