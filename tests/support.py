@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
+import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
-__all__ = ["until"]
+import torch
+
+import torchstore_core as ts
+
+__all__ = ["SMALL", "Script", "bits", "run_script", "running_store", "until"]
 
 _POLL_S = 0.005
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Arguments of ``initialize`` for tests that are not about them.
+SMALL: dict[str, Any] = {"capacity": 256 << 20, "prefault": 0}
 
 
 async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 5.0) -> Any:
@@ -29,3 +41,73 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         if time.monotonic() > deadline:
             raise AssertionError(f"not true within {timeout} s: {predicate!r} gave {value!r}")
         await asyncio.sleep(_POLL_S)
+
+
+@asynccontextmanager
+async def running_store(**arguments: Any) -> AsyncIterator[ts.Client]:
+    """A store that is always shut down; ``arguments`` as for ``initialize``."""
+    client = await ts.initialize(**{**SMALL, **arguments})
+    try:
+        yield client
+    finally:
+        await ts.shutdown(client.store_name)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The values' bytes, row-major, as uint8: equal exactly if all values are the same bits."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.element_size() == 16:
+        plain = torch.view_as_real(plain)
+    # Some dtypes have no kernel that copies; integers of the same width do.
+    plain = plain.view(_INTEGERS[plain.element_size()]).contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+class Script:
+    """The body of an async function, run by a fresh interpreter that inherits this environment.
+
+    The body finds ``asyncio``, ``sys``, ``torch`` and ``ts`` imported. A context manager: the
+    process does not outlive it.
+
+    Args:
+        body: Python, indented as you like.
+        wrapper: a command that runs the interpreter, given as its last arguments.
+    """
+
+    def __init__(self, body: str, *, wrapper: Sequence[str] = ()) -> None:
+        source = (
+            "import asyncio, sys, torch\nimport torchstore_core as ts\n"
+            f"async def main():\n{textwrap.indent(textwrap.dedent(body), '    ')}\n"
+            "asyncio.run(main())\n"
+        )
+        self._process = subprocess.Popen(
+            [*wrapper, sys.executable, "-c", source],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def output(self, timeout: float = 60.0) -> str:
+        """What it printed; fails the test if it failed or does not end."""
+        out, err = await asyncio.to_thread(self._process.communicate, timeout=timeout)
+        assert self._process.returncode == 0, f"the script failed:\n{err}"
+        return out
+
+
+async def run_script(body: str, timeout: float = 60.0, *, wrapper: Sequence[str] = ()) -> str:
+    """Run a :class:`Script` to its end; what it printed."""
+    with Script(body, wrapper=wrapper) as script:
+        return await script.output(timeout)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -22,6 +25,8 @@ class Failed(NamedTuple):
 
 def run(function: Callable[..., Any], pipe: Connection, *args: Any) -> None:
     """Run a (sync or async) function of this module in a fresh process."""
+    # OpenMP's threads do not survive a fork; with more than one, torch waits for them for ever.
+    torch.set_num_threads(1)
     try:
         made = function(pipe, *args)
         if inspect.iscoroutine(made):
@@ -54,7 +59,6 @@ def uniform(tensor: torch.Tensor) -> int:
 
 async def overwrite(pipe: Connection, address: str, elements: int, seconds: float) -> None:
     """Put one key as fast as possible; version n is full of n."""
-    torch.set_num_threads(1)
     await ts.connect(address)
     tensor = torch.empty(elements, dtype=torch.int32)
     loop = asyncio.get_running_loop()
@@ -69,7 +73,6 @@ async def overwrite(pipe: Connection, address: str, elements: int, seconds: floa
 
 async def read_in_place(pipe: Connection, address: str, elements: int, seconds: float) -> None:
     """Get into one tensor; report how many reads, and how many different versions."""
-    torch.set_num_threads(1)
     await ts.connect(address)
     mine = torch.zeros(elements, dtype=torch.int32)
     loop = asyncio.get_running_loop()
@@ -88,7 +91,6 @@ async def read_in_place(pipe: Connection, address: str, elements: int, seconds: 
 
 async def read_zero_copy(pipe: Connection, address: str, elements: int, seconds: float) -> None:
     """Get newest versions and exact ones; what is held stays as it was."""
-    torch.set_num_threads(1)
     await ts.connect(address)
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
@@ -114,3 +116,92 @@ async def read_zero_copy(pipe: Connection, address: str, elements: int, seconds:
         versions += number > last
         last = number
     pipe.send((reads, versions))
+
+
+# ---- clients that are killed --------------------------------------------------------------
+
+
+async def put_once(pipe: Connection, address: str, keys: list[str], nbytes: int, fill: int) -> None:
+    """Say when a put of all keys begins, and when it has ended."""
+    await ts.connect(address)
+    items = {key: torch.full((nbytes,), fill, dtype=torch.uint8) for key in keys}
+    pipe.send("begins")
+    if len(keys) == 1:
+        await ts.put(keys[0], items[keys[0]])
+    else:
+        await ts.put_batch(items)
+    pipe.send("ended")
+    await told(pipe)
+
+
+async def hold(pipe: Connection, address: str, keys: list[str]) -> None:
+    """Hold zero-copy tensors; for every message, say what they are full of."""
+    await ts.connect(address)
+    tensors = await ts.get_batch(keys)
+    while True:
+        pipe.send([uniform(tensors[key]) for key in keys])
+        await told(pipe)
+
+
+async def read_for_ever(pipe: Connection, address: str, key: str) -> None:
+    """Get into one tensor, again and again."""
+    await ts.connect(address)
+    tensor = torch.empty_like(await ts.get(key))
+    pipe.send("begins")
+    while True:
+        await ts.get(key, tensor)
+
+
+# ---- servers and owners that are killed ---------------------------------------------------
+
+
+async def wait_for_ever(pipe: Connection, address: str) -> None:
+    """Wait for a key that never comes; say how the wait ended, and how the next call does."""
+    await ts.connect(address)
+    pipe.send("begins")
+    ends: list[str] = []
+    for _ in range(2):
+        try:
+            await ts.wait("never", timeout=60)
+        except Exception as error:
+            ends.append(type(error).__name__)
+    pipe.send(ends)
+
+
+def own(pipe: Connection, way: str) -> None:
+    """Start a store and keep it: alone, beside forked children, or from a thread that ended."""
+
+    async def start() -> tuple[int, str]:
+        await ts.initialize(capacity=8 << 20, prefault=0)
+        await ts.put("a", torch.arange(5))
+        return (await ts.status()).controller_pid, await ts.address()
+
+    started: list[tuple[int, str]] = []
+    if way == "thread":
+        thread = threading.Thread(target=lambda: started.append(asyncio.run(start())))
+        thread.start()
+        thread.join()
+    else:
+        started.append(asyncio.run(start()))
+    forked = [_forked_sleeper() for _ in range(2)] if way == "forked" else []
+    pipe.send((*started[0], forked))
+    while pipe.recv() == "still there?":
+        pipe.send(asyncio.run(ts.get("a")).tolist())
+
+
+def _forked_sleeper() -> int:
+    pid = os.fork()
+    if not pid:
+        while True:
+            time.sleep(60)
+    return pid
+
+
+# ---- ways to become a process -------------------------------------------------------------
+
+
+async def add_one(pipe: Connection) -> None:
+    """Find the store through the environment alone; put what is there, plus one."""
+    tensor = await ts.get("a")
+    await ts.put("b", tensor + 1)
+    pipe.send(await ts.address())

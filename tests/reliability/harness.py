@@ -8,11 +8,27 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.reliability import children
+from tests.support import until
 
-__all__ = ["Child", "fds", "is_running", "maps", "rss"]
+import torchstore_core as ts
+
+__all__ = [
+    "MB",
+    "Account",
+    "Child",
+    "account",
+    "children_of",
+    "directory_of",
+    "fds",
+    "is_running",
+    "kill",
+    "maps",
+    "rss",
+    "settled",
+]
 
 MB = 1 << 20
 
@@ -62,6 +78,10 @@ class Child:
         assert not isinstance(message, children.Failed), message.text
         return message
 
+    def has_said(self) -> bool:
+        """Whether :meth:`said` would return (or fail) at once."""
+        return self._pipe.poll()
+
     def tell(self, message: Any) -> None:
         """Send the child something."""
         self._pipe.send(message)
@@ -78,6 +98,40 @@ class Child:
             self._process.kill()
             self._process.join()
         self._pipe.close()
+
+
+class Account(NamedTuple):
+    """What a store knows to be open; bytes over all volumes."""
+
+    sessions: int
+    used: int
+    leased: int = 0
+    unfinished: int = 0
+
+
+async def account() -> Account:
+    """The books of the default store."""
+    status = await ts.status()
+    return Account(
+        len(status.sessions),
+        sum(volume.used_bytes for volume in status.volumes),
+        sum(volume.leased_bytes for volume in status.volumes),
+        sum(volume.unfinished_bytes for volume in status.volumes),
+    )
+
+
+async def settled(expected: Account, timeout: float = 1.0) -> None:
+    """Wait until the default store's books are as expected."""
+    seen: list[Account] = []
+
+    async def equal() -> bool:
+        seen.append(await account())
+        return seen[-1] == expected
+
+    try:
+        await until(equal, timeout)
+    except AssertionError:
+        raise AssertionError(f"after {timeout} s {seen[-1]}, expected {expected}") from None
 
 
 def fds(pid: int | str = "self") -> int:
@@ -104,6 +158,24 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def children_of(pid: int) -> set[int]:
+    """Pids of a process's children, zombies included."""
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(text.rpartition(")")[2].split()[1]) == pid:
+            found.add(int(path.parent.name))
+    return found
+
+
+def directory_of(address: str) -> Path:
+    """Where a server's sockets are."""
+    return Path(address.removeprefix("unix:")).parent
 
 
 def kill(pid: int) -> None:

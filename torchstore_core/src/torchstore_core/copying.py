@@ -196,7 +196,7 @@ async def run(tasks: Sequence[Task], nbytes: int) -> None:
 
     When it raises, cancellation included, no task is running any more.
     """
-    if nbytes <= DIRECT_MAX:
+    if nbytes <= DIRECT_MAX or not tasks:
         for task in tasks:
             task()
         return

@@ -17,6 +17,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     TorchStoreError,
     UnsupportedValueError,
+    VersionGoneError,
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
@@ -28,17 +29,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Client"]
 
+# The server answers requests on up to this many entries faster than a task switch takes.
+_QUICK_ENTRIES = 32
+_QUICK = frozenset(("delete", "exists", "stat"))
 R = TypeVar("R", bound=m.Message)
 
 
 class _Clock:
     """Deadline and phases of one operation."""
 
-    __slots__ = ("_deadline", "_last", "_timeout", "phases", "start")
+    __slots__ = ("_deadline", "_last", "phases", "start", "timeout")
 
     def __init__(self, timeout: float | None) -> None:
         self.start = self._last = time.perf_counter()
-        self._timeout = timeout
+        self.timeout = timeout
         self._deadline = None if timeout is None else self.start + timeout
         self.phases: dict[str, float] = {}
 
@@ -48,7 +52,7 @@ class _Clock:
             return None
         left = self._deadline - time.perf_counter()
         if left <= 0:
-            raise StoreTimeoutError(f"the operation did not end within {self._timeout} s")
+            raise StoreTimeoutError(f"the operation did not end within {self.timeout} s")
         return left
 
     def phase(self, name: str) -> None:
@@ -146,7 +150,8 @@ class Client:
             error = getattr(caught, "code", type(caught).__name__)
             raise
         finally:
-            self._observe(name, clock, len(items), nbytes, transport, error)
+            if self._membership.observe is not None:
+                self._observe(name, clock, len(items), nbytes, transport, error)
         return {
             source.key: ObjectRef(source.key, version)
             for source, version in zip(sources, versions, strict=True)
@@ -196,8 +201,8 @@ class Client:
         """Several values in one consistent cut, all or nothing.
 
         Args:
-            keys: a list of keys, refs or requests; or a dict of key to destination tensor,
-                ``TensorSlice``, or None.
+            keys: a list of keys, refs or requests, one a key; or a dict of key to destination
+                tensor, ``TensorSlice``, or None.
 
         Returns:
             Values by key, in the order asked for.
@@ -208,6 +213,8 @@ class Client:
         wants = [*_wants(keys)]
         if not wants:
             return {}
+        if len({want.key for want in wants}) < len(wants):
+            _refuse_ambiguous(wants)
         values = await self._get("get_batch", wants, timeout, allow_pickle)
         return {want.key: value for want, value in zip(wants, values, strict=True)}
 
@@ -228,7 +235,8 @@ class Client:
             error = getattr(caught, "code", type(caught).__name__)
             raise
         finally:
-            self._observe(name, clock, len(wants), nbytes, transport, error)
+            if self._membership.observe is not None:
+                self._observe(name, clock, len(wants), nbytes, transport, error)
         # The very tensor that was given (a read writes into a detached alias of it).
         return [
             result.values[at] if want.tensor is None else want.tensor
@@ -265,6 +273,8 @@ class Client:
 
     async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
         """Keys that start with ``prefix`` (as ``str.startswith``), sorted."""
+        if not (prefix is None or isinstance(prefix, str)):
+            raise UnsupportedValueError(f"a prefix is a str, not a {type(prefix).__qualname__}")
         reply = await self._call("keys", m.KeyList, m.Keys, timeout, prefix or "")
         return reply.keys
 
@@ -286,6 +296,8 @@ class Client:
         names = [keys] if isinstance(keys, str) else _key_list(keys)
         for key in names:
             writing.check_key(key)
+        if not (min_version is None or isinstance(min_version, int)):
+            raise UnsupportedValueError(f"min_version is an int or None, not {min_version!r}")
         if not names:
             return {}
         clock = self._clock(timeout)
@@ -298,7 +310,7 @@ class Client:
             _cancel_wait(lane, request.id)
             least = f" with version {min_version} or newer" if min_version else ""
             raise StoreTimeoutError(
-                f"not there within {timeout} s{least}: {', '.join(map(repr, names[:5]))}",
+                f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
                 key=names[0],
             ) from caught
         except BaseException:
@@ -344,7 +356,8 @@ class Client:
         lane = await session.lane(clock.left())
         error = ""
         try:
-            return await lane.call(message(lane.next_id(), *args), expect, clock.left())
+            request = message(lane.next_id(), *args)
+            return await lane.call(request, expect, clock.left(), quick=name in _QUICK)
         except TorchStoreError as caught:
             error = caught.code
             raise
@@ -384,12 +397,20 @@ class _Want(msgspec.Struct, frozen=True):
                 f"tensor_slice_spec is a TensorSlice, not a {type(part).__qualname__}"
             )
         if isinstance(what, ObjectRef):
-            return cls(what.key, what.version, tensor, part)
+            return cls(writing.check_key(what.key), _exact(what.key, what.version), tensor, part)
         if isinstance(what, Request):
-            return cls(
-                writing.check_key(what.key), what.version or 0, tensor, part or what.tensor_slice
-            )
+            version = 0 if what.version is None else _exact(what.key, what.version)
+            return cls(writing.check_key(what.key), version, tensor, part or what.tensor_slice)
         return cls(writing.check_key(what), 0, tensor, part)
+
+
+def _exact(key: str, version: int) -> int:
+    """A version that may exist: 0 would ask the server for the newest."""
+    if not isinstance(version, int):
+        raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
+    if not 0 < version < 1 << 63:
+        raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)
+    return version
 
 
 def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[_Want]:
@@ -406,6 +427,18 @@ def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[_Want]:
         yield _Want.make(what)
 
 
+def _refuse_ambiguous(wants: Iterable[_Want]) -> None:
+    """The result has one value per key: a key may come twice only if it asks for the same."""
+    by_key: dict[str, _Want] = {}
+    for want in wants:
+        other = by_key.setdefault(want.key, want)
+        if (other.version, other.part) != (want.version, want.part):
+            raise ConfigurationError(
+                f"{want.key!r} is asked for twice, at different versions or slices; "
+                "get_batch gives one value per key: ask in two calls"
+            )
+
+
 def _key_list(keys: Iterable[str]) -> list[str]:
     if isinstance(keys, str):
         raise UnsupportedValueError("a list of keys is needed, not one str")
@@ -419,7 +452,8 @@ async def _put_sources(
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [m.PutItem(s.key, s.meta, s.nbytes, writing.inline_bytes(s)) for s in sources]
         put = m.Put(lane.next_id(), session.next_id(), items)
-        reply = await lane.call(put, m.Committed, clock.left())
+        quick = len(items) <= _QUICK_ENTRIES
+        reply = await lane.call(put, m.Committed, clock.left(), quick=quick)
         clock.phase("plan")
         return reply.versions, "inline" if nbytes else ""
     items = [m.PutItem(s.key, s.meta, s.nbytes, None if s.nbytes else b"") for s in sources]
@@ -430,7 +464,9 @@ async def _put_sources(
         clock.phase("plan")
         transport = await writing.write(session, placed, granted.grants)
         clock.phase("copy")
-        done = await lane.call(m.Commit(lane.next_id(), txn), m.Committed, clock.left())
+        commit = m.Commit(lane.next_id(), txn)
+        quick = len(items) <= _QUICK_ENTRIES
+        done = await lane.call(commit, m.Committed, clock.left(), quick=quick)
         clock.phase("commit")
     except BaseException:
         # Unknown ids are ignored, so this is right whether or not the server has begun it.
@@ -456,15 +492,20 @@ async def _get_wants(
             [m.Want(want.key, want.version) for want in wants],
             session.inline_max(),
         )
-        located = await lane.call(request, m.Located, clock.left())
+        quick = len(wants) <= _QUICK_ENTRIES
+        located = await lane.call(request, m.Located, clock.left(), quick=quick)
         leased = located.leased
         clock.phase("plan")
         targets = [
             reading.resolve(at, want.key, entry, want.tensor, want.part)
             for at, (want, entry) in enumerate(zip(wants, located.entries, strict=True))
         ]
-        result = await reading.read(session, lease, targets, allow_pickle=allow_pickle)
-        mapped = result.mapped
+        if leased:
+            result = await reading.read(session, lease, targets, allow_pickle=allow_pickle)
+            mapped = result.mapped
+        else:
+            values = {t.at: reading.from_message(t, allow_pickle) for t in targets}
+            result = reading.Result(values, mapped, "inline")
         clock.phase("copy")
     finally:
         if leased and len(mapped) < len(wants):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import struct
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -29,6 +30,10 @@ from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 __all__ = ["Lane", "client_facts", "handshake", "socket_path"]
 
 _RECEIVE = 1 << 18
+_DONT_WAIT = socket.MSG_DONTWAIT
+# Direct receives in a row before the event loop gets its turn, and calls to sit out after a miss.
+_DIRECT_IN_A_ROW = 16
+_DIRECT_PAUSE = 64
 R = TypeVar("R", bound=m.Message)
 
 
@@ -129,6 +134,10 @@ class Lane:
         self._timer_at = 0.0
         self._ids = itertools.count(2)
         self._lost: TorchStoreError | None = None
+        self._direct = _DIRECT_IN_A_ROW
+        # Blocking, but never for long; everything but the direct receive says MSG_DONTWAIT.
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
         loop.add_reader(sock.fileno(), self._readable)
 
     def __del__(self) -> None:
@@ -143,11 +152,14 @@ class Lane:
         """A fresh request id."""
         return next(self._ids)
 
-    async def call(self, message: m.Message, expect: type[R], timeout: float | None) -> R:
+    async def call(
+        self, message: m.Message, expect: type[R], timeout: float | None, *, quick: bool = False
+    ) -> R:
         """Send a request and return its reply.
 
         Args:
             timeout: seconds; None waits for ever.
+            quick: the server answers in microseconds; see :meth:`_receive_directly`.
 
         Raises:
             StoreTimeoutError: no reply in time.
@@ -155,6 +167,25 @@ class Lane:
             TorchStoreError: what the server answered.
         """
         request_id: int = message.id  # type: ignore[attr-defined]
+        if quick and not self._pending and not self._unsent and self._direct > 0:
+            self.send(message)
+            direct = self._receive_directly(request_id)
+            if type(direct) is expect:
+                return direct
+            reply = direct if direct is not None else await self._wait(request_id, timeout)
+        else:
+            self._direct = min(self._direct + 1, 0) if self._direct < 0 else _DIRECT_IN_A_ROW
+            reply = await self._wait(request_id, timeout, message)
+        if type(reply) is expect:
+            return reply
+        if isinstance(reply, m.Failure):
+            raise from_wire(reply.code, reply.message, reply.key, reply.details)
+        raise ProtocolError(f"expected {expect.__name__}, the server sent {type(reply).__name__}")
+
+    async def _wait(
+        self, request_id: int, timeout: float | None, message: m.Message | None = None
+    ) -> m.Message:
+        """Wait on the event loop for the reply, having sent ``message`` if it is given."""
         loop = self._loop
         future: asyncio.Future[m.Message] = loop.create_future()
         deadline = None
@@ -164,15 +195,46 @@ class Lane:
                 self._arm(deadline)
         self._pending[request_id] = (future, deadline)
         try:
-            self.send(message)
-            reply = await future
+            if message is not None:
+                self.send(message)
+            return await future
         finally:
             self._pending.pop(request_id, None)
-        if type(reply) is expect:
-            return reply
-        if isinstance(reply, m.Failure):
-            raise from_wire(reply.code, reply.message, reply.key, reply.details)
-        raise ProtocolError(f"expected {expect.__name__}, the server sent {type(reply).__name__}")
+
+    def _receive_directly(self, request_id: int) -> m.Message | None:
+        """Wait for the reply in ``recv`` itself, for at most a scheduler tick.
+
+        The kernel then switches straight to the server and back, which takes a fraction of what
+        a trip through the event loop costs. So that the loop's other tasks keep running, only a
+        few calls in a row may do it; after one whose reply did not come at once, many may not.
+        """
+        self._direct -= 1
+        try:
+            while True:
+                data = self._sock.recv(_RECEIVE)
+                if not data:
+                    self._lose(StoreClosedError(self._gone))
+                    raise self._lost_error()
+                found: m.Message | None = None
+                for body in self._reader.feed(data):
+                    reply = decode_reply(body)
+                    if getattr(reply, "id", 0) == request_id:
+                        found = reply
+                    else:
+                        self._dispatch(reply)
+                if self._lost is not None:
+                    raise self._lost_error()
+                if found is not None:
+                    return found
+        except BlockingIOError:
+            self._direct = -_DIRECT_PAUSE
+            return None
+        except OSError as error:
+            self._lose(StoreClosedError(f"{self._gone}: {error}"))
+            raise self._lost_error() from error
+        except (ProtocolError, msgspec.DecodeError) as error:
+            self._lose(ProtocolError(f"the server sent something unreadable: {error}"))
+            raise self._lost_error() from error
 
     def send(self, message: m.Message) -> None:
         """Send without waiting for anything.
@@ -195,7 +257,7 @@ class Lane:
             self._unsent += frame
             return
         try:
-            sent = self._sock.send(frame)
+            sent = self._sock.send(frame, _DONT_WAIT)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -225,7 +287,7 @@ class Lane:
 
     def _readable(self) -> None:
         try:
-            data = self._sock.recv(_RECEIVE)
+            data = self._sock.recv(_RECEIVE, _DONT_WAIT)
         except BlockingIOError:
             return
         except OSError as error:
@@ -254,7 +316,7 @@ class Lane:
 
     def _writable(self) -> None:
         try:
-            sent = self._sock.send(self._unsent)
+            sent = self._sock.send(self._unsent, _DONT_WAIT)
         except BlockingIOError:
             return
         except OSError as error:

@@ -26,7 +26,7 @@ from torchstore_core.ranking import Candidate
 from torchstore_core.values import TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["MAP_MIN", "Result", "Target", "read", "resolve"]
+__all__ = ["MAP_MIN", "Result", "Target", "from_message", "read", "resolve"]
 
 #: Values from this size, in bytes, are mapped; smaller ones are copied out (a mapping costs about
 #: as much as copying this much, and a process has some 65,000 of them).
@@ -112,7 +112,7 @@ async def read(
     for target in targets:
         grant = target.entry.grant
         if grant is None:
-            values[target.at] = _from_message(target, allow_pickle)
+            values[target.at] = from_message(target, allow_pickle)
         else:
             by_place.setdefault((grant.volume, grant.segment), []).append(target)
     for (volume, _), group in by_place.items():
@@ -133,13 +133,14 @@ async def read(
     return Result(values, mapped, "+".join(sorted(names)))
 
 
-def _from_message(target: Target, allow_pickle: bool) -> Any:
+def from_message(target: Target, allow_pickle: bool) -> Any:
+    """The value of an entry whose bytes came with it."""
     data = target.entry.data or b""
     meta = target.entry.meta
     if not isinstance(meta, TensorMeta):
         return decode_object(target.key, meta, data, allow_pickle=allow_pickle)
     if target.box is None and target.tensor is None:
-        return from_buffer(bytearray(data), 0, target.shape, target.dtype)
+        return from_buffer(bytearray(data), 0, meta.shape, target.dtype)
     whole = from_buffer(bytearray(data), 0, meta.shape, target.dtype)
     part = whole if target.box is None else _narrow(whole, target.box)
     if target.tensor is None:
@@ -244,7 +245,7 @@ async def _read_copies(link: Link, targets: Sequence[Target], allow_pickle: bool
         elif target.tensor is not None:
             results[target.at] = target.tensor
         else:
-            results[target.at] = torch.empty(target.shape, dtype=target.dtype)
+            results[target.at] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
     if isinstance(link, SupportsWindow):
         await _copy_window(link, targets, results)
     else:
@@ -338,7 +339,7 @@ async def _copy_link(
             continue
         packed = result
         if result.device.type != "cpu" or not result.is_contiguous():
-            packed = torch.empty(target.shape, dtype=target.dtype)
+            packed = torch.empty(target.shape, dtype=target.dtype, device="cpu")
             spread.append((result, packed))
         address = packed.data_ptr()
         itemsize = target.dtype.itemsize

@@ -133,8 +133,8 @@ class Session:
         if not self.usable:
             raise StoreClosedError(self._gone)
         for other in list(self._lanes):
-            if other.is_closed():
-                del self._lanes[other]
+            if other.is_closed() and (ended := self._lanes.pop(other, None)) is not None:
+                ended.close()
         sock, _ = await handshake(
             self.address, self.welcome.session, self.facts, self.here, timeout
         )

@@ -39,6 +39,21 @@ _BYTES_LIKE = {
     16: torch.complex128,
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# What torch.frombuffer is sure to take directly; everything else goes through an integer view.
+_BUFFER_DTYPES = frozenset(
+    (
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+    )
+)
 
 
 def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -48,12 +63,17 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
         UnsupportedValueError: names what the tensor is and what to do instead.
     """
     kind = type(tensor)
+    if kind in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided:
+        # The usual case, on the path of every small put: as few calls into torch as will do.
+        if not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()):
+            return tensor.detach() if tensor.requires_grad else tensor
     if kind not in _PLAIN and _is_wrapper(kind):
         hint = "put its local tensor (.to_local())" if kind.__name__ == "DTensor" else "unwrap it"
         raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", hint)
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
-        raise _refused(key, f"a sparse tensor ({layout})", "put its parts, or .to_dense()")
+        what = "a sparse tensor" if layout.startswith("sparse") else "an opaque tensor"
+        raise _refused(key, f"{what} ({layout})", "put its parts, or .to_dense()")
     if tensor.is_quantized:
         what = f"a quantized tensor ({tensor.dtype})"
         raise _refused(key, what, "put .int_repr() and its scales")
@@ -121,10 +141,13 @@ def from_buffer(
     for extent in shape:
         numel *= extent
     if numel == 0:
-        return torch.empty(shape, dtype=dtype)
-    like = _BYTES_LIKE[dtype.itemsize]
-    flat = torch.frombuffer(buffer, dtype=like, count=numel, offset=offset)
-    return (flat if like is dtype else flat.view(dtype)).view(shape)
+        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
+    if dtype in _BUFFER_DTYPES:
+        flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
+    else:
+        like = _BYTES_LIKE[dtype.itemsize]
+        flat = torch.frombuffer(buffer, dtype=like, count=numel, offset=offset).view(dtype)
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 def check_destination(

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,8 +17,14 @@ from torchstore_core.server.app import Ready, Server, ServerOptions
 _OWNER_POLL_S = 0.2
 
 
-def run(options: ServerOptions) -> int:
-    """Run one server in this process until it is told to stop; the exit status."""
+def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | None = None) -> int:
+    """Run one server in this process until it is told to stop; the exit status.
+
+    Args:
+        options: what to run.
+        say: told once: that it is ready, or ``error`` (a code) and ``message`` if it cannot start.
+            By default that is a line of JSON on stdout.
+    """
     try:
         import uvloop
     except ImportError:
@@ -25,23 +32,23 @@ def run(options: ServerOptions) -> int:
     else:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with runner:
-        return runner.run(_main(options))
+        return runner.run(_main(options, say or _say))
 
 
-async def _main(options: ServerOptions) -> int:
+async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None]) -> int:
     server = Server(options)
     loop = asyncio.get_running_loop()
     try:
         address = await server.start()
     except (TorchStoreError, OSError) as error:
         code = error.code if isinstance(error, TorchStoreError) else "error"
-        _say({"error": code, "message": str(error)})
+        say({"error": code, "message": str(error)})
         return 1
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, server.stop_soon)
     if options.owner:
         _end_with(options.owner, server)
-    _say(Ready(address, os.getpid()))
+    say(Ready(address, os.getpid()))
     try:
         await server.serve()
     finally:

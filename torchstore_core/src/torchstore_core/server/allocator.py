@@ -27,7 +27,7 @@ def rounded(nbytes: int) -> int:
 class Allocator:
     """Allocates and frees ranges of ``[0, capacity)``.
 
-    >>> a = Allocator(256)
+    >>> a = Allocator(192)
     >>> a.allocate(100), a.allocate(64), a.allocate(1), a.used
     (0, 128, None, 192)
     >>> a.free([(0, 128)]); a.allocate(1), a.high_water

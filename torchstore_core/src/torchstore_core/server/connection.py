@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import struct
+from collections import deque
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -41,6 +42,8 @@ class Connection(asyncio.Protocol):
         self._session: SessionRecord | None = None
         self._anchor = False
         self._waiters: dict[int, Waiter] = {}
+        self._backlog: deque[bytes] = deque()
+        self._paused = False
         self._hello_timer: asyncio.TimerHandle | None = None
 
     # ---- asyncio.Protocol -----------------------------------------------------------------
@@ -57,23 +60,31 @@ class Connection(asyncio.Protocol):
         self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
+        self._work(data)
+
+    def _work(self, data: bytes) -> None:
+        """Answer what came, as long as the client takes the answers."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
-            for body in self._reader.feed(data):
-                self._handle(decode_request(body))
-        except (ProtocolError, msgspec.DecodeError) as error:
+            self._backlog.extend(self._reader.feed(data))
+            while self._backlog and not self._paused:
+                self._handle(decode_request(self._backlog.popleft()))
+        except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._refuse(str(error))
         except RecursionError:
             self._refuse("message is nested too deeply")
 
     def pause_writing(self) -> None:
-        # The client does not read its replies: stop reading its requests.
+        # The client does not read its replies: answer no more requests, and read no more.
+        self._paused = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        self._paused = False
+        self._work(b"")
+        if self._transport is not None and not (self._paused or self._transport.is_closing()):
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -123,7 +123,9 @@ class Controller:
         self, facts: ClientFacts, placed: int, inline: int, sizes: list[int]
     ) -> tuple[VolumeRecord, list[int]]:
         """The first volume of the strategy's order with room, and an offset for each size."""
-        order = self.strategy.place(facts, [v.facts() for v in self.volumes], placed + inline)
+        order: Sequence[int] = (0,)
+        if len(self.volumes) > 1:
+            order = self.strategy.place(facts, [v.facts() for v in self.volumes], placed + inline)
         for index in order:
             if not 0 <= index < len(self.volumes):
                 raise PluginError(
@@ -163,13 +165,16 @@ class Controller:
             else:
                 value.version = old.version + 1
                 old.live = False
-                if not old.pins:
+                if old.data is not None:
+                    self.volumes[old.volume].inline -= old.nbytes
+                elif not old.pins:
                     dead.append(old)
             value.live = True
             value.created = now
             index[value.key] = value
             versions.append(value.version)
-        self._free(dead)
+        if dead:
+            self._free(dead)
         if self._waiters:
             self._wake(values)
         return versions
@@ -228,12 +233,17 @@ class Controller:
 
         Raises:
             KeyNotFoundError, VersionGoneError: nothing is leased.
+            ProtocolError: the lease id is in use, or inline values do not fit the reply.
         """
         values = self._find(request.wants)
-        nbytes = sum(v.nbytes for v in values)
-        if nbytes <= request.inline_max or all(v.data is not None for v in values):
-            if nbytes > m.MAX_FRAME // 2:
-                raise ProtocolError(f"{nbytes} bytes of inline values do not fit one reply")
+        nbytes = inline = sum(v.nbytes for v in values)
+        if nbytes > request.inline_max:
+            inline = sum(v.nbytes for v in values if v.data is not None)
+        if inline > m.MAX_FRAME // 2:
+            raise ProtocolError(
+                f"{inline} bytes of inline values do not fit one reply; get fewer keys at once"
+            )
+        if inline == nbytes:
             return [self._inline_entry(v) for v in values], False
         if request.lease in session.leases:
             raise ProtocolError(f"lease id {request.lease} is in use")
@@ -519,6 +529,8 @@ def _checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
         else:
             sizes.append(item.nbytes)
             placed += rounded(item.nbytes)
+    if placed >= 1 << 60:
+        raise ProtocolError(f"cannot place {placed} bytes")
     return placed, inline, sizes
 
 

@@ -1,0 +1,101 @@
+"""Measured in a second process: small values one by one, many in a batch, and many cycles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import echo
+import floors
+import torch
+import workload
+from watching import process_size, timed, until_unleased
+
+import torchstore_core as ts
+
+
+class Small:
+    """Commands on small values; ``run`` runs a coroutine on the process's event loop."""
+
+    def __init__(self, run: Callable[[Any], Any]) -> None:
+        self._run = run
+        self._echoes: dict[str, echo.Echo] = {}
+
+    def start_echo(self) -> list[str]:
+        """Start the far ends of the echo floors; their kinds."""
+        self._echoes = {kind: echo.Echo(kind) for kind in echo.kinds()}
+        return list(self._echoes)
+
+    def end_echo(self) -> None:
+        """End them."""
+        for one in self._echoes.values():
+            one.close()
+        self._echoes = {}
+
+    def one_by_one(self, count: int, nbytes: int, turn: int) -> dict[str, Any]:
+        """One round of ``count`` puts and gets and ``count`` echoes of each kind, one operation
+        at a time; seconds of each. The last value got is compared with what was put.
+        """
+        value = workload.random_tensor((nbytes // 2,), turn).view(torch.uint8)
+        samples: dict[str, list[float]] = {}
+        wrong: list[str] = []
+
+        async def store() -> None:
+            puts, gets, got = [], [], None
+            for _ in range(count):
+                seconds, _ = await timed(ts.put("small", value))
+                puts.append(seconds)
+            for _ in range(count):
+                seconds, got = await timed(ts.get("small"))
+                gets.append(seconds)
+            if got is None or not torch.equal(got, value):
+                wrong.append("small")
+            samples.update(put=puts, get=gets)
+
+        def far(kind: str) -> float:
+            samples[kind] = self._echoes[kind].measure(count)
+            return sum(samples[kind])
+
+        blocks: dict[str, Callable[[], float]] = {k: partial(far, k) for k in self._echoes}
+        floors.interleave({**blocks, "store": lambda: self._run(timed(store()))[0]}, turn)
+        return {"samples": samples, "wrong": wrong}
+
+    def batch(self, count: int, nbytes: int, turn: int) -> dict[str, Any]:
+        """One round: a put and a get of ``count`` tensors of ``nbytes`` bytes, compared."""
+        items = {
+            f"batch/{i}": workload.random_tensor((nbytes // 2,), turn * count + i).view(torch.uint8)
+            for i in range(count)
+        }
+
+        async def both() -> tuple[float, float, dict[str, Any]]:
+            put, _ = await timed(ts.put_batch(items))
+            get, got = await timed(ts.get_batch(list(items)))
+            return put, get, got
+
+        put, get, got = self._run(both())
+        wrong = [key for key, value in items.items() if not torch.equal(got[key], value)]
+        return {"times": {"put": put, "get": get}, "wrong": wrong}
+
+    def cycles(self, count: int, server_pid: int) -> dict[str, Any]:
+        """Cycles of put, get, delete; every fourth value is large enough to be mapped. Then the
+        sizes of this process and of the server.
+        """
+        small, large = torch.ones(256), torch.ones(64 << 10)
+        wrong: list[str] = []
+
+        async def cycles() -> None:
+            for i in range(count):
+                value = small if i % 4 else large
+                await ts.put("cycle", value)
+                got = await ts.get("cycle")
+                if not torch.equal(got, value):
+                    wrong.append(f"cycle {i}")
+                await ts.delete("cycle")
+                del got
+            await until_unleased()
+
+        seconds, _ = self._run(timed(cycles()))
+        sizes = {"client": process_size(os.getpid()), "server": process_size(server_pid)}
+        return {"seconds": seconds, "sizes": sizes, "wrong": wrong}

@@ -1,0 +1,78 @@
+"""What a measured process sees of itself and of the store, and waiting for it to come to rest."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+import torchstore_core as ts
+
+T = TypeVar("T")
+_POLL_S = 0.005
+_SETTLE_S = 2.0
+
+
+def process_size(pid: int) -> dict[str, int]:
+    """Open descriptors, mappings, resident bytes, and those of them that are shared memory."""
+    base = Path(f"/proc/{pid}")
+    fields = dict(line.split(":", 1) for line in (base / "status").read_text().splitlines())
+    rss, shared = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssShmem"))
+    return {
+        "fds": len(os.listdir(base / "fd")),
+        "maps": (base / "maps").read_text().count("\n"),
+        "rss": rss,
+        "rss_shared": shared,
+    }
+
+
+async def timed(what: Awaitable[T]) -> tuple[float, T]:
+    """Seconds that an operation took, and its result."""
+    start = time.perf_counter()
+    result = await what
+    return time.perf_counter() - start, result
+
+
+async def warm_bytes() -> int:
+    """Pool memory that is backed by pages, over all volumes."""
+    return sum(volume.warm_bytes for volume in (await ts.status()).volumes)
+
+
+async def until_warm(nbytes: int, deadline: float = 60.0) -> float:
+    """Wait until the pool has this much warm memory, then (up to 2 s) until this process's page
+    tables have it too; the seconds it took.
+    """
+    start = time.perf_counter()
+    while await warm_bytes() < nbytes:
+        if time.perf_counter() - start > deadline:
+            raise TimeoutError(f"{nbytes} bytes were not warm within {deadline} s")
+        await asyncio.sleep(_POLL_S)
+    settled = time.perf_counter() + _SETTLE_S
+    while time.perf_counter() < settled and process_size(os.getpid())["rss_shared"] < nbytes:
+        await asyncio.sleep(_POLL_S)
+    return time.perf_counter() - start
+
+
+async def until_quiet(still: float = 0.25, deadline: float = 60.0) -> None:
+    """Wait until no background warming has made progress for ``still`` seconds."""
+    end = time.perf_counter() + deadline
+    before, since = -1, time.perf_counter()
+    while time.perf_counter() - since < still and time.perf_counter() < end:
+        now = await warm_bytes()
+        if now != before:
+            before, since = now, time.perf_counter()
+        await asyncio.sleep(_POLL_S)
+
+
+async def until_unleased(deadline: float = 10.0) -> None:
+    """Wait until the server has back what dropped tensors held."""
+    gc.collect()
+    end = time.perf_counter() + deadline
+    while any(volume.leased_bytes for volume in (await ts.status()).volumes):
+        if time.perf_counter() > end:
+            raise TimeoutError(f"leases were not given back within {deadline} s")
+        await asyncio.sleep(_POLL_S)

@@ -1,0 +1,119 @@
+"""Measured in a publisher or a reader: puts and gets of a whole set of weights."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import floors
+import torch
+import workload
+from watching import timed, until_unleased, until_warm
+
+import torchstore_core as ts
+
+
+class Weights:
+    """Commands on one set of tensors.
+
+    Args:
+        run: runs a coroutine on the process's event loop.
+        open_store: starts a store (the command ``store.open``).
+    """
+
+    def __init__(
+        self, run: Callable[[Any], Any], open_store: Callable[..., dict[str, Any]]
+    ) -> None:
+        self._run = run
+        self._open = open_store
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._set: tuple[float, int] = (0.0, 0)
+        self._warm: floors.WarmCopy | None = None
+        self._cold: floors.ColdTouch | None = None
+
+    def make(self, gb: float, seed: int, filled: bool, limit: int) -> dict[str, int]:
+        """Make the set (``filled``) or destinations for it, and the warm-copy floors of at most
+        ``limit`` bytes, warmed up by one unmeasured round.
+        """
+        self.drop()
+        self._set = gb, seed
+        self._tensors = workload.make(gb, seed) if filled else workload.make_empty(gb)
+        sizes = workload.sizes(workload.shapes(gb))
+        self._warm = floors.WarmCopy(min(sum(sizes), limit), sizes)
+        floors.interleave(self._warm.kinds, 0)
+        return {
+            "tensors": len(sizes),
+            "nbytes": sum(sizes),
+            "floor_nbytes": self._warm.nbytes,
+            "omp_threads": torch.get_num_threads(),
+        }
+
+    def make_cold_floor(self, nbytes: int) -> None:
+        """The cold-touch floors, warmed up by one unmeasured round."""
+        self._cold = floors.ColdTouch(nbytes)
+        floors.interleave(self._cold.kinds, 0)
+
+    def drop(self) -> None:
+        """Forget set and floors."""
+        for floor in (self._warm, self._cold):
+            if floor is not None:
+                floor.close()
+        self._tensors, self._warm, self._cold = {}, None, None
+        gc.collect()
+
+    def put(
+        self, stamp: int, turn: int, floor: str = "", fresh: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """One round: a put of the set, stamped anew, and each floor (``warm`` or ``cold``) once.
+
+        ``fresh``: the put goes to a store started just before with these options; if they have a
+        prefault, once that is done. Starting and waiting are not in the time.
+        """
+        opened: dict[str, Any] = {}
+
+        def put() -> float:
+            if fresh is not None:
+                opened.update(self._open(**fresh))
+                if fresh["prefault"]:
+                    opened["warming"] = self._run(until_warm(fresh["prefault"]))
+            workload.stamp(self._tensors, stamp)
+            seconds: float = self._run(timed(ts.put_batch(self._tensors)))[0]
+            return seconds
+
+        source = {"warm": self._warm, "cold": self._cold}.get(floor)
+        kinds = source.kinds if source is not None else {}
+        return {**opened, "times": floors.interleave({**kinds, "put": put}, turn)}
+
+    def get(self, stamp: int, turn: int, full: bool, floor: bool = True) -> dict[str, Any]:
+        """One round: an in-place get, a zero-copy get with reading it all, each floor once.
+
+        What came is compared with the set after each: by stamps, or (``full``) bit for bit. The
+        destinations are zeroed before each in-place get.
+        """
+        wrong: list[str] = []
+        reading = 0.0
+        check = partial(workload.wrong, gb=self._set[0], seed=self._set[1], number=stamp, full=full)
+
+        def in_place() -> float:
+            for tensor in self._tensors.values():
+                tensor.view(torch.int16).zero_()
+            seconds, _ = self._run(timed(ts.get_batch(self._tensors)))
+            wrong.extend(check(self._tensors))
+            return seconds
+
+        def zero_copy() -> float:
+            nonlocal reading
+            seconds, got = self._run(timed(ts.get_batch(list(self._tensors))))
+            if self._warm is not None:
+                targets = self._tensors.values()
+                reading = floors.copy_tensors(self._warm.threads, targets, got.values())
+            wrong.extend(check(got))
+            del got
+            self._run(until_unleased())
+            return seconds
+
+        kinds = self._warm.kinds if self._warm is not None and floor else {}
+        times = floors.interleave({**kinds, "in_place": in_place, "zero_copy": zero_copy}, turn)
+        return {"times": {**times, "reading": reading}, "wrong": wrong}

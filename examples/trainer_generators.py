@@ -1,0 +1,284 @@
+"""A trainer publishes real weights after every step; generators take every version they can.
+
+    python examples/trainer_generators.py [--steps 12] [--generators 2] [--json]
+
+This process owns the store. A trainer process fine-tunes MiniLM and puts all its tensors with one
+atomic ``put_batch`` after every step. Each generator process starts from random weights, takes the
+newest version straight into its own model with ``get_batch({key: destination})`` and embeds
+sentences with it.
+
+The trainer puts a checksum of every tensor into the same batch, and a generator computes them
+again over what its model then holds: a mixture of two versions would show. The exit status is 0
+only if nothing did and no process died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from minilm import PAIRS, MiniLM
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+import torchstore_core as ts
+
+MANIFEST = "policy.manifest"  # {"step": int, "checksums": {tensor name: str}}
+PATIENCE_S = 120.0  # another process has to load its model first, or to train
+Report = Callable[[dict[str, Any]], None]
+
+
+# ---- the two roles ------------------------------------------------------------------------
+
+
+async def train(report: Report, options: argparse.Namespace) -> None:
+    """Fine-tune; after every step publish tensors, step number and checksums as one version."""
+    await ts.client()  # connect now, not within the first publish
+    policy = MiniLM(pretrained=True)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=2e-5)
+    tensors = policy.tensors()
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    floor = copy_floor(nbytes)
+    for step in range(1, options.steps + 1):
+        loss = policy.train_step(optimizer)
+        checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        if options.corrupt and step == options.steps:
+            checksums[next(iter(checksums))] = "wrong"
+        if step == 2:  # every generator has the first version; after this nobody waits for them
+            ready = [f"generator/{rank}" for rank in range(options.generators)]
+            await ts.wait(ready, timeout=PATIENCE_S)
+        batch: dict[str, Any] = {f"policy/{name}": tensor for name, tensor in tensors.items()}
+        batch[MANIFEST] = {"step": step, "checksums": checksums}
+        floor_s = floor()
+        started = time.perf_counter()
+        await ts.put_batch(batch)
+        seconds = time.perf_counter() - started
+        numbers = {"seconds": seconds, "floor_s": floor_s, "nbytes": nbytes, "loss": loss}
+        report({"step": step, **numbers})
+
+
+async def generate(report: Report, options: argparse.Namespace, rank: int) -> None:
+    """Take the newest version into the own model, check it, embed with it; until the last one."""
+    policy = MiniLM(pretrained=False)
+    tensors = policy.tensors()
+    destinations = {f"policy/{name}": tensor for name, tensor in tensors.items()}
+    keys = [*destinations, MANIFEST]
+    step = 0
+    while step < options.steps:
+        refs = await ts.wait(keys, min_version=step + 1, timeout=PATIENCE_S)
+        started = time.perf_counter()
+        got = await ts.get_batch({**destinations, MANIFEST: None})
+        seconds = time.perf_counter() - started
+
+        published, sums = got[MANIFEST]["step"], got[MANIFEST]["checksums"]
+        wrong = [name for name, tensor in tensors.items() if checksum(tensor) != sums.get(name)]
+        if len({ref.version for ref in refs.values()}) != 1:
+            wrong.append("the keys of one batch have different versions")
+        if published <= step or published < refs[MANIFEST].version:
+            wrong.append(f"step {published} came after step {max(step, refs[MANIFEST].version)}")
+
+        step = max(step + 1, published)
+        right = policy.right_answers()
+        report({"step": step, "seconds": seconds, "right": right, "mismatches": wrong})
+        await ts.put(f"generator/{rank}", step)
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Of the tensor's bytes, whatever its dtype."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy()).hexdigest()
+
+
+def copy_floor(nbytes: int) -> Callable[[], float]:
+    """A function that copies ``nbytes`` of warm memory on all cores and returns the seconds."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    cores = os.cpu_count() or 1
+    part = -(-nbytes // cores)
+    pool = ThreadPoolExecutor(cores)
+
+    def copy(at: int) -> None:  # memmove lets go of the GIL
+        size = min(part, nbytes - at)
+        ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, size)
+
+    def measure() -> float:
+        started = time.perf_counter()
+        list(pool.map(copy, range(0, nbytes, part)))
+        return time.perf_counter() - started
+
+    return measure
+
+
+def worker_main(connection: Connection, rank: int | None, options: argparse.Namespace) -> None:
+    """Entry point of the spawned processes. TORCHSTORE_ADDRESS leads them to the store."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 + options.generators)))
+    if rank is None:
+        asyncio.run(train(connection.send, options))
+    else:
+        asyncio.run(generate(connection.send, options, rank))
+
+
+# ---- the process that owns the store ------------------------------------------------------
+
+
+@dataclass
+class Worker:
+    """A child process, our end of its pipe, and what it has reported."""
+
+    name: str
+    process: BaseProcess
+    connection: Connection
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+
+def start(rank: int | None, options: argparse.Namespace) -> Worker:
+    """Start the trainer (rank None) or a generator. Ctrl-C is for this process, not for them."""
+    name = "trainer" if rank is None else f"generator {rank}"
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=worker_main, args=(theirs, rank, options), name=name)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a child inherits this
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    theirs.close()
+    return Worker(name, process, ours)
+
+
+def stop() -> None:
+    """End the workers that still run."""
+    processes = multiprocessing.active_children()
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(5)
+        process.kill()
+        process.join()
+
+
+def follow(workers: list[Worker], steps: int, console: Console) -> None:
+    """Show progress until all workers have ended; SystemExit as soon as one of them fails."""
+    columns = (TextColumn("{task.description:<12}"), BarColumn(20), MofNCompleteColumn())
+    running: dict[Any, Worker] = {worker.connection: worker for worker in workers}
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+        bars = {w.name: progress.add_task(w.name, total=steps, note="") for w in workers}
+        while running:
+            for connection in wait(list(running)):
+                worker = running[connection]
+                try:
+                    report = worker.connection.recv()
+                except EOFError:
+                    del running[connection]
+                    worker.process.join()
+                    if code := worker.process.exitcode:
+                        pass
+                    continue
+                worker.reports.append(report)
+                took = f"{report['seconds'] * 1e3:5.1f} ms"
+                if "loss" in report:
+                    note = f"loss {report['loss']:.4f}, published in {took}"
+                    console.print(f"step {report['step']:3}: {note}", highlight=False)
+                else:
+                    note = f"{report['right']} of {len(PAIRS)} right, fetched in {took}"
+                progress.update(bars[worker.name], completed=report["step"], note=note)
+
+
+def summarise(trainer: Worker, generators: list[Worker]) -> dict[str, Any]:
+    """The numbers, as plain data."""
+    nbytes = trainer.reports[0]["nbytes"]
+
+    def times(worker: Worker, what: str = "seconds") -> dict[str, float]:
+        seconds = [report[what] for report in worker.reports]
+        median = statistics.median(seconds)
+        return {"median_s": median, "max_s": max(seconds), "gb_per_s": nbytes / median / 1e9}
+
+    return {
+        "bytes_per_version": nbytes,
+        "versions_published": len(trainer.reports),
+        "losses": [report["loss"] for report in trainer.reports],
+        "copy_floor": times(trainer, "floor_s"),
+        "publish": times(trainer),
+        "generators": [
+            {
+                "fetch": times(worker),
+                "versions_seen": [report["step"] for report in worker.reports],
+                "mismatches": [bad for report in worker.reports for bad in report["mismatches"]],
+            }
+            for worker in generators
+        ],
+        "mismatches": sum(len(r["mismatches"]) for w in generators for r in w.reports),
+    }
+
+
+def print_table(summary: dict[str, Any], console: Console) -> None:
+    """The numbers, for people."""
+    floor = summary["copy_floor"]["gb_per_s"]
+    title = f"{summary['bytes_per_version'] / 1e6:.1f} MB a version; all compete for the same cores"
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    for column in ("", "versions", "median", "max", "GB/s", "of floor", "mismatches"):
+        table.add_column(column, justify="right" if column else "left")
+
+    def row(name: str, times: dict[str, float], versions: object = "", bad: object = "") -> None:
+        median, worst = (f"{times[key] * 1e3:.1f} ms" for key in ("median_s", "max_s"))
+        rate = times["gb_per_s"]
+        share = f"{rate / floor:.0%}"
+        table.add_row(name, str(versions), median, worst, f"{rate:.1f}", share, str(bad))
+
+    row("copy floor", summary["copy_floor"])
+    row("publish", summary["publish"], summary["versions_published"])
+    for rank, one in enumerate(summary["generators"]):
+        seen, bad = len(one["versions_seen"]), len(one["mismatches"])
+        row(f"fetch, generator {rank}", one["fetch"], seen, bad)
+    console.print(table)
+    for name in [bad for one in summary["generators"] for bad in one["mismatches"]]:
+        console.print(f"mismatch: {name}", style="red")
+
+
+def main() -> int:
+    """Run the job; 0 if no generator ever held anything but one whole version."""
+    parser = argparse.ArgumentParser(description="real weights, from a trainer to generators")
+    parser.add_argument("--steps", type=int, default=12, help="training steps, a version each")
+    parser.add_argument("--generators", type=int, default=2, help="generator processes")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON, no more")
+    parser.add_argument("--corrupt", action="store_true", help=argparse.SUPPRESS)  # has to fail
+    options = parser.parse_args()
+    if options.steps < 1 or options.generators < 1:
+        parser.error("--steps and --generators are at least 1")
+    console = Console(quiet=options.json)
+    try:
+        asyncio.run(ts.initialize(capacity=1 << 30))
+        workers = [start(rank, options) for rank in (None, *range(options.generators))]
+        follow(workers, options.steps, console)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        stop()
+        asyncio.run(ts.shutdown())
+    summary = summarise(workers[0], workers[1:])
+    if options.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print_table(summary, console)
+    return 1 if summary["mismatches"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

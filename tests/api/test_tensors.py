@@ -1,0 +1,235 @@
+"""What a tensor is when it is put, and what cannot be put."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support import bits
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchstore_core as ts
+
+SIZES = pytest.mark.parametrize("numel", [12, 600_000], ids=["small", "large"])
+
+
+@SIZES
+async def test_the_source_may_change_right_after_the_put(shared, numel):
+    tensor = torch.arange(numel)
+    await ts.put("t", tensor)
+    tensor.zero_()
+    assert torch.equal(await ts.get("t"), torch.arange(numel))
+
+
+@SIZES
+async def test_a_get_is_the_readers_own(shared, numel):
+    await ts.put("t", torch.arange(numel))
+    mine = await ts.get("t")
+    mine.zero_()
+    assert torch.equal(await ts.get("t"), torch.arange(numel))
+
+
+@SIZES
+async def test_tied_weights_are_each_stored_whole(shared, numel):
+    module = torch.nn.Module()
+    module.first = torch.nn.Parameter(torch.randn(numel))
+    module.second = module.first
+    sources = {
+        "first": module.first,
+        "second": module.second,
+        "row": module.first.view(2, -1)[1],
+        "overlapping": module.first[: numel // 2 + 3],
+        "reversed order": module.first.view(2, -1).t(),
+    }
+    await ts.put_batch(sources)
+    got = await ts.get_batch(list(sources))
+    for key, source in sources.items():
+        assert torch.equal(bits(got[key]), bits(source)), key
+    got["first"].zero_()  # what came back is tied to nothing
+    assert torch.equal(got["second"], module.second)
+
+
+@SIZES
+async def test_gradients_stay_behind(shared, numel):
+    leaf = torch.randn(numel, requires_grad=True)
+    product = leaf * 2
+    await ts.put_batch({"leaf": leaf, "product": product})
+    for key, source in (("leaf", leaf), ("product", product)):
+        got = await ts.get(key)
+        assert not got.requires_grad
+        assert got.grad_fn is None
+        assert torch.equal(got, source.detach())
+    product.sum().backward()  # the put did not disturb the graph
+    assert torch.equal(leaf.grad, torch.full((numel,), 2.0))
+
+
+@SIZES
+async def test_inference_tensors_go_both_ways(shared, numel):
+    with torch.inference_mode():
+        source = torch.randn(numel)
+        destination = torch.zeros(numel)
+    await ts.put("t", source)
+    await ts.get("t", destination)
+    assert torch.equal(destination, source)
+    with torch.inference_mode():
+        assert torch.equal(await ts.get("t"), source)
+
+
+@SIZES
+async def test_views_with_an_offset_store_only_what_they_show(shared, numel):
+    base = torch.arange(numel * 4)
+    await ts.put("t", base[numel : 2 * numel])
+    got = await ts.get("t")
+    assert torch.equal(got, torch.arange(numel, 2 * numel))
+    assert (await ts.stat("t")).nbytes == numel * 8
+
+
+@pytest.mark.parametrize("shape", [(1,) * 20, (3, 1, 2, 1, 4), (2,) * 16, (1, 90_000, 1)], ids=str)
+async def test_many_dimensions(shared, shape):
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    await ts.put_batch({"t": tensor, "permuted": tensor.permute(*range(1, len(shape)), 0)})
+    assert torch.equal(await ts.get("t"), tensor)
+    assert torch.equal(await ts.get("permuted"), tensor.permute(*range(1, len(shape)), 0))
+
+
+async def test_channels_last_comes_back_row_major_with_equal_values(shared):
+    image = torch.randn(2, 64, 96, 96).to(memory_format=torch.channels_last)
+    await ts.put("image", image)
+    got = await ts.get("image")
+    assert torch.equal(got, image)
+    assert got.is_contiguous()
+
+
+async def test_a_plain_subclass_is_stored_as_a_tensor(shared):
+    class Tagged(torch.Tensor):
+        pass
+
+    await ts.put("t", torch.arange(5).as_subclass(Tagged))
+    got = await ts.get("t")
+    assert type(got) is torch.Tensor
+    assert got.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["context", "default"])
+async def test_a_default_device_does_not_leak_into_the_store(shared, how):
+    """Models are built under ``torch.device("meta")``, then filled from a store."""
+    small, large = torch.arange(12), torch.arange(600_000).view(600, 1000)
+    column = ts.TensorSlice((0, 1), (600, 2), (600, 1000))
+    values = {"small": small, "large": large, "empty": torch.empty(0), "object": {"a": (1,)}}
+
+    async def check() -> None:
+        await ts.put_batch(values)
+        await ts.put("transposed", large.t())
+        got = await ts.get_batch(list(values))
+        assert got["small"].device.type == got["large"].device.type == "cpu"
+        assert got["empty"].device.type == "cpu"
+        assert torch.equal(got["small"], small)
+        assert torch.equal(got["large"], large)
+        assert got["object"] == {"a": (1,)}
+        assert torch.equal(await ts.get("transposed"), large.t())
+        assert torch.equal(await ts.get("large", None, column), large[:, 1:3])
+        inner = ts.TensorSlice((2,), (3,), (12,))
+        assert torch.equal(await ts.get("small", None, inner), small[2:5])
+
+    if how == "context":
+        with torch.device("meta"):
+            await check()
+    else:
+        torch.set_default_device("meta")
+        try:
+            await check()
+        finally:
+            torch.set_default_device(None)
+
+
+# ---- refused ------------------------------------------------------------------------------
+
+
+class _Wrapper(torch.Tensor):
+    """Someone's tensor that only intercepts operations."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError("has no bytes")
+
+
+def _fake() -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(torch.ones(3))
+
+
+REFUSED = {
+    "meta": lambda: torch.empty(3, device="meta"),
+    "meta parameter": lambda: torch.nn.Linear(2, 2, device="meta").weight,
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+    "sparse_csc": lambda: torch.eye(4).to_sparse_csc(),
+    "sparse_bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "mkldnn": lambda: torch.ones(3).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "NestedTensor": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "FakeTensor": _fake,
+    "lazy": lambda: torch.nn.LazyLinear(3).weight,
+    "_Wrapper": lambda: torch.Tensor._make_wrapper_subclass(_Wrapper, (3,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", REFUSED)
+async def test_refused_by_name(shared, name):
+    tensor = REFUSED[name]()
+    said = name.split()[0]
+    with pytest.raises(ts.UnsupportedValueError, match=rf"^'r': .*{said}.* cannot be stored; ") as e:
+        await ts.put("r", tensor)
+    assert e.value.key == "r"
+    assert isinstance(e.value, TypeError)
+    with pytest.raises(ts.UnsupportedValueError, match=said):
+        await ts.put_batch({"fine": 1, "r": tensor})
+    assert await ts.keys() == []
+
+
+async def test_only_sparse_tensors_are_called_sparse(shared):
+    with pytest.raises(ts.UnsupportedValueError) as e:
+        await ts.put("r", torch.ones(3).to_mkldnn())
+    assert "sparse" not in str(e.value)
+
+
+@pytest.fixture
+def mesh():
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        destroy_process_group()
+
+
+async def test_dtensors_are_refused_and_told_what_to_do(shared, mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    with pytest.raises(ts.UnsupportedValueError, match=r"DTensor cannot be stored; .*to_local"):
+        await ts.put("d", tensor)
+    assert not await ts.exists("d")
+    await ts.put("d", tensor.to_local())
+    with pytest.raises(ts.UnsupportedValueError, match="DTensor"):
+        await ts.get("d", tensor)
+    assert torch.equal(await ts.get("d"), torch.ones(4))
+
+
+async def test_a_dispatch_mode_of_the_user_does_not_break_a_put(shared):
+    """Profilers and flop counters watch operations; they must not change what is stored."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.arange(300_000).view(300, 1000)
+    with Watching():
+        await ts.put_batch({"large": tensor.t(), "small": tensor[:3, :5]})
+        assert torch.equal(await ts.get("large"), tensor.t())
+        assert torch.equal(await ts.get("small"), tensor[:3, :5])

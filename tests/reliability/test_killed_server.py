@@ -1,0 +1,131 @@
+"""``kill -9`` of the server: every call ends at once with a typed error, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.reliability import children
+from tests.reliability.harness import (
+    MB,
+    Child,
+    account,
+    children_of,
+    directory_of,
+    is_running,
+    kill,
+)
+from tests.support import running_store, until
+
+import torchstore_core as ts
+
+AT_ONCE_S = 1.0
+
+CALLS: dict[str, Callable[[], Awaitable[Any]]] = {
+    "put inline": lambda: ts.put("a", 1),
+    "put": lambda: ts.put("a", torch.zeros(MB)),
+    "put_batch": lambda: ts.put_batch({"a": 1, "b": torch.zeros(MB)}),
+    "get": lambda: ts.get("large"),
+    "get in place": lambda: ts.get("large", torch.empty(MB)),
+    "get_batch": lambda: ts.get_batch(["small", "large"]),
+    "wait": lambda: ts.wait("never"),
+    "wait for ever": lambda: ts.wait(["small", "large"], min_version=9),
+    "exists": lambda: ts.exists("small"),
+    "keys": lambda: ts.keys(),
+    "delete": lambda: ts.delete("small"),
+    "delete_batch": lambda: ts.delete_batch(["small"]),
+    "stat": lambda: ts.stat("small"),
+    "status": lambda: ts.status(),
+}
+
+
+async def test_every_call_that_waits_fails_at_once():
+    async with running_store() as client:
+        await ts.put_batch({"small": 1, "large": torch.ones(MB)})
+        held = await ts.get("large")
+        pid = (await ts.status()).controller_pid
+        with Child(children.wait_for_ever, client.address) as other:
+            assert await other.said() == "begins"
+            os.kill(pid, signal.SIGSTOP)  # so that nothing is answered any more
+            calls = {name: asyncio.ensure_future(call()) for name, call in CALLS.items()}
+            done, _ = await asyncio.wait(calls.values(), timeout=0.1)
+            assert not done
+            begun = time.monotonic()
+            kill(pid)
+            await asyncio.wait(calls.values())
+            assert time.monotonic() - begun < AT_ONCE_S
+            ends = {name: type(call.exception()) for name, call in calls.items()}
+            assert ends == dict.fromkeys(CALLS, ts.StoreClosedError)
+            assert await other.said(AT_ONCE_S) == ["StoreClosedError"] * 2
+        for call in CALLS.values():
+            with pytest.raises(ts.StoreClosedError):
+                await call()
+        assert bool((held == 1).all())
+
+
+@pytest.mark.parametrize("round_number", range(3))
+async def test_a_put_in_the_middle_of_copying_fails_at_once(round_number: int):
+    async with running_store(capacity=512 * MB):
+        tensor = torch.ones(384 * MB, dtype=torch.uint8)
+        pid = (await ts.status()).controller_pid
+        put = asyncio.ensure_future(ts.put("a", tensor))
+
+        async def copying() -> bool:
+            return (await account()).unfinished > 0
+
+        await until(copying)
+        await asyncio.sleep(0.01 * round_number)
+        assert not put.done()
+        begun = time.monotonic()
+        kill(pid)
+        with pytest.raises(ts.StoreClosedError):
+            await put
+        assert time.monotonic() - begun < AT_ONCE_S
+
+
+async def test_nothing_is_left_of_a_killed_server():
+    shm = set(os.listdir("/dev/shm"))
+    before = children_of(os.getpid())
+    client = await ts.initialize(capacity=64 * MB, prefault=16 * MB)
+    directory = directory_of(client.address)
+    await ts.put("a", torch.arange(MB))
+    held = await ts.get("a")
+    pids = children_of(os.getpid()) - before
+    assert pids == {(await ts.status()).controller_pid}
+    assert directory.is_dir()
+    kill(pids.pop())
+    await ts.shutdown()
+    assert children_of(os.getpid()) == before
+    assert set(os.listdir("/dev/shm")) == shm
+    assert not directory.exists()
+    assert "TORCHSTORE_ADDRESS" not in os.environ
+    with pytest.raises(ts.StoreClosedError):
+        await ts.get("a")
+    assert torch.equal(held, torch.arange(MB))
+    held += 1
+    async with running_store():  # and the next one starts as if nothing had been
+        await ts.put("b", held)
+        assert torch.equal(await ts.get("b"), held)
+
+
+@pytest.mark.parametrize("way", ["alone", "forked", "thread"])
+async def test_the_server_ends_when_its_owner_is_killed(way: str):
+    with Child(children.own, way) as owner:
+        server, address, forked = await owner.said()
+        try:
+            owner.tell("still there?")
+            assert await owner.said() == [0, 1, 2, 3, 4]
+            assert is_running(server)
+            owner.kill()
+            await until(lambda: not is_running(server), AT_ONCE_S)
+            assert all(is_running(pid) for pid in forked)
+        finally:
+            for pid in forked:
+                kill(pid)
+    assert not directory_of(address).exists()

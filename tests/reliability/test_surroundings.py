@@ -1,0 +1,92 @@
+"""A small /dev/shm, one OpenMP thread, spawned processes, owners that forget to shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+
+import pytest
+import torch
+from tests.reliability import children
+from tests.reliability.harness import MB, Child, directory_of, is_running
+from tests.support import run_script, running_store
+
+import torchstore_core as ts
+
+ROUND_TRIP = """
+    await ts.initialize(capacity=320 << 20, prefault=0)
+    value = torch.arange(32 << 20, dtype=torch.int32)
+    await ts.put("a", value)
+    held = await ts.get("a")
+    assert torch.equal(held, value)
+    mine = torch.zeros_like(value)
+    await ts.get("a", mine)
+    assert torch.equal(mine, value)
+    await ts.put("a", value + 1)
+    assert torch.equal(held, value)
+    held += 1
+    assert torch.equal(await ts.get("a"), held)
+    del held
+    await ts.shutdown()
+"""
+
+
+def _small_shm() -> list[str]:
+    """A command that runs another where /dev/shm has 1 MB; skips where that is not permitted."""
+    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    for unshare in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
+        command = [*unshare, "sh", "-c", script, "sh"]
+        try:
+            subprocess.run([*command, "true"], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stderr", None) or error
+            continue
+        return command
+    pytest.skip(f"no mount namespace with a /dev/shm of its own: {why!r}")
+
+
+async def test_a_dev_shm_of_1_mb_does_not_matter():
+    body = """
+    import os
+    small = os.statvfs("/dev/shm")
+    assert small.f_blocks * small.f_frsize == 1 << 20
+"""
+    wrapper = await asyncio.to_thread(_small_shm)
+    await run_script(body + ROUND_TRIP, wrapper=wrapper)
+
+
+async def test_one_openmp_thread_does_not_matter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = await run_script(
+        ROUND_TRIP
+        + """
+    import os, threading
+    copying = [t for t in threading.enumerate() if t.name.startswith("torchstore-copy")]
+    print(torch.get_num_threads(), len(copying) == min(len(os.sched_getaffinity(0)), 8))
+"""
+    )
+    assert out.split() == ["1", "True"]
+
+
+@pytest.mark.parametrize("start", ["spawn", "fork", "forkserver"])
+async def test_children_find_the_store_through_the_environment(start: str):
+    async with running_store() as client:
+        value = torch.arange(MB)
+        await ts.put("a", value)
+        with Child(children.add_one, start=start) as child:
+            assert await child.said(60) == client.address
+        assert torch.equal(await ts.get("b"), value + 1)
+
+
+async def test_the_server_ends_with_an_owner_that_forgets_it():
+    out = await run_script(
+        """
+        await ts.initialize(capacity=8 << 20, prefault=0)
+        await ts.put("a", torch.ones(1 << 20))
+        held = await ts.get("a")
+        print((await ts.status()).controller_pid, await ts.address())
+        """
+    )
+    pid, address = out.split()
+    assert not is_running(int(pid))
+    assert not directory_of(address).exists()

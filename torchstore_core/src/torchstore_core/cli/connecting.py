@@ -1,0 +1,137 @@
+"""Finds the store a command is about and talks to it. Torch-free.
+
+One connection is enough here: it opens a session, which holds nothing, and asks on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+
+from torchstore_core import topology
+from torchstore_core.client_side.lane import Lane, client_facts, handshake
+from torchstore_core.client_side.stores import ADDRESS
+from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
+from torchstore_core.server.app import runtime_directory
+from torchstore_core.wire import messages as m
+
+__all__ = ["Running", "Store", "choose", "given_address", "open_store", "running"]
+
+R = TypeVar("R", bound=m.Message)
+
+_PROBE_TIMEOUT_S = 2.0
+
+
+class Running(msgspec.Struct, frozen=True):
+    """A server that listens in this user's runtime directory, or why it does not answer."""
+
+    address: str
+    store_name: str = ""
+    pid: int = 0
+    error: str | None = None
+
+
+class Store:
+    """A connection to one store."""
+
+    def __init__(self, address: str, welcome: m.Welcome, lane: Lane, timeout: float) -> None:
+        self.address = address
+        self.welcome = welcome
+        self._lane = lane
+        self._timeout = timeout
+
+    async def call(self, expect: type[R], request: type[m.Message], *args: object) -> R:
+        """Send ``request(id, *args)``; its reply. Raises what the server answers."""
+        make: type = request
+        return await self._lane.call(make(self._lane.next_id(), *args), expect, self._timeout)
+
+
+def given_address(address: str | None) -> str | None:
+    """The address that the option or else the environment gives, as ``unix:/path``."""
+    address = address or os.environ.get(ADDRESS) or None
+    return f"unix:{address}" if address is not None and address.startswith("/") else address
+
+
+async def running() -> list[Running]:
+    """Every server that listens in this user's runtime directory, by address.
+
+    Raises:
+        ConfigurationError: the directory is not safe to use.
+    """
+    sockets = sorted(runtime_directory().glob("*/control.sock"))
+    found = await asyncio.gather(*(_probe(f"unix:{path}") for path in sockets))
+    return [server for server in found if server is not None]
+
+
+async def _probe(address: str) -> Running | None:
+    here = topology.probe()
+    facts = client_facts(dict(os.environ), here)
+    try:
+        sock, welcome = await handshake(address, b"", facts, here, _PROBE_TIMEOUT_S)
+    except StoreClosedError:  # killed, or just ending: nobody listens
+        return None
+    except TorchStoreError as error:
+        return Running(address, error=error.message)
+    sock.close()
+    return Running(address, welcome.store_name, welcome.server.pid)
+
+
+async def choose(address: str | None) -> str:
+    """The address to use: the given one, else that of the one server that is running.
+
+    Raises:
+        StoreClosedError: none is running.
+        ConfigurationError: several are; ``details["stores"]`` lists them.
+    """
+    given = given_address(address)
+    if given is not None:
+        return given
+    found = await running()
+    if not found:
+        raise StoreClosedError(
+            f"no store of yours is running on this host (looked in {runtime_directory()}); start "
+            f"one with `torchstore serve`, or name one with --address or {ADDRESS}"
+        )
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{len(found)} stores are running; say which one with --address",
+            details={"stores": [msgspec.to_builtins(server) for server in found]},
+        )
+    return found[0].address
+
+
+@asynccontextmanager
+async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store]:
+    """Connect to the chosen store; see :func:`choose`.
+
+    Args:
+        address: of the option, or None.
+        timeout: seconds, for connecting and for each call.
+
+    Raises:
+        StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
+    """
+    where = await choose(address)
+    here = topology.probe()
+    facts = client_facts(dict(os.environ), here)
+    try:
+        sock, welcome = await handshake(where, b"", facts, here, timeout)
+    except TorchStoreError as error:
+        if where == given_address(None):
+            raise type(error)(f"{error.message} (the address is that of {ADDRESS})") from error
+        raise
+    gone = f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}) is gone"
+    lane = Lane(sock, asyncio.get_running_loop(), _ignore, gone)
+    try:
+        yield Store(where, welcome, lane, timeout)
+    finally:
+        lane.close()
+
+
+def _ignore(message: m.Message) -> None:
+    """What a server tells lanes unasked is of no use here."""

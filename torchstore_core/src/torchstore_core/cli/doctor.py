@@ -1,0 +1,326 @@
+"""``torchstore doctor``: what this host can do for a store, and what is in the way. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from torchstore_core import copying, topology
+from torchstore_core.cli import reports
+from torchstore_core.cli.connecting import Running, given_address, open_store, running
+from torchstore_core.client_side import stores
+from torchstore_core.client_side.links import VolumeLinks
+from torchstore_core.contracts.transport import LinkContext, TransportSpec
+from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
+from torchstore_core.plugins import GROUPS, Registry
+from torchstore_core.ranking import Policy, Ranking, rank
+from torchstore_core.server.app import ServerOptions, default_capacity, runtime_directory
+from torchstore_core.server.memory import open_memory
+from torchstore_core.virtual_memory import map_shared, populate_write, unmap
+
+__all__ = ["examine"]
+
+_LARGE = 1 << 30
+_LOW_OPEN_FILES = 1024
+_LOW_MEMLOCK = 1 << 30
+_PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies", "torch")
+
+
+class _Findings:
+    """Problems and notes, in the order they were found."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+
+    def check(self, what: str, action: Callable[[], object]) -> None:
+        """A failing ``action`` is a problem."""
+        try:
+            action()
+        except (TorchStoreError, OSError) as error:
+            self.problems.append(f"{what}: {error}")
+
+
+async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
+    """Look at everything; raises nothing that the report can say."""
+    found = _Findings()
+    here = topology.probe()
+    policy = Policy.make()
+    registry = Registry(block=policy.block)
+    registry.load_all()
+    limits = _limits()
+    link = _hypothetical(here, registry, policy, found)
+    found.check("the default strategy", lambda: registry.strategy(ServerOptions().strategy))
+    found.check("the local runtime", lambda: registry.runtime("local"))
+    found.check("the runtime directory", runtime_directory)
+    found.check("shared memory", _share_memory)
+    _look_at_environment(policy, registry, found)
+    _look_at_limits(limits, here, found)
+    plugins = [*_plugins(registry, policy)]
+    found.notes += [
+        f"the plug-in {p.name!r} of {p.group} does not load, the others do"
+        for p in plugins
+        if p.state == "error"
+    ]
+    copy = reports.CopyEngine(copying.has_native(), _copy_threads(found))
+    running_stores = await _stores(address, timeout, registry, policy, found)
+    return reports.DoctorReport(
+        ok=not found.problems,
+        problems=found.problems,
+        notes=found.notes,
+        versions=_versions(),
+        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith("TORCHSTORE_")},
+        host=reports.Host(
+            here.hostname,
+            here.host_id,
+            here.kernel,
+            here.cpus,
+            here.memory_bytes,
+            here.cuda_devices,
+            here.rdma_devices,
+        ),
+        copy=copy,
+        limits=limits,
+        runtime_directory=_runtime_directory(),
+        default_capacity_bytes=default_capacity(),
+        link=link,
+        stores=running_stores,
+        plugins=plugins,
+    )
+
+
+# ---- transports ---------------------------------------------------------------------------
+
+
+def _hypothetical(
+    here: topology.Topology, registry: Registry, policy: Policy, found: _Findings
+) -> reports.LinkReport:
+    """The link to a volume that another process of this host would have."""
+    try:
+        specs = registry.transports()
+    except PluginError as error:
+        found.problems.append(error.message)
+        specs = []
+    there = msgspec.structs.replace(here, pid=0)
+    offers = [spec.name for spec in specs if spec.server is not None and _usable(spec)]
+    ranking = rank(specs, LinkContext(here, there, same_host=True, offered=True), offers, policy)
+    for name in policy.block:
+        if registry.source("torchstore.transports", name):
+            ranking.refusals[name] = "blocked by configuration"
+    _check_reach("a volume on this host", ranking, found)
+    return _link("", True, ranking)
+
+
+def _usable(spec: TransportSpec) -> bool:
+    return spec.probe is None or spec.probe() is None
+
+
+def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
+    """Without a transport for large values, or without any, a store is of no use."""
+    if not ranking.order(_LARGE, in_band=False):
+        found.problems.append(f"{what}: {ranking.unavailable(_LARGE).message}")
+
+
+def _link(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkReport:
+    order = ranking.order(_LARGE)
+    bids = sorted(ranking.candidates, key=lambda c: (not c.preferred, c.cost_s(_LARGE)))
+    return reports.LinkReport(
+        volume=volume,
+        same_host=same_host,
+        chosen=order[0].spec.name if order else None,
+        inline_max_bytes=ranking.inline_max(),
+        bids=[
+            reports.BidLine(
+                c.spec.name,
+                c.bid.latency_s,
+                c.bid.bytes_per_s,
+                c.spec.max_bytes,
+                c.preferred,
+                c.bid.reason,
+            )
+            for c in bids
+        ],
+        refusals=dict(sorted(ranking.refusals.items())),
+    )
+
+
+async def _stores(
+    address: str | None, timeout: float, registry: Registry, policy: Policy, found: _Findings
+) -> list[reports.StoreLinks]:
+    """The store that was named, which then must answer; else every one that is running."""
+    named = given_address(address)
+    if named is not None:
+        report = await _store(Running(named), timeout, registry, policy, found)
+        if report.error is not None:
+            found.problems.append(f"the store: {report.error}")
+        return [report]
+    try:
+        listening = await running()
+    except ConfigurationError:  # a problem already
+        return []
+    return [await _store(server, timeout, registry, policy, found) for server in listening]
+
+
+async def _store(
+    server: Running, timeout: float, registry: Registry, policy: Policy, found: _Findings
+) -> reports.StoreLinks:
+    """Connect to each volume as a client would."""
+    if server.error is not None:
+        return reports.StoreLinks(server.address, "", 0, [], server.error)
+    here = topology.probe()
+    links: list[reports.LinkReport] = []
+    try:
+        async with open_store(server.address, timeout) as store:
+            welcome = store.welcome
+            for info in welcome.volumes:
+                same_host = info.topology.host_id == welcome.server.host_id == here.host_id
+                volume = VolumeLinks(info, here, same_host, registry, policy)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the refusals say it
+                    await volume.connect_best()
+                volume.close()
+                links.append(_link(info.id, same_host, volume.ranking))
+                _check_reach(f"volume {info.id}", volume.ranking, found)
+    except TorchStoreError as error:
+        return reports.StoreLinks(
+            server.address, server.store_name, server.pid, links, error.message
+        )
+    return reports.StoreLinks(server.address, welcome.store_name, welcome.server.pid, links)
+
+
+# ---- plug-ins -----------------------------------------------------------------------------
+
+
+def _plugins(registry: Registry, policy: Policy) -> Iterator[reports.PluginLine]:
+    errors = registry.errors()
+    for group in GROUPS:
+        blocked = {name for name in policy.block if registry.source(group, name)}
+        for name in sorted({*registry.names(group), *blocked}):
+            source = registry.source(group, name)
+            error = errors.get(f"{group}:{name}")
+            if name in blocked:
+                yield reports.PluginLine(group, name, source, "blocked")
+            else:
+                yield reports.PluginLine(group, name, source, "error" if error else "ok", error)
+
+
+# ---- the host -----------------------------------------------------------------------------
+
+
+def _share_memory() -> None:
+    """Make a segment, hand it over, and see the same bytes on the other side."""
+    size = 1 << 16
+    fd = open_memory("doctor", size)
+    other = -1
+    try:
+        one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with one, two:
+            socket.send_fds(one, [b"x"], [fd])
+            _, fds, _, _ = socket.recv_fds(two, 1, 1)
+        if not fds:
+            raise OSError("a file descriptor sent over a Unix socket did not arrive")
+        other = fds[0]
+        address = map_shared(other, size)
+        try:
+            populate_write(address, size)
+            os.pwrite(fd, b"torchstore", 100)
+            if os.pread(other, 10, 100) != b"torchstore":
+                raise OSError("the two ends of a segment hold different bytes")
+        finally:
+            unmap(address, size)
+    finally:
+        os.close(fd)
+        if other >= 0:
+            os.close(other)
+
+
+def _limits() -> reports.Limits:
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        mappings: int | None = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        mappings = None
+    try:
+        dev_shm: int | None = shutil.disk_usage("/dev/shm").total  # noqa: S108 - only looked at
+    except OSError:
+        dev_shm = None
+    return reports.Limits(_finite(memlock), _finite(soft), _finite(hard), mappings, dev_shm)
+
+
+def _finite(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _look_at_limits(limits: reports.Limits, here: topology.Topology, found: _Findings) -> None:
+    if not hasattr(os, "memfd_create"):
+        found.notes.append(
+            f"no memfd on this platform: segments are unlinked files in {tempfile.gettempdir()}, "
+            "which should be in memory"
+        )
+    if not copying.has_native():
+        found.notes.append(
+            "the compiled copy module is missing (it was built without a C compiler): large "
+            "copies go through the cache and are slower"
+        )
+    if limits.open_files is not None and limits.open_files < _LOW_OPEN_FILES:
+        found.notes.append(
+            f"only {limits.open_files} open files: a server needs one for each connection and "
+            f"segment; raise it with `ulimit -n` (at most {limits.open_files_hard})"
+        )
+    memlock = limits.memlock_bytes
+    if here.cuda_devices and memlock is not None and memlock < _LOW_MEMLOCK:
+        found.notes.append(
+            f"memlock is {memlock} bytes: page-locking segments for CUDA may fail, and transfers "
+            "are slower then; raise it with `ulimit -l unlimited`"
+        )
+
+
+def _look_at_environment(policy: Policy, registry: Registry, found: _Findings) -> None:
+    found.check(stores.ADDRESSES, lambda: stores.inherited_address("any other"))
+    found.check("TORCHSTORE_ALLOW_PICKLE", stores.allow_pickle_default)
+    found.notes += [
+        f"TORCHSTORE_PREFER names {name!r}, which is no transport here"
+        for name in policy.prefer
+        if not registry.source("torchstore.transports", name)
+    ]
+    found.notes += [
+        f"TORCHSTORE_BLOCK names {name!r}, which is no plug-in here"
+        for name in policy.block
+        if not any(registry.source(group, name) for group in GROUPS)
+    ]
+
+
+def _copy_threads(found: _Findings) -> int | None:
+    try:
+        return copying.copy_threads()
+    except ConfigurationError as error:
+        found.problems.append(error.message)
+        return None
+
+
+def _runtime_directory() -> str | None:
+    try:
+        return str(runtime_directory())
+    except (ConfigurationError, OSError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions

@@ -1,0 +1,280 @@
+"""What the commands answer, as data: with ``--json`` exactly these fields, so their names stay.
+
+Names ending in ``_bytes`` (and ``nbytes``) are exact bytes, in ``_s`` seconds; ``created`` is
+seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchstore_core.values import TensorMeta, ValueMeta
+from torchstore_core.wire import messages as m
+
+__all__ = [
+    "BidLine",
+    "CopyEngine",
+    "Creator",
+    "DoctorReport",
+    "Failed",
+    "Host",
+    "KeyDetails",
+    "KeyLine",
+    "KeyReport",
+    "Limits",
+    "LinkReport",
+    "PluginLine",
+    "Process",
+    "Removed",
+    "Serving",
+    "StatusReport",
+    "StoreLinks",
+]
+
+
+class Failed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Any error. ``error``: a code of ``torchstore_core.errors``, ``usage`` or ``aborted``."""
+
+    error: str
+    message: str
+    key: str | None = None
+    details: dict[str, object] = {}
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process of the store."""
+
+    pid: int
+
+
+class StatusReport(msgspec.Struct, frozen=True):
+    """``torchstore status``. ``sessions`` leaves out the one that asked."""
+
+    address: str
+    store_name: str
+    uptime_s: float
+    strategy: str
+    controller: Process
+    volumes: list[m.VolumeStatus]
+    sessions: list[m.SessionStatus]
+    keys: int
+    operations: dict[str, int]
+    operations_per_s: float
+    plugin_errors: dict[str, str]
+
+
+class KeyLine(msgspec.Struct, frozen=True):
+    """One key of ``torchstore ls``. ``codec`` is None for a tensor, ``dtype``/``shape`` else."""
+
+    key: str
+    version: int
+    kind: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    codec: str | None
+    nbytes: int
+    volume: str
+    inline: bool
+    leases: int
+    created: float
+    creator_pid: int
+
+    @classmethod
+    def make(cls, found: m.Listed) -> KeyLine:
+        """From the wire."""
+        kind, dtype, shape, codec = _kind(found.meta)
+        return cls(
+            found.key,
+            found.version,
+            kind,
+            dtype,
+            shape,
+            codec,
+            found.nbytes,
+            found.volume,
+            found.segment < 0,
+            found.leases,
+            found.created,
+            found.creator_pid,
+        )
+
+
+class KeyReport(msgspec.Struct, frozen=True):
+    """``torchstore ls``: sorted by key."""
+
+    address: str
+    prefix: str
+    entries: list[KeyLine]
+
+
+class Creator(msgspec.Struct, frozen=True):
+    """The process that put a version."""
+
+    pid: int
+    hostname: str
+    rank: int | None
+
+
+class KeyDetails(msgspec.Struct, frozen=True):
+    """``torchstore stat``. ``segment`` and ``offset`` are None for an inline value."""
+
+    key: str
+    version: int
+    kind: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    codec: str | None
+    nbytes: int
+    volume: str
+    inline: bool
+    segment: int | None
+    offset: int | None
+    leases: int
+    created: float
+    creator: Creator
+
+    @classmethod
+    def make(cls, found: m.Found) -> KeyDetails:
+        """From the wire."""
+        kind, dtype, shape, codec = _kind(found.meta)
+        inline = found.segment < 0
+        return cls(
+            found.key,
+            found.version,
+            kind,
+            dtype,
+            shape,
+            codec,
+            found.nbytes,
+            found.volume,
+            inline,
+            None if inline else found.segment,
+            None if inline else found.offset,
+            found.leases,
+            found.created,
+            Creator(found.creator.pid, found.creator.hostname, found.creator.rank),
+        )
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """``torchstore rm``: how many keys are gone, and which were asked for."""
+
+    address: str
+    deleted: int
+    keys: list[str]
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """``torchstore serve``, once it can be connected to."""
+
+    address: str
+    pid: int
+    store_name: str
+    num_storage_volumes: int
+    capacity_bytes: int
+    strategy: str
+
+
+# ---- doctor -------------------------------------------------------------------------------
+
+
+class Host(msgspec.Struct, frozen=True):
+    """See ``torchstore_core.topology``."""
+
+    hostname: str
+    host_id: str
+    kernel: str
+    cpus: int
+    memory_bytes: int
+    cuda_devices: int
+    rdma_devices: tuple[str, ...]
+
+
+class CopyEngine(msgspec.Struct, frozen=True):
+    """``native``: the compiled copy is there. ``threads`` is None if its variable is no number."""
+
+    native: bool
+    threads: int | None
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Of this process; None means unlimited (or, for ``max_mappings``, unknown)."""
+
+    memlock_bytes: int | None
+    open_files: int | None
+    open_files_hard: int | None
+    max_mappings: int | None
+    dev_shm_bytes: int | None
+
+
+class BidLine(msgspec.Struct, frozen=True):
+    """What one transport bid for a link."""
+
+    transport: str
+    latency_s: float
+    bytes_per_s: float
+    max_bytes: int | None
+    preferred: bool
+    reason: str
+
+
+class LinkReport(msgspec.Struct, frozen=True):
+    """All bids and refusals for one volume; ``chosen`` moves large values.
+
+    ``inline_max_bytes``: up to this size values ride in the message; -1 means none does.
+    """
+
+    volume: str
+    same_host: bool
+    chosen: str | None
+    inline_max_bytes: int
+    bids: list[BidLine]
+    refusals: dict[str, str]
+
+
+class StoreLinks(msgspec.Struct, frozen=True):
+    """One running store and the links to its volumes, or the error that keeps us out."""
+
+    address: str
+    store_name: str
+    pid: int
+    links: list[LinkReport]
+    error: str | None = None
+
+
+class PluginLine(msgspec.Struct, frozen=True):
+    """One installed plug-in. ``state``: ``ok``, ``error`` or ``blocked``."""
+
+    group: str
+    name: str
+    distribution: str
+    state: str
+    error: str | None = None
+
+
+class DoctorReport(msgspec.Struct, frozen=True):
+    """``torchstore doctor``. ``ok``: no ``problems``, which are what stops a store from working;
+    ``notes`` are worth knowing. ``link``: to a volume of another process on this host.
+    """
+
+    ok: bool
+    problems: list[str]
+    notes: list[str]
+    versions: dict[str, str]
+    environment: dict[str, str]
+    host: Host
+    copy: CopyEngine
+    limits: Limits
+    runtime_directory: str | None
+    default_capacity_bytes: int
+    link: LinkReport
+    stores: list[StoreLinks]
+    plugins: list[PluginLine]
+
+
+def _kind(
+    meta: ValueMeta,
+) -> tuple[str, str | None, tuple[int, ...] | None, str | None]:
+    if isinstance(meta, TensorMeta):
+        return "tensor", meta.dtype, meta.shape, None
+    return "object", None, None, meta.codec

@@ -1,0 +1,289 @@
+"""The reports, for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from torchstore_core.cli import reports
+from torchstore_core.cli.screen import Cell, Screen, bar, printable
+from torchstore_core.cli.units import human_bytes, human_duration, human_latency
+
+__all__ = ["show_doctor", "show_key", "show_keys", "show_removed", "show_serving", "show_status"]
+
+_MOST_SESSIONS = 20
+
+
+def show_status(screen: Screen, report: reports.StatusReport) -> None:
+    """A page about one store."""
+    capacity = sum(v.capacity_bytes for v in report.volumes)
+    used = sum(v.used_bytes for v in report.volumes)
+    screen.line((report.store_name, "bold"), ("  up ", "dim"), human_duration(report.uptime_s))
+    screen.line((report.address, "dim"))
+    screen.line()
+    share = used / capacity if capacity else 0.0
+    rows: list[Sequence[Cell]] = [
+        ("memory", bar(share) + f" {human_bytes(used)} of {human_bytes(capacity)} ({share:.0%})"),
+        ("keys", f"{report.keys:,}"),
+        ("sessions", f"{len(report.sessions):,}"),
+        ("operations", f"{report.operations_per_s:,.1f}/s{_most(report.operations)}"),
+        ("controller", f"pid {report.controller.pid}"),
+        ("strategy", report.strategy),
+    ]
+    screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
+    screen.heading("Volumes")
+    screen.table(
+        ("VOLUME", "PID", "CAPACITY", "USED", "LEASED", "UNFINISHED", "FREE", "WARM"),
+        [
+            (
+                v.id,
+                str(v.pid),
+                human_bytes(v.capacity_bytes),
+                human_bytes(v.used_bytes),
+                human_bytes(v.leased_bytes),
+                human_bytes(v.unfinished_bytes),
+                human_bytes(v.free_bytes),
+                human_bytes(v.warm_bytes),
+            )
+            for v in report.volumes
+        ],
+        right=range(1, 8),
+    )
+    if report.sessions:
+        _sessions(screen, report)
+    if report.plugin_errors:
+        screen.heading("Plug-ins that the server could not load")
+        screen.table((), report.plugin_errors.items(), prose=True)
+
+
+def _most(operations: dict[str, int]) -> str:
+    """The three most frequent operations."""
+    ranked = sorted(operations.items(), key=lambda item: -item[1])[:3]
+    return "".join(f" · {name} {count:,}" for name, count in ranked)
+
+
+def _sessions(screen: Screen, report: reports.StatusReport) -> None:
+    shown = sorted(report.sessions, key=lambda s: (-s.leased_bytes, -s.unfinished_bytes, s.pid))
+    screen.heading("Sessions")
+    screen.table(
+        ("PID", "RANK", "AGE", "LANES", "LEASES", "LEASED", "PUTS", "UNFINISHED", "HOST"),
+        [
+            (
+                str(s.pid),
+                "–" if s.rank is None else str(s.rank),
+                human_duration(s.age_s),
+                str(s.lanes),
+                f"{s.leases:,}",
+                human_bytes(s.leased_bytes),
+                str(s.unfinished_puts),
+                human_bytes(s.unfinished_bytes),
+                s.hostname,
+            )
+            for s in shown[:_MOST_SESSIONS]
+        ],
+        right=range(8),
+    )
+    if len(shown) > _MOST_SESSIONS:
+        screen.line((f"and {len(shown) - _MOST_SESSIONS} more; --json has all of them", "dim"))
+
+
+# ---- keys ---------------------------------------------------------------------------------
+
+
+def _type(entry: reports.KeyLine | reports.KeyDetails) -> str:
+    return entry.dtype if entry.dtype is not None else f"object ({entry.codec})"
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    if shape is None:
+        return "–"
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def show_keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
+    """One line a key; the key comes last, whole, whatever its length."""
+    if not report.entries:
+        what = f"no key starts with {report.prefix!r}" if report.prefix else "no keys"
+        screen.line((what, "dim"))
+        return
+    now = time.time()
+    titles = ["SIZE", "TYPE", "SHAPE", "VERSION"]
+    if long:
+        titles += ["AGE", "LEASES", "PID", "VOLUME"]
+    rows: list[Sequence[Cell]] = []
+    for e in report.entries:
+        row: list[Cell] = [human_bytes(e.nbytes), _type(e), _shape(e.shape), str(e.version)]
+        if long:
+            row += [
+                human_duration(now - e.created),
+                str(e.leases),
+                str(e.creator_pid),
+                f"{e.volume} (inline)" if e.inline else e.volume,
+            ]
+        rows.append([*row, Text(printable(e.key), "bold")])
+    screen.table([*titles, "KEY"], rows, right=(0, 3, 4, 5, 6) if long else (0, 3))
+    total = human_bytes(sum(e.nbytes for e in report.entries))
+    count = len(report.entries)
+    screen.line()
+    screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}", "dim"))
+
+
+def show_key(screen: Screen, e: reports.KeyDetails) -> None:
+    """All that is known of one key."""
+    age = human_duration(time.time() - e.created)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.created))
+    rank = "" if e.creator.rank is None else f", rank {e.creator.rank}"
+    place = "inline, in the controller" if e.inline else f"segment {e.segment}, offset {e.offset:,}"
+    rows = [
+        ("version", str(e.version)),
+        ("type", _type(e) if e.shape is None else f"{e.dtype} tensor"),
+        ("size", f"{human_bytes(e.nbytes)} ({e.nbytes:,} bytes)"),
+        ("volume", f"{e.volume} ({place})"),
+        ("leases", f"{e.leases:,}"),
+        ("created", f"{when} ({age} ago)"),
+        ("creator", f"pid {e.creator.pid} on {e.creator.hostname}{rank}"),
+    ]
+    if e.shape is not None:
+        rows.insert(2, ("shape", _shape(e.shape)))
+    screen.line((printable(e.key), "bold"))
+    screen.table((), [(Text(name, "dim"), text) for name, text in rows])
+
+
+def show_removed(screen: Screen, report: reports.Removed) -> None:
+    """How many, and which if they are few."""
+    few = len(report.keys) <= 5
+    names = f": {', '.join(map(printable, report.keys))}" if report.keys and few else ""
+    screen.line(f"deleted {report.deleted:,} key{'s' if report.deleted != 1 else ''}{names}")
+
+
+def show_serving(screen: Screen, report: reports.Serving) -> None:
+    """How to use what was started."""
+    volumes = report.num_storage_volumes
+    screen.line(
+        (report.store_name, "bold"),
+        f" is up: {human_bytes(report.capacity_bytes)} in {volumes} "
+        f"volume{'s' if volumes != 1 else ''}, strategy {report.strategy}, pid {report.pid}",
+    )
+    screen.table(
+        (),
+        [
+            (Text("address", "dim"), report.address),
+            (Text("shell", "dim"), f"export TORCHSTORE_ADDRESS={report.address}"),
+            (Text("Python", "dim"), f'await ts.connect("{report.address}")'),
+        ],
+    )
+    screen.line(("Ctrl-C ends it; what it holds is gone then.", "dim"))
+
+
+# ---- doctor -------------------------------------------------------------------------------
+
+
+def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
+    """The examination, verdict last."""
+    host, limits = report.host, report.limits
+    screen.line(("Host", "bold"))
+    native = "compiled" if report.copy.native else "memmove (no compiled module)"
+    threads = "?" if report.copy.threads is None else str(report.copy.threads)
+    devices = f"{host.cuda_devices} CUDA, {', '.join(host.rdma_devices) or 'no'} RDMA"
+    rows = [
+        ("host", f"{host.hostname} · {host.kernel} · boot id {host.host_id}"),
+        ("processors", f"{host.cpus} for this process · devices: {devices}"),
+        (
+            "memory",
+            f"{human_bytes(host.memory_bytes)} may be used; a store takes up to "
+            f"{human_bytes(report.default_capacity_bytes)} by default",
+        ),
+        ("copies", f"{native} · {threads} thread{'s' if threads != '1' else ''}"),
+        (
+            "limits",
+            f"memlock {_limit(limits.memlock_bytes)} · {limits.open_files or 'unlimited'} open "
+            f"files · {f'{limits.max_mappings:,}' if limits.max_mappings else '?'} mappings",
+        ),
+        ("/dev/shm", f"{_dev_shm(limits.dev_shm_bytes)}; segments are memfds and need none of it"),
+        ("sockets", report.runtime_directory or "no usable directory"),
+        ("versions", " · ".join(f"{name} {v}" for name, v in report.versions.items())),
+        *(("setting", f"{name}={value}") for name, value in report.environment.items()),
+    ]
+    screen.table((), [(Text(n, "dim"), t) for n, t in rows], prose=True, indent=2)
+    screen.heading("Transports", "to a volume of another process on this host")
+    _show_link(screen, report.link)
+    for store in report.stores:
+        _show_store(screen, store)
+    if not report.stores:
+        screen.heading("Stores", "none is running")
+    screen.heading("Plug-ins")
+    states = {"ok": ("ok", "green"), "error": ("error", "red"), "blocked": ("blocked", "yellow")}
+    screen.table(
+        ("GROUP", "NAME", "DISTRIBUTION", "STATE"),
+        [
+            (
+                p.group.removeprefix("torchstore."),
+                p.name,
+                p.distribution,
+                Text.assemble(states[p.state], f": {printable(p.error)}" if p.error else ""),
+            )
+            for p in report.plugins
+        ],
+        prose=True,
+        indent=2,
+    )
+    _verdict(screen, report)
+
+
+def _limit(nbytes: int | None) -> str:
+    return "unlimited" if nbytes is None else human_bytes(nbytes)
+
+
+def _dev_shm(nbytes: int | None) -> str:
+    return "not there" if nbytes is None else human_bytes(nbytes)
+
+
+def _show_link(screen: Screen, link: reports.LinkReport) -> None:
+    rows: list[Sequence[Cell]] = [
+        (
+            Text("✓", "green"),
+            Text(b.transport, "bold" if b.transport == link.chosen else ""),
+            human_latency(b.latency_s),
+            f"{b.bytes_per_s / 1e9:.1f} GB/s",
+            _limit(b.max_bytes) if b.max_bytes is not None else "any",
+            b.reason + (" (preferred)" if b.preferred else ""),
+        )
+        for b in link.bids
+    ]
+    rows += [
+        (Text("✗", "red"), name, "–", "–", "–", Text(printable(reason), "dim"))
+        for name, reason in link.refusals.items()
+    ]
+    titles = ("", "TRANSPORT", "LATENCY", "SPEED", "UP TO", "WHY")
+    screen.table(titles, rows, right=(2, 3, 4), prose=True, indent=2)
+    if link.inline_max_bytes >= 0:
+        screen.line(
+            "  up to ",
+            (f"{link.inline_max_bytes:,} bytes", "bold"),
+            " values ride in the message; larger ones take ",
+            (link.chosen or "nothing", "bold" if link.chosen else "red"),
+        )
+
+
+def _show_store(screen: Screen, store: reports.StoreLinks) -> None:
+    screen.heading(f"Store {store.store_name}".rstrip(), store.address)
+    if store.error is not None:
+        screen.line(("  ✗ ", "red"), printable(store.error))
+    for link in store.links:
+        where = "this host, proven" if link.same_host else "another host"
+        screen.line("  volume ", (link.volume, "bold"), (f"  {where}", "dim"))
+        _show_link(screen, link)
+
+
+def _verdict(screen: Screen, report: reports.DoctorReport) -> None:
+    screen.line()
+    marks = [("✗", "red", text) for text in report.problems]
+    marks += [("!", "yellow", text) for text in report.notes]
+    screen.table((), [(Text(mark, style), text) for mark, style, text in marks], prose=True)
+    if report.ok:
+        screen.line(("✓ ", "green"), "a store works here")
+    else:
+        count = len(report.problems)
+        screen.line(("✗ ", "red"), f"{count} problem{'s' if count != 1 else ''}")
