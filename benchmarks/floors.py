@@ -222,9 +222,7 @@ class ColdTouch:
         self.threads.close()
 
 
-def interleave(
-    measures: dict[str, Callable[[], float]], turn: int
-) -> dict[str, float]:
+def interleave(measures: dict[str, Callable[[], float]], turn: int) -> dict[str, float]:
     """One round: each measure once. The order rotates with ``turn``, so that none has a place of
     its own in the machine's drift.
     """

@@ -84,7 +84,8 @@ class Weights:
 
         source = {"warm": self._warm, "cold": self._cold}.get(floor)
         kinds = source.kinds if source is not None else {}
-        return {**opened, "times": floors.interleave({**kinds, "put": put}, turn)}
+        times = floors.interleave({**kinds, "put": put}, turn)
+        return {**opened, "times": times}
 
     def get(self, stamp: int, turn: int, full: bool, floor: bool = True) -> dict[str, Any]:
         """One round: an in-place get, a zero-copy get with reading it all, each floor once.

@@ -189,7 +189,7 @@ def follow(workers: list[Worker], steps: int, console: Console) -> None:
                     del running[connection]
                     worker.process.join()
                     if code := worker.process.exitcode:
-                        pass
+                        raise SystemExit(f"{worker.name} died, exit code {code}") from None
                     continue
                 worker.reports.append(report)
                 took = f"{report['seconds'] * 1e3:5.1f} ms"
@@ -243,10 +243,10 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
         table.add_row(name, str(versions), median, worst, f"{rate:.1f}", share, str(bad))
 
     row("copy floor", summary["copy_floor"])
-    row("publish", summary["publish"], summary["versions_published"])
+    row("trainer puts", summary["publish"], summary["versions_published"])
     for rank, one in enumerate(summary["generators"]):
         seen, bad = len(one["versions_seen"]), len(one["mismatches"])
-        row(f"fetch, generator {rank}", one["fetch"], seen, bad)
+        row(f"generator {rank} gets", one["fetch"], seen, bad)
     console.print(table)
     for name in [bad for one in summary["generators"] for bad in one["mismatches"]]:
         console.print(f"mismatch: {name}", style="red")

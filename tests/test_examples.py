@@ -68,6 +68,13 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+def ignores_sigint(pid: int) -> bool:
+    """Whether the process was started with SIGINT ignored, so that it prints nothing on Ctrl-C."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
+
+
 async def output(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit status, standard output and standard error, once it has ended."""
     out, err = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
@@ -119,6 +126,7 @@ async def test_a_killed_worker_ends_the_job_with_an_error() -> None:
 async def test_ctrl_c_ends_everything_without_a_traceback() -> None:
     with example(TRAINER, "--steps", "1000", "--json") as process:
         started = await until(lambda: workers(process.pid)[2:] and descendants(process.pid), 60)
+        assert all(ignores_sigint(worker.pid) for worker in workers(process.pid))
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
         status, out, err = await output(process)
         assert status == 130

@@ -205,3 +205,67 @@ async def add_one(pipe: Connection) -> None:
     tensor = await ts.get("a")
     await ts.put("b", tensor + 1)
     pipe.send(await ts.address())
+
+
+# ---- forks --------------------------------------------------------------------------------
+
+
+def inherit(pipe: Connection, held: list[torch.Tensor]) -> None:
+    """A forked child with the parent's zero-copy tensors: do what the test says."""
+    while True:
+        match pipe.recv():
+            case "check":
+                pipe.send([uniform(tensor) for tensor in held])
+            case "write":
+                for tensor in held:
+                    tensor.zero_()
+                pipe.send("written")
+            case "own":
+                asyncio.run(_own_connection(pipe))
+            case "still open?":
+                try:
+                    asyncio.run(ts.get("a"))
+                    pipe.send(True)
+                except ts.StoreClosedError:
+                    pipe.send(False)
+            case "fork":  # the child goes on in place of this process, which stays silent
+                pid = os.fork()
+                if pid:
+                    pipe.send(pid)
+                    time.sleep(600)
+            case "end":
+                return
+
+
+async def _own_connection(pipe: Connection) -> None:
+    tensor = await ts.get("a")
+    number = uniform(tensor)
+    ref = await ts.put(f"of {os.getpid()}", tensor)
+    await ts.get(ref, torch.empty_like(tensor))
+    await ts.delete(ref.key)
+    pids = sorted(session.pid for session in (await ts.status()).sessions)
+    pipe.send((number, pids))
+
+
+def fork_with_tensors(
+    pipe: Connection, address: str | None, nbytes: int, for_child: Connection
+) -> None:
+    """Join (or, without address, own) a store, hold a zero-copy tensor, fork; then be idle."""
+
+    async def get() -> torch.Tensor:
+        if address is None:
+            await ts.initialize(capacity=4 * nbytes, prefault=0)
+            await ts.put("a", torch.full((nbytes,), 7, dtype=torch.uint8))
+        else:
+            await ts.connect(address)
+        return await ts.get("a")
+
+    held = asyncio.run(get())
+    pid = os.fork()
+    if not pid:
+        try:
+            inherit(for_child, [held])
+        finally:
+            os._exit(0)
+    pipe.send(pid)
+    pipe.recv()

@@ -53,6 +53,8 @@ class Child:
             target=children.run, args=(function, theirs, *args), daemon=True
         )
         self._process.start()
+        self.pid = int(self._process.pid or 0)
+        self._killed = False
         theirs.close()
 
     def __enter__(self) -> Child:
@@ -60,10 +62,6 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-    @property
-    def pid(self) -> int:
-        return int(self._process.pid or 0)
 
     async def said(self, timeout: float = 20.0) -> Any:
         """The child's next message; fails the test if it failed, ended, or says nothing."""
@@ -94,10 +92,12 @@ class Child:
 
     def kill(self) -> None:
         """``kill -9``, if it still runs."""
-        if self._process.pid is not None:
+        if not self._killed:
+            self._killed = True
             self._process.kill()
             self._process.join()
-        self._pipe.close()
+            self._process.close()
+            self._pipe.close()
 
 
 class Account(NamedTuple):

@@ -12,16 +12,16 @@ import click
 import msgspec
 
 from torchstore_core import __version__
-from torchstore_core.cli.reports import Failed
+from torchstore_core.cli.reports import Failed, Report
 from torchstore_core.cli.units import parse_bytes
 from torchstore_core.errors import TorchStoreError
 
 __all__ = ["run"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 _TIMEOUT_S = 10.0
+_LARGEST_BENCH = 4 << 30
 _INTERRUPTED = 130
 
 
@@ -34,18 +34,12 @@ class _Settings:
         self.timeout = _TIMEOUT_S
 
 
-class _Bytes(click.ParamType[int]):
+def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """A size: ``4096``, ``512MB``, ``8GiB``."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    try:
+        return None if value is None else parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
@@ -81,11 +75,19 @@ def _common(command: F) -> F:
     return _json(command)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="torchstore", message="%(prog)s %(version)s")
 @_common
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Look into a tensor store, serve one, and find out what this host can do for it."""
+    ctx.ensure_object(_Settings)
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        ctx.exit(2)
 
 
 @cli.command()
@@ -100,12 +102,7 @@ def doctor(settings: _Settings) -> int:
     from torchstore_core.cli.doctor import examine
 
     report = asyncio.run(examine(settings.address, settings.timeout))
-    if settings.json:
-        _print_json(report)
-    else:
-        from torchstore_core.cli.views import Screen, show_doctor
-
-        show_doctor(Screen(), report)
+    _answer(settings, report)
     return 0 if report.ok else 1
 
 
@@ -117,12 +114,7 @@ def status(settings: _Settings) -> None:
     from torchstore_core.cli.asking import ask_status
 
     report = asyncio.run(ask_status(settings.address, settings.timeout))
-    if settings.json:
-        _print_json(report)
-    else:
-        from torchstore_core.cli.views import Screen, show_status
-
-        show_status(Screen(), report)
+    _answer(settings, report)
 
 
 @cli.command()
@@ -135,12 +127,7 @@ def ls(settings: _Settings, prefix: str, long: bool) -> None:
     from torchstore_core.cli.asking import ask_keys
 
     report = asyncio.run(ask_keys(settings.address, settings.timeout, prefix))
-    if settings.json:
-        _print_json(report)
-    else:
-        from torchstore_core.cli.views import Screen, show_keys
-
-        show_keys(Screen(), report, long=long)
+    _answer(settings, report, long=long)
 
 
 @cli.command()
@@ -152,12 +139,7 @@ def stat(settings: _Settings, key: str) -> None:
     from torchstore_core.cli.asking import ask_key
 
     report = asyncio.run(ask_key(settings.address, settings.timeout, key))
-    if settings.json:
-        _print_json(report)
-    else:
-        from torchstore_core.cli.views import Screen, show_key
-
-        show_key(Screen(), report)
+    _answer(settings, report)
 
 
 @cli.command()
@@ -173,16 +155,18 @@ def rm(settings: _Settings, keys: tuple[str, ...], prefix: bool) -> None:
     from torchstore_core.cli.asking import remove
 
     report = asyncio.run(remove(settings.address, settings.timeout, keys, prefix=prefix))
-    if settings.json:
-        _print_json(report)
-    else:
-        from torchstore_core.cli.views import Screen, show_removed
-
-        show_removed(Screen(), report)
+    _answer(settings, report)
 
 
 @cli.command()
-@click.option("--size", type=_Bytes(), default="256MB", show_default=True, help="Large value.")
+@click.option(
+    "--size",
+    metavar="SIZE",
+    callback=_bytes,
+    default="256MB",
+    show_default=True,
+    help="Of the large value.",
+)
 @_common
 @click.pass_obj
 def bench(settings: _Settings, size: int) -> None:
@@ -191,23 +175,20 @@ def bench(settings: _Settings, size: int) -> None:
     Small values here, a large one across two processes, verified; in a store of its own, or in
     the one that --address names.
     """
+    if not 0 < size <= _LARGEST_BENCH:
+        raise click.BadParameter("from 1 byte to 4 GiB", param_hint="--size")
     from torchstore_core.cli.bench import measure
 
     report = asyncio.run(measure(settings.address, settings.timeout, size))
-    if settings.json:
-        _print_json(report)
-    else:
-        from torchstore_core.cli.bench import show_bench
-        from torchstore_core.cli.screen import Screen
-
-        show_bench(Screen(), report)
+    _answer(settings, report)
 
 
 @cli.command()
 @click.option("--name", default="torchstore", show_default=True, help="Name of the store.")
 @click.option(
     "--capacity",
-    type=_Bytes(),
+    metavar="SIZE",
+    callback=_bytes,
     help="Memory over all volumes, like 512MB or 8GiB. "
     "Default: half of what there is; it is taken as it is used.",
 )
@@ -215,7 +196,8 @@ def bench(settings: _Settings, size: int) -> None:
 @click.option("--strategy", default="singleton", show_default=True, help="Where puts go.")
 @click.option(
     "--prefault",
-    type=_Bytes(),
+    metavar="SIZE",
+    callback=_bytes,
     help="Memory to warm up at the start; 0: none, ever. Default: up to 1 GiB.",
 )
 @click.option(
@@ -255,13 +237,7 @@ def serve(
     )
 
     def ready(report: Serving) -> None:
-        if settings.json:
-            _print_json(report)
-        else:
-            from torchstore_core.cli.views import Screen, show_serving
-
-            show_serving(Screen(), report)
-        sys.stdout.flush()
+        _answer(settings, report)
 
     options = ServerOptions(
         store_name=name,
@@ -286,12 +262,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = cli.main(list(arguments), prog_name="torchstore", standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        return 2
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else "torchstore"
-        message = f"{error.format_message()} See `{where} --help`."
+        what = error.format_message().rstrip(".")
+        message = f"{what}; see `{where} --help`"
         return _fail(Failed("usage", message), as_json, status=2)
     except click.ClickException as error:
         return _fail(Failed("error", error.format_message()), as_json)
@@ -302,6 +276,8 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # `torchstore ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return _fail(Failed("error", str(error)), as_json)
     return result if isinstance(result, int) else 0
 
 
@@ -316,6 +292,17 @@ def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
             who = store["error"] or f"{store['store_name']} (pid {store['pid']})"
             click.echo(f"  {store['address']}  {who}", err=True)
     return status
+
+
+def _answer(settings: _Settings, report: Report, *, long: bool = False) -> None:
+    if settings.json:
+        _print_json(report)
+        return
+    from torchstore_core.cli.screen import Screen
+    from torchstore_core.cli.views import show
+
+    show(Screen(), report, long=long)
+    sys.stdout.flush()
 
 
 def _print_json(report: msgspec.Struct) -> None:

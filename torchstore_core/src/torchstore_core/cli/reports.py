@@ -12,21 +12,26 @@ from torchstore_core.values import TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
 __all__ = [
+    "BenchReport",
     "BidLine",
     "CopyEngine",
     "Creator",
     "DoctorReport",
     "Failed",
+    "Floors",
     "Host",
     "KeyDetails",
     "KeyLine",
     "KeyReport",
+    "Large",
     "Limits",
     "LinkReport",
     "PluginLine",
     "Process",
     "Removed",
+    "Report",
     "Serving",
+    "Small",
     "StatusReport",
     "StoreLinks",
 ]
@@ -272,9 +277,61 @@ class DoctorReport(msgspec.Struct, frozen=True):
     plugins: list[PluginLine]
 
 
+# ---- bench --------------------------------------------------------------------------------
+
+
+class Floors(msgspec.Struct, frozen=True):
+    """What the machine does without a store: the large value copied by all copy threads into warm
+    and into never touched memory, and a small message to another process and back (median).
+    """
+
+    warm_copy_s: float
+    cold_copy_s: float
+    echo_s: float
+
+
+class Small(msgspec.Struct, frozen=True):
+    """A small value in one process, seconds of one operation."""
+
+    nbytes: int
+    put_p50_s: float
+    put_p99_s: float
+    get_p50_s: float
+    get_p99_s: float
+
+
+class Large(msgspec.Struct, frozen=True):
+    """A large value, put here, got in another process: the first put, else the best of a few."""
+
+    nbytes: int
+    first_put_s: float
+    put_s: float
+    get_in_place_s: float
+    get_zero_copy_s: float
+
+
+class BenchReport(msgspec.Struct, frozen=True):
+    """``torchstore bench``. ``address`` is None if the store was its own.
+
+    ``ratios``: of large values to the rate of the warm copy (1 is the floor, more is better), of
+    small ones to the time of the echo (less is better).
+    """
+
+    address: str | None
+    verified: bool
+    copy_threads: int
+    floors: Floors
+    small: Small
+    large: Large
+    ratios: dict[str, float]
+
+
 def _kind(
     meta: ValueMeta,
 ) -> tuple[str, str | None, tuple[int, ...] | None, str | None]:
     if isinstance(meta, TensorMeta):
         return "tensor", meta.dtype, meta.shape, None
     return "object", None, None, meta.codec
+
+
+Report = StatusReport | KeyReport | KeyDetails | Removed | Serving | DoctorReport | BenchReport

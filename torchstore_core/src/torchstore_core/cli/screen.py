@@ -96,7 +96,7 @@ class Screen:
     def _finish(self, line: Text, last: Text, prose: bool) -> None:
         start = cell_len(line.plain)
         if prose and self._width is not None:
-            pieces = last.wrap(self.console, max(self._width - start, _LEAST_PROSE))
+            pieces = [*last.wrap(self.console, max(self._width - start, _LEAST_PROSE))]
         else:
             pieces = [last]
         for at, piece in enumerate(pieces):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchstore_core.cli.reports import Serving
@@ -33,19 +33,19 @@ def serve(options: ServerOptions, ready: Callable[[Serving], None]) -> None:
     failure: dict[str, str] = {}
 
     def say(what: Ready | dict[str, str]) -> None:
-        if isinstance(what, Ready):
-            ready(
-                Serving(
-                    address=what.address,
-                    pid=what.pid,
-                    store_name=options.store_name,
-                    num_storage_volumes=options.num_storage_volumes,
-                    capacity_bytes=capacity,
-                    strategy=options.strategy,
-                )
-            )
-        else:
+        if not isinstance(what, Ready):
             failure.update(what)
+            return
+        report = Serving(
+            address=what.address,
+            pid=what.pid,
+            store_name=options.store_name,
+            num_storage_volumes=options.num_storage_volumes,
+            capacity_bytes=capacity,
+            strategy=options.strategy,
+        )
+        with suppress(OSError):  # nobody reads it: the store is up all the same
+            ready(report)
 
     with _directory(options.directory):
         run(options, say)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import assert_never
 
 from rich.text import Text
 
@@ -11,12 +12,33 @@ from torchstore_core.cli import reports
 from torchstore_core.cli.screen import Cell, Screen, bar, printable
 from torchstore_core.cli.units import human_bytes, human_duration, human_latency
 
-__all__ = ["show_doctor", "show_key", "show_keys", "show_removed", "show_serving", "show_status"]
+__all__ = ["show"]
 
 _MOST_SESSIONS = 20
 
 
-def show_status(screen: Screen, report: reports.StatusReport) -> None:
+def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
+    """Show one report; ``long``: with every column."""
+    match report:
+        case reports.StatusReport():
+            _status(screen, report)
+        case reports.KeyReport():
+            _keys(screen, report, long=long)
+        case reports.KeyDetails():
+            _key(screen, report)
+        case reports.Removed():
+            _removed(screen, report)
+        case reports.Serving():
+            _serving(screen, report)
+        case reports.DoctorReport():
+            _doctor(screen, report)
+        case reports.BenchReport():
+            _bench(screen, report)
+        case _:
+            assert_never(report)
+
+
+def _status(screen: Screen, report: reports.StatusReport) -> None:
     """A page about one store."""
     capacity = sum(v.capacity_bytes for v in report.volumes)
     used = sum(v.used_bytes for v in report.volumes)
@@ -102,7 +124,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def show_keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
+def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
     """One line a key; the key comes last, whole, whatever its length."""
     if not report.entries:
         what = f"no key starts with {report.prefix!r}" if report.prefix else "no keys"
@@ -130,7 +152,7 @@ def show_keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
     screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}", "dim"))
 
 
-def show_key(screen: Screen, e: reports.KeyDetails) -> None:
+def _key(screen: Screen, e: reports.KeyDetails) -> None:
     """All that is known of one key."""
     age = human_duration(time.time() - e.created)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.created))
@@ -151,14 +173,14 @@ def show_key(screen: Screen, e: reports.KeyDetails) -> None:
     screen.table((), [(Text(name, "dim"), text) for name, text in rows])
 
 
-def show_removed(screen: Screen, report: reports.Removed) -> None:
+def _removed(screen: Screen, report: reports.Removed) -> None:
     """How many, and which if they are few."""
     few = len(report.keys) <= 5
     names = f": {', '.join(map(printable, report.keys))}" if report.keys and few else ""
     screen.line(f"deleted {report.deleted:,} key{'s' if report.deleted != 1 else ''}{names}")
 
 
-def show_serving(screen: Screen, report: reports.Serving) -> None:
+def _serving(screen: Screen, report: reports.Serving) -> None:
     """How to use what was started."""
     volumes = report.num_storage_volumes
     screen.line(
@@ -180,7 +202,7 @@ def show_serving(screen: Screen, report: reports.Serving) -> None:
 # ---- doctor -------------------------------------------------------------------------------
 
 
-def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
+def _doctor(screen: Screen, report: reports.DoctorReport) -> None:
     """The examination, verdict last."""
     host, limits = report.host, report.limits
     screen.line(("Host", "bold"))
@@ -198,10 +220,13 @@ def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
         ("copies", f"{native} · {threads} thread{'s' if threads != '1' else ''}"),
         (
             "limits",
-            f"memlock {_limit(limits.memlock_bytes)} · {limits.open_files or 'unlimited'} open "
-            f"files · {f'{limits.max_mappings:,}' if limits.max_mappings else '?'} mappings",
+            f"memlock {_size(limits.memlock_bytes, 'unlimited')} · open files "
+            f"{limits.open_files or 'unlimited'} · mappings {limits.max_mappings or '?'}",
         ),
-        ("/dev/shm", f"{_dev_shm(limits.dev_shm_bytes)}; segments are memfds and need none of it"),
+        (
+            "/dev/shm",  # noqa: S108 - only words
+            f"{_size(limits.dev_shm_bytes, 'missing')}; segments are memfds and need none of it",
+        ),
         ("sockets", report.runtime_directory or "no usable directory"),
         ("versions", " · ".join(f"{name} {v}" for name, v in report.versions.items())),
         *(("setting", f"{name}={value}") for name, value in report.environment.items()),
@@ -232,12 +257,8 @@ def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
     _verdict(screen, report)
 
 
-def _limit(nbytes: int | None) -> str:
-    return "unlimited" if nbytes is None else human_bytes(nbytes)
-
-
-def _dev_shm(nbytes: int | None) -> str:
-    return "not there" if nbytes is None else human_bytes(nbytes)
+def _size(nbytes: int | None, otherwise: str) -> str:
+    return otherwise if nbytes is None else human_bytes(nbytes)
 
 
 def _show_link(screen: Screen, link: reports.LinkReport) -> None:
@@ -247,7 +268,7 @@ def _show_link(screen: Screen, link: reports.LinkReport) -> None:
             Text(b.transport, "bold" if b.transport == link.chosen else ""),
             human_latency(b.latency_s),
             f"{b.bytes_per_s / 1e9:.1f} GB/s",
-            _limit(b.max_bytes) if b.max_bytes is not None else "any",
+            _size(b.max_bytes, "any size"),
             b.reason + (" (preferred)" if b.preferred else ""),
         )
         for b in link.bids
@@ -287,3 +308,53 @@ def _verdict(screen: Screen, report: reports.DoctorReport) -> None:
     else:
         count = len(report.problems)
         screen.line(("✗ ", "red"), f"{count} problem{'s' if count != 1 else ''}")
+
+
+# ---- bench --------------------------------------------------------------------------------
+
+
+def _bench(screen: Screen, report: reports.BenchReport) -> None:
+    floors, small, large, ratios = report.floors, report.small, report.large, report.ratios
+
+    def rate(seconds: float) -> str:
+        return f"{large.nbytes / seconds / 1e9:.2f} GB/s"
+
+    size, little = human_bytes(large.nbytes), human_bytes(small.nbytes)
+    screen.line(
+        ("a store of its own" if report.address is None else report.address, "bold"),
+        f" · {report.copy_threads} copy threads · large values go to another process, which "
+        "checked them",
+    )
+    screen.line()
+    copy, echo = f"{rate(floors.warm_copy_s)} warm copy", f"{human_latency(floors.echo_s)} echo"
+    screen.table(
+        ("WHAT", "RESULT", "FLOOR", "RATIO"),
+        [
+            (f"put {size}, first", rate(large.first_put_s), copy, f"{ratios['first_put']:.2f}"),
+            (f"put {size}, again", rate(large.put_s), copy, f"{ratios['put']:.2f}"),
+            (
+                f"get {size} in place",
+                rate(large.get_in_place_s),
+                copy,
+                f"{ratios['get_in_place']:.2f}",
+            ),
+            (f"get {size} zero-copy", human_latency(large.get_zero_copy_s), "", ""),
+            (
+                f"put {little}, p50",
+                human_latency(small.put_p50_s),
+                echo,
+                f"{ratios['small_put_p50']:.1f} ×",
+            ),
+            (f"put {little}, p99", human_latency(small.put_p99_s), "", ""),
+            (
+                f"get {little}, p50",
+                human_latency(small.get_p50_s),
+                echo,
+                f"{ratios['small_get_p50']:.1f} ×",
+            ),
+            (f"get {little}, p99", human_latency(small.get_p99_s), "", ""),
+        ],
+        right=(1, 2, 3),
+    )
+    screen.line()
+    screen.line((f"never touched memory: {rate(floors.cold_copy_s)}", "dim"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -111,8 +111,8 @@ class Client:
             UnsupportedValueError: a value that cannot be stored (meta, sparse, ... tensors).
             UnsafeObjectError: it needs pickle, which is not allowed.
         """
-        refs = await self._put("put", {key: value}, timeout, allow_pickle)
-        return refs[key]
+        versions = await self._put("put", ((key, value),), timeout, allow_pickle)
+        return ObjectRef(key, versions[0])
 
     async def put_batch(
         self,
@@ -128,11 +128,16 @@ class Client:
             )
         if not items:
             return {}
-        return await self._put("put_batch", items, timeout, allow_pickle)
+        versions = await self._put("put_batch", items.items(), timeout, allow_pickle)
+        return {k: ObjectRef(k, version) for k, version in zip(items, versions, strict=True)}
 
     async def _put(
-        self, name: str, items: Mapping[str, Any], timeout: float | None, allow_pickle: bool | None
-    ) -> dict[str, ObjectRef]:
+        self,
+        name: str,
+        items: Collection[tuple[str, Any]],
+        timeout: float | None,
+        allow_pickle: bool | None,
+    ) -> list[int]:
         clock = self._clock(timeout)
         pickle_too = self._membership.allow_pickle if allow_pickle is None else allow_pickle
         nbytes = 0
@@ -140,11 +145,10 @@ class Client:
         error = ""
         try:
             sources = [
-                writing.prepare(key, value, allow_pickle=pickle_too) for key, value in items.items()
+                writing.prepare(key, value, allow_pickle=pickle_too) for key, value in items
             ]
             nbytes = sum(source.nbytes for source in sources)
-            session = await self._membership.session(clock.left())
-            lane = await session.lane(clock.left())
+            session, lane = self._here() or await self._join(clock)
             versions, transport = await _put_sources(session, lane, sources, nbytes, clock)
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)
@@ -152,10 +156,7 @@ class Client:
         finally:
             if self._membership.observe is not None:
                 self._observe(name, clock, len(items), nbytes, transport, error)
-        return {
-            source.key: ObjectRef(source.key, version)
-            for source, version in zip(sources, versions, strict=True)
-        }
+        return versions
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -227,8 +228,7 @@ class Client:
         transport = ""
         error = ""
         try:
-            session = await self._membership.session(clock.left())
-            lane = await session.lane(clock.left())
+            session, lane = self._here() or await self._join(clock)
             result, nbytes = await _get_wants(session, lane, wants, clock, pickle_too)
             transport = result.transport
         except BaseException as caught:
@@ -301,8 +301,7 @@ class Client:
         if not names:
             return {}
         clock = self._clock(timeout)
-        session = await self._membership.session(clock.left())
-        lane = await session.lane(clock.left())
+        _, lane = self._here() or await self._join(clock)
         request = m.Wait(lane.next_id(), names, min_version or 1)
         try:
             reply = await lane.call(request, m.Committed, clock.left())
@@ -341,6 +340,16 @@ class Client:
 
     # ---- inside ---------------------------------------------------------------------------
 
+    def _here(self) -> tuple[Session, Lane] | None:
+        """Session and lane if both are open: the path of every call but the first."""
+        session = self._membership.session_here()
+        lane = None if session is None else session.lane_here()
+        return None if session is None or lane is None else (session, lane)
+
+    async def _join(self, clock: _Clock) -> tuple[Session, Lane]:
+        session = await self._membership.session(clock.left())
+        return session, await session.lane(clock.left())
+
     def _clock(self, timeout: float | None) -> _Clock:
         if timeout is None:
             timeout = self._membership.timeout
@@ -352,8 +361,7 @@ class Client:
         self, name: str, expect: type[R], message: type[Any], timeout: float | None, *args: Any
     ) -> R:
         clock = self._clock(timeout)
-        session = await self._membership.session(clock.left())
-        lane = await session.lane(clock.left())
+        _, lane = self._here() or await self._join(clock)
         error = ""
         try:
             request = message(lane.next_id(), *args)

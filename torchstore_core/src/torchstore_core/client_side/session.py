@@ -69,9 +69,8 @@ class Session:
         ]
         self.lost = False
         self._ids = itertools.count(1)
-        self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lane] = (
-            weakref.WeakKeyDictionary()
-        )
+        # A lane of a loop that has closed goes when the next one is opened.
+        self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
         self._anchor = anchor
         self._anchor.setblocking(True)
         self._gone = (
@@ -117,18 +116,23 @@ class Session:
 
     @property
     def usable(self) -> bool:
-        """Whether it still has a server and belongs to this process."""
-        return not self.lost and not self._retiring and self.pid == os.getpid()
+        """Whether it still has a server and belongs to this process (a fork loses it)."""
+        return not self.lost and not self._retiring
 
     def next_id(self) -> int:
         """A fresh id for a put or a lease, unique in the session."""
         return next(self._ids)
 
+    def lane_here(self) -> Lane | None:
+        """The running loop's lane, if it is open."""
+        lane = self._lanes.get(asyncio.get_running_loop())
+        return lane if lane is not None and lane.usable else None
+
     async def lane(self, timeout: float | None) -> Lane:
         """The running loop's lane, opened on first use."""
         loop = asyncio.get_running_loop()
-        lane = self._lanes.get(loop)
-        if lane is not None and lane.usable:
+        lane = self.lane_here()
+        if lane is not None:
             return lane
         if not self.usable:
             raise StoreClosedError(self._gone)
@@ -138,8 +142,8 @@ class Session:
         sock, _ = await handshake(
             self.address, self.welcome.session, self.facts, self.here, timeout
         )
-        raced = self._lanes.get(loop)
-        if raced is not None and raced.usable:
+        raced = self.lane_here()
+        if raced is not None:
             sock.close()
             return raced
         lane = Lane(sock, loop, self._pushed, self._gone)

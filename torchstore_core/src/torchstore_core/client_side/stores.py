@@ -76,14 +76,19 @@ class Membership:
         self._session: Session | None = None
         self._closed = False
 
+    def session_here(self) -> Session | None:
+        """The session of this process, if it is open."""
+        session = self._session
+        return session if session is not None and session.usable else None
+
     async def session(self, timeout: float | None) -> Session:
         """The session of this process, opened when there is none.
 
         Raises:
             StoreClosedError: shut down, or no server answers.
         """
-        session = self._session
-        if session is not None and session.usable:
+        session = self.session_here()
+        if session is not None:
             return session
         if self._closed:
             raise StoreClosedError(

@@ -175,15 +175,29 @@ def check_destination(
     target = storable(key, tensor)
     if target.device != tensor.device:
         raise _refused(key, f"a destination on {tensor.device}", "use cpu or cuda")
-    if 0 in target.stride() and any(
-        n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)
-    ):
+    if _may_overlap(target):
         raise LayoutMismatchError(
-            f"{key!r}: the destination's elements share memory (an expanded tensor); "
-            "give it memory of its own",
+            f"{key!r}: the destination's elements share memory (an expanded or unfolded tensor, "
+            "say); give it memory of its own",
             key=key,
         )
     return target
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place: a stride that steps into what smaller ones span.
+
+    No view of a tensor without overlap does, short of ``as_strided`` with interleaved rows.
+    """
+    if tensor.is_contiguous():
+        return False
+    span = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= span:
+                return True
+            span += stride * (extent - 1)
+    return False
 
 
 def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Box:

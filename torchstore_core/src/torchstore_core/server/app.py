@@ -128,7 +128,6 @@ class Server:
         self._started = time.monotonic()
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
-        self._operations = 0
         self._keep = 0
 
     # ---- life -----------------------------------------------------------------------------
@@ -264,18 +263,12 @@ class Server:
             warm,
         )
 
-    def count(self, request: m.Request) -> None:
-        """Count one request for status."""
-        name = type(request).__name__
-        operations = self.controller.operations
-        operations[name] = operations.get(name, 0) + 1
-        self._operations += 1
-
     def _sample_rate(self) -> None:
         then, count = self._rate_sample
         now = time.monotonic()
-        self._rate = (self._operations - count) / max(now - then, 1e-9)
-        self._rate_sample = (now, self._operations)
+        total = sum(self.controller.operations.values())
+        self._rate = (total - count) / max(now - then, 1e-9)
+        self._rate_sample = (now, total)
         self.controller.trim(self.options.trim_after, self._keep)
         self._loop.call_later(1.0, self._sample_rate)
 
@@ -325,7 +318,7 @@ class Server:
             keys=len(controller.index),
             volumes=volumes,
             sessions=sessions,
-            operations=dict(controller.operations),
+            operations={kind.__name__: n for kind, n in controller.operations.items()},
             operations_per_s=self._rate,
             strategy=self.options.strategy,
             plugin_errors=self.registry.errors(),

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -172,13 +172,13 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
         controller = self._server.controller
-        self._server.count(request)
+        controller.operations[type(request)] += 1
         match request:
             case m.Put():
-                result = controller.put(session, request)
-                if result and isinstance(result[0], m.Grant):
+                result: list[Any] = controller.put(session, request)
+                if result and type(result[0]) is m.Grant:
                     return m.Granted(request.id, result)
-                return m.Committed(request.id, cast(list[int], result))
+                return m.Committed(request.id, result)
             case m.Locate():
                 entries, leased = controller.locate(session, request)
                 return m.Located(request.id, entries, leased)
@@ -203,8 +203,8 @@ class Connection(asyncio.Protocol):
             case m.Stat():
                 return controller.stat(request)
             case m.List():
-                entries, more = controller.listing(request.prefix, request.after)
-                return m.Listing(request.id, entries, more)
+                listed, more = controller.listing(request.prefix, request.after)
+                return m.Listing(request.id, listed, more)
             case m.Status():
                 return self._server.status(request.id)
             case m.Shutdown():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
@@ -53,7 +54,8 @@ class Controller:
         self.strategy = strategy
         self.index: dict[str, Value] = {}
         self.sessions: dict[bytes, SessionRecord] = {}
-        self.operations: dict[str, int] = {}
+        #: Requests so far, by message class; for status.
+        self.operations: dict[type[m.Message], int] = defaultdict(int)
         self._prefault = prefault
         self._warmed = warmed
         # A key that is put again after a delete goes on above every version ever deleted, so no

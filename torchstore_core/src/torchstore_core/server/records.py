@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from torchstore_core.contracts.strategy import ClientFacts, VolumeFacts
 from torchstore_core.server.allocator import Allocator
 from torchstore_core.topology import Topology
@@ -35,44 +37,20 @@ class SegmentView(Protocol):
         """Bytes at ``offset``."""
 
 
-class Value:
+class Value(msgspec.Struct, eq=False, gc=False):
     """One immutable version of one key: inline ``data``, or a range of a volume's segment."""
 
-    __slots__ = (
-        "created",
-        "creator",
-        "data",
-        "key",
-        "live",
-        "meta",
-        "nbytes",
-        "offset",
-        "pins",
-        "version",
-        "volume",
-    )
-
-    def __init__(
-        self,
-        key: str,
-        meta: ValueMeta,
-        nbytes: int,
-        volume: int,
-        data: bytes | None,
-        offset: int,
-        creator: ClientFacts,
-    ) -> None:
-        self.key = key
-        self.meta = meta
-        self.nbytes = nbytes
-        self.volume = volume
-        self.data = data
-        self.offset = offset
-        self.creator = creator
-        self.version = 0
-        self.created = 0.0
-        self.pins = 0
-        self.live = False
+    key: str
+    meta: ValueMeta
+    nbytes: int
+    volume: int
+    data: bytes | None
+    offset: int
+    creator: ClientFacts
+    version: int = 0
+    created: float = 0.0
+    pins: int = 0
+    live: bool = False
 
 
 class Txn:

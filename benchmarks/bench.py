@@ -1,0 +1,241 @@
+"""Benchmarks: ``make bench``, or ``python benchmarks/bench.py --help``.
+
+Everything is compared with floors measured in the same process, in the same rounds: a round takes
+each floor and the operation once, in rotating order; ratios are made within a round, and their
+median over the rounds is what counts. Nothing is left out but the warm-up rounds.
+
+It ends with 0 when all came back right, targets met or not; with 1 when a tensor came back wrong,
+a process was left behind or a scenario failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import floors
+import overheads
+import torch
+import transfers
+import workload
+from crew import Crew, PeerError
+from plan import FLOOR_MAX, WARM_UPS, Bench
+from plots import plot
+from results import Metric, table
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from torchstore_core import copying, topology
+
+SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
+    "cold": transfers.cold,
+    "prefaulted": transfers.prefaulted,
+    "warm": transfers.warm,
+    "warm-omp1": transfers.warm_omp1,
+    "small": overheads.small,
+    "batch": overheads.batch,
+    "import": overheads.imports,
+    "start": overheads.start,
+    "flat": overheads.flat,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    gb: float
+    repeat: int
+    cycles: int
+    seed: int
+    only: list[str]
+    out: str
+    quick: bool
+
+
+def parse(arguments: list[str]) -> Options:
+    """Options from the command line; ends the program when they are not right."""
+    names = "\n".join(
+        f"  {name:<11} {(function.__doc__ or '').strip().splitlines()[0]}"
+        for name, function in SCENARIOS.items()
+    )
+    parser = argparse.ArgumentParser(
+        description="Benchmarks of the store beside the floors of this machine.",
+        epilog=f"scenarios:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="0.1 GB, 3 rounds, 1000 cycles: under 30 s")
+    add("--gb", type=float, help="size of the set of weights, 1e9 bytes (default 0.76)")
+    add("--repeat", type=int, metavar="N", help="measured rounds (default 9)")
+    add("--cycles", type=int, metavar="N", help="put/get/delete cycles (default 10000)")
+    add("--seed", type=int, default=1, help="of the random bits (default 1)")
+    add("--only", nargs="+", metavar="NAME", choices=SCENARIOS, default=[], help="see below")
+    add("--out", metavar="DIR", default="bench-results", help="default bench-results")
+    given = parser.parse_args(arguments)
+    gb, repeat, cycles = (0.1, 3, 1000) if given.quick else (0.76, 9, 10_000)
+    gb = gb if given.gb is None else given.gb
+    repeat = repeat if given.repeat is None else given.repeat
+    cycles = cycles if given.cycles is None else given.cycles
+    if not gb > 0 or repeat < 1 or cycles < 10:
+        parser.error("--gb is above 0, --repeat at least 1, --cycles at least 10")
+    only = [name for name in SCENARIOS if name in given.only]
+    return Options(gb, repeat, cycles, given.seed, only, given.out, given.quick)
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    return {
+        "cpus": floors.cpus(),
+        "memory_bytes": topology.memory_limit_bytes(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "copy_threads": copying.copy_threads(),
+        "native_copy": copying.has_native(),
+    }
+
+
+def memory_short(gb: float) -> str | None:
+    """Why a set of that size does not fit this machine; None if it does."""
+    one = gb * 1e9
+    # Publisher and reader hold a set and two floor buffers each, the store up to three versions.
+    needed = 5 * one + 4 * min(one, FLOOR_MAX)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    there = min(int(fields["MemAvailable"].split()[0]) * 1024, topology.memory_limit_bytes())
+    if needed < 0.95 * there:
+        return None
+    return f"--gb {gb:g} needs {needed / 1e9:.1f} GB of memory; {there / 1e9:.1f} GB are available"
+
+
+def run(options: Options, console: Console) -> tuple[list[Metric], dict[str, Any]]:
+    """Run the scenarios; their metrics, and all else that belongs into the JSON."""
+    metrics: list[Metric] = []
+    states: dict[str, dict[str, Any]] = {}
+    pids: dict[str, int] = {}
+    started = time.time()
+    columns = (SpinnerColumn(), TextColumn("{task.fields[name]:<11}"), BarColumn(30))
+    text = TextColumn("{task.fields[what]}")
+    with (
+        Crew() as crew,
+        Progress(*columns, TimeElapsedColumn(), text, console=console) as progress,
+    ):
+        bench = Bench(options.gb, options.repeat, options.seed, options.cycles, crew)
+        for role in ("publisher", "reader"):  # import torch at the same time
+            crew.get(role)
+        for name in options.only or SCENARIOS:
+            task = progress.add_task("", total=1, name=name, what="")
+
+            def step(done: int, total: int, what: str, task: Any = task) -> None:
+                progress.update(task, completed=done, total=total, what=what)
+
+            bench.progress = step
+            begin = time.perf_counter()
+            error = ""
+            try:
+                made = SCENARIOS[name](bench)
+                metrics.extend(made)
+                met = [m.ok for m in made if m.ok is not None]
+                step(1, 1, f"{sum(met)} of {len(met)} within target" if met else "done")
+            except (PeerError, subprocess.SubprocessError) as caught:
+                error = str(caught)
+                step(0, 1, "[bold red]failed[/]")
+            pids.update(crew.pids)
+            states[name] = {"seconds": time.perf_counter() - begin, "error": error}
+            if error:
+                crew.close()  # whatever state they are in: the next scenario gets new ones
+    left = crew.leftovers()
+    report = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "seconds": time.time() - started,
+        "options": asdict(options),
+        "machine": machine(),
+        "workload": {
+            "tensors": len(workload.shapes(options.gb)),
+            "nbytes": bench.nbytes,
+            "warm_up_rounds": WARM_UPS,
+            **bench.facts,
+        },
+        "scenarios": states,
+        "mismatches": bench.wrong,
+        "processes": pids,
+        "servers": crew.servers,
+        "left_behind": left,
+        "metrics": [metric.plain() for metric in metrics],
+    }
+    return metrics, report
+
+
+def show(metrics: list[Metric], report: dict[str, Any], console: Console) -> None:
+    """The table, and below it what it does not say."""
+    size = report["workload"]["nbytes"] / 1e9
+    here = report["machine"]
+    title = f"{report['workload']['tensors']} tensors, {size:.2f} GB · {here['cpus']} CPUs"
+    console.print(table(metrics, title))
+    judged = [metric for metric in metrics if metric.ok is not None]
+    missed = [metric.name for metric in judged if not metric.ok]
+    console.print(
+        "[dim]GB are 1e9 bytes. The first floor named is the strictest: the fastest of several, "
+        "by median. A measure is met when it meets every floor.[/]"
+    )
+    console.print(f"{len(judged) - len(missed)} of {len(judged)} measures within target")
+    for name, state in report["scenarios"].items():
+        if state["error"]:
+            console.print(f"[bold red]{name} failed[/]: {state['error']}", markup=True)
+    if report["left_behind"]:
+        console.print(f"[bold red]servers left behind[/]: {report['left_behind']}")
+    wrong = report["mismatches"]
+    if wrong:
+        console.print(f"[bold red]{len(wrong)} mismatches[/]: {', '.join(wrong[:5])}")
+    else:
+        console.print("mismatches: 0")
+
+
+def main(arguments: list[str]) -> int:
+    """Run, show, write; the exit code."""
+    options = parse(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    short = memory_short(options.gb)
+    if short is not None:
+        console.print(f"[bold red]{short}[/]")
+        return 2
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        metrics, report = run(options, console)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
+    show(metrics, report, console)
+    if metrics:
+        plot(metrics, report, out / "bench.png")
+    console.print(f"written: {out / 'bench.json'}" + (f", {out / 'bench.png'}" if metrics else ""))
+    failed = any(state["error"] for state in report["scenarios"].values())
+    return 1 if failed or report["mismatches"] or report["left_behind"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""One run of the benchmarks: its sizes, its processes, and what came out beside the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import workload
+from crew import Crew, Peer
+
+MIB = 1 << 20
+#: Floors are copies of at most this many bytes, however large the set is.
+FLOOR_MAX = 1 << 30
+#: Unmeasured rounds before the measured ones.
+WARM_UPS = 3
+
+
+@dataclass
+class Bench:
+    """One run: its sizes, its processes, and what came out beside the metrics."""
+
+    gb: float
+    repeat: int
+    seed: int
+    cycles: int
+    crew: Crew
+    # Called with steps done, steps in all, and what is being done.
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None
+    wrong: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the set of weights."""
+        return workload.nbytes(workload.shapes(self.gb))
+
+    @property
+    def capacity(self) -> int:
+        """Capacity of the stores for weights: room for four versions, of which pages only cost
+        what is used.
+        """
+        return 4 * self.nbytes + 64 * MIB
+
+    @property
+    def patience(self) -> float:
+        """Seconds that one command may take."""
+        return 60.0 + 60.0 * self.gb
+
+    def check(self, reply: Mapping[str, Any], where: str) -> None:
+        """Note what came back different from what was put."""
+        self.wrong.extend(f"{where}: {name}" for name in reply["wrong"])
+
+    def make(self, publisher: Peer, reader: Peer) -> int:
+        """The set in the publisher, destinations in the reader; bytes of their floors."""
+        options = {"gb": self.gb, "seed": self.seed, "limit": FLOOR_MAX}
+        publisher.start("weights.make", filled=True, **options)
+        reader.start("weights.make", filled=False, **options)
+        made = publisher.result(self.patience)
+        reader.result(self.patience)
+        self.facts[f"set in {publisher.name}"] = made
+        return int(made["floor_nbytes"])

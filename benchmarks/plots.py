@@ -1,0 +1,105 @@
+"""The picture: throughput and latency beside their floors, the other targets, growth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from results import Metric
+
+_MEASURE, _STRICT, _OTHER, _LIMIT = "#3b6ea5", "#c0392b", "#e08e0b", "#c0392b"
+
+
+def plot(metrics: Sequence[Metric], report: dict[str, Any], path: Path) -> None:
+    """Write the picture of a run."""
+    panels = [
+        (_beside_floors, [m for m in metrics if m.unit == "GB/s"], "GB/s (longer is better)"),
+        (_beside_floors, [m for m in metrics if m.unit == "µs"], "µs (shorter is better)"),
+        (_against_limits, [m for m in metrics if m.target and not m.series], "share of its limit"),
+        (_growth, [m for m in metrics if m.series and m.unit == "MB"], "RSS growth, MB"),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    if not panels:
+        return
+    heights = [max(2.0, 0.42 * len(chosen) + 1.2) for _, chosen, _ in panels]
+    figure, axes = pyplot.subplots(
+        len(panels),
+        1,
+        figsize=(11, sum(heights)),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, (draw, chosen, label) in zip(axes[:, 0], panels, strict=True):
+        draw(axis, chosen)
+        axis.set_xlabel(label)
+        axis.spines[["top", "right"]].set_visible(False)
+    size, cpus = report["workload"]["nbytes"] / 1e9, report["machine"]["cpus"]
+    figure.suptitle(
+        f"{report['workload']['tensors']} tensors, {size:.2f} GB · {cpus} CPUs · "
+        f"torch {report['machine']['torch']} · {report['started']}",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _bars(axis: Axes, metrics: Sequence[Metric], scale: Sequence[float]) -> None:
+    """One bar a metric (its median), with a line from min to max."""
+    places = range(len(metrics))
+    middle = [statistics.median(m.values) * s for m, s in zip(metrics, scale, strict=True)]
+    low = [x - min(m.values) * s for x, m, s in zip(middle, metrics, scale, strict=True)]
+    high = [max(m.values) * s - x for x, m, s in zip(middle, metrics, scale, strict=True)]
+    axis.barh(places, middle, height=0.55, color=_MEASURE, zorder=2)
+    axis.errorbar(
+        middle, places, xerr=[low, high], fmt="none", ecolor="#1b2a3a", capsize=2.5, zorder=4
+    )
+    axis.set_yticks(places, [m.name for m in metrics], fontsize=8)
+    axis.invert_yaxis()
+    axis.grid(axis="x", color="#dddddd", zorder=0)
+
+
+def _beside_floors(axis: Axes, metrics: Sequence[Metric]) -> None:
+    _bars(axis, metrics, [1.0] * len(metrics))
+    seen: set[str] = set()
+    for place, metric in enumerate(metrics):
+        for at, one in enumerate(metric.comparisons):
+            color = _OTHER if at else _STRICT
+            label = ("its other floors" if at else "its first floor") + ", same rounds"
+            axis.plot(
+                [statistics.median(one.values)] * 2,
+                [place - 0.38, place + 0.38],
+                color=color,
+                linewidth=2.2,
+                zorder=5,
+                label=None if label in seen else label,
+            )
+            seen.add(label)
+    if seen:
+        axis.legend(fontsize=7, loc="lower right", framealpha=0.9)
+
+
+def _against_limits(axis: Axes, metrics: Sequence[Metric]) -> None:
+    _bars(axis, metrics, [1 / (m.target or 1.0) for m in metrics])
+    axis.axvline(1.0, color=_LIMIT, linewidth=1.5, zorder=5)
+    for place, metric in enumerate(metrics):
+        text = f"  {statistics.median(metric.values):.2f} of {metric.target:g} {metric.unit}"
+        right = max(metric.values) / (metric.target or 1.0)
+        axis.text(right, place, text, va="center", fontsize=7, color="#444444")
+    axis.margins(x=0.18)
+
+
+def _growth(axis: Axes, metrics: Sequence[Metric]) -> None:
+    for metric in metrics:
+        axis.plot(range(len(metric.series)), metric.series, marker="o", label=metric.name)
+        axis.axhline(metric.target or 0.0, color=_LIMIT, linewidth=1.0, linestyle="--")
+    axis.legend(fontsize=8)
+    axis.set_ylabel("MB", fontsize=8)
+    axis.grid(color="#dddddd")

@@ -1,0 +1,169 @@
+"""Keys: what is one, and exists, delete, delete_batch, keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support import run_script
+
+import torchstore_core as ts
+
+ODD = [
+    " ",
+    "\x00",
+    "\n",
+    "a\x00b",
+    "/",
+    "//",
+    "../../etc/passwd",
+    "*",
+    "%s{}",
+    "ключ",
+    "鍵",
+    "🦊🦊",
+    "e\u0301",
+    "\u00e9",
+    "\U0010ffff",
+    "\ufeff",
+    "k" * 4096,
+    "🦊" * 4096,
+]
+
+
+async def test_odd_keys_are_keys(shared):
+    refs = await ts.put_batch({key: at for at, key in enumerate(ODD)})
+    assert list(refs) == ODD
+    assert await ts.keys() == sorted(ODD)
+    for at, key in enumerate(ODD):
+        assert await ts.get(key) == at
+        assert await ts.get(refs[key]) == at
+        assert await ts.exists(key)
+        assert (await ts.stat(key)).key == key
+        assert await ts.wait(key) == {key: refs[key]}
+    await ts.put(ODD[-1], torch.arange(300_000))
+    assert torch.equal(await ts.get(ODD[-1]), torch.arange(300_000))
+    assert await ts.delete_batch(ODD) == len(ODD)
+
+
+BAD = {"empty": "", "too long": "k" * 4097, "bytes": b"k", "none": None, "int": 5, "tuple": ("k",)}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_keys_are_refused_everywhere(shared, name):
+    key = BAD[name]
+    for attempt in (
+        ts.put(key, 1),
+        ts.put_batch({"fine": 1, key: 1}),
+        ts.get(key),
+        ts.get(ts.Request(key)),
+        ts.get_batch([key]),
+        ts.get_batch({key: None}),
+        ts.delete(key),
+        ts.delete_batch([key]),
+        ts.exists(key),
+        ts.stat(key),
+        ts.wait([key]),
+    ):
+        with pytest.raises(ts.UnsupportedValueError, match=r"a key is a str of 1 to 4096"):
+            await attempt
+    assert await ts.keys() == []
+
+
+async def test_keys_that_are_no_unicode_are_a_typed_error(shared):
+    await ts.put("k", 1)
+    for attempt in (
+        ts.put("\ud800", 1),
+        ts.get("\ud800"),
+        ts.exists("\ud800"),
+        ts.delete("\ud800"),
+        ts.keys("\ud800"),
+        ts.put_batch({"large": torch.ones(1 << 20), "\udfff": 1}),
+    ):
+        with pytest.raises(ts.TorchStoreError, match="Unicode"):
+            await attempt
+    assert await ts.keys() == ["k"]
+    assert (await ts.status()).volumes[0].unfinished_bytes == 0
+
+
+async def test_one_str_is_not_a_list_of_keys(shared):
+    await ts.put_batch({"a": 1, "b": 2})
+    with pytest.raises(ts.UnsupportedValueError, match="one str"):
+        await ts.delete_batch("ab")
+    assert await ts.keys() == ["a", "b"]
+
+
+async def test_exists(shared):
+    assert await ts.exists("k") is False
+    await ts.put("k", None)
+    assert await ts.exists("k") is True
+    assert await ts.exists("K") is False
+    await ts.delete("k")
+    assert await ts.exists("k") is False
+
+
+@pytest.mark.parametrize("value", [1, torch.ones(300_000)], ids=["small", "large"])
+async def test_delete(shared, value):
+    await ts.put_batch({"k": value, "other": value})
+    assert await ts.delete("k") is None
+    with pytest.raises(ts.KeyNotFoundError, match="'k'"):
+        await ts.get("k")
+    with pytest.raises(ts.KeyNotFoundError, match="'k'"):
+        await ts.stat("k")
+    with pytest.raises(ts.KeyNotFoundError) as caught:
+        await ts.delete("k")
+    assert caught.value.key == "k"
+    assert caught.value.details["missing"] == ["k"]
+    assert await ts.keys() == ["other"]
+
+
+async def test_delete_batch_ignores_what_is_missing(shared):
+    await ts.put_batch({"a": 1, "b": 2, "c": 3})
+    assert await ts.delete_batch(["a", "never there", "c", "a"]) == 2
+    assert await ts.delete_batch(["a", "c"]) == 0
+    assert await ts.delete_batch([]) == 0
+    assert await ts.delete_batch(key for key in ("b",)) == 1
+    assert await ts.keys() == []
+
+
+NAMES = ["a", "a.", "a.b", "a/b", "a/b/c", "ab", "b", "A", "a*", "a%", "ä", "a\u0308", "aa" * 9]
+PREFIXES = ["", "a", "a/", "a/b", "a.", ".", "*", "a*", "a.*", "%", "A", "ä", "a\u0308", "c", " "]
+
+
+@pytest.mark.parametrize("prefix", [*PREFIXES, "a" * 5000, "\x00"], ids=ascii)
+async def test_keys_are_as_startswith_sorted(shared, prefix):
+    await ts.put_batch(dict.fromkeys(reversed(NAMES), 0))
+    assert await ts.keys(prefix) == sorted(key for key in NAMES if key.startswith(prefix))
+    assert await ts.keys(prefix=prefix) == await ts.keys(prefix)
+
+
+async def test_all_keys(shared):
+    assert await ts.keys() == []
+    await ts.put_batch(dict.fromkeys(reversed(NAMES), 0))
+    assert await ts.keys() == await ts.keys(None) == await ts.keys("") == sorted(NAMES)
+    for wrong in (5, b"a", ["a"]):
+        with pytest.raises(ts.UnsupportedValueError, match="prefix"):
+            await ts.keys(wrong)
+
+
+async def test_many_keys(shared):
+    names = [f"layers.{i}" for i in range(20_000)]
+    await ts.put_batch(dict.fromkeys(names, 0))
+    assert await ts.keys() == sorted(names)
+    assert len(await ts.keys("layers.19")) == 1 + 10 + 100 + 1000
+    assert await ts.delete_batch(names) == 20_000
+
+
+async def test_other_processes_see_the_same_keys(shared):
+    await ts.put_batch({"ключ/1": 1, "ключ/2": 2, "x": 3})
+    out = await run_script(
+        """
+        assert await ts.keys("ключ/") == ["ключ/1", "ключ/2"]
+        assert await ts.exists("x")
+        await ts.delete("x")
+        assert await ts.delete_batch(["ключ/1", "y"]) == 1
+        await ts.put("🦊", 4)
+        print("done")
+        """
+    )
+    assert out == "done\n"
+    assert await ts.keys() == ["ключ/2", "🦊"]

@@ -1,0 +1,154 @@
+"""``wait``: for keys, for versions, with an end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from tests.support import Script, until
+
+import torchstore_core as ts
+
+
+async def _waits(count: int) -> None:
+    """Until the server has seen ``count`` waits."""
+
+    async def seen() -> bool:
+        return (await ts.status()).operations.get("wait", 0) >= count
+
+    await until(seen)
+
+
+async def test_what_is_there_is_given_at_once(store):
+    refs = await ts.put_batch({"a": 1, "b": torch.ones(300_000)})
+    assert await ts.wait("a") == {"a": refs["a"]}
+    assert await ts.wait(["b", "a"]) == refs
+    assert list(await ts.wait(("b", "a"))) == ["b", "a"]
+    assert await ts.wait(["a", "a"]) == {"a": refs["a"]}
+    assert await ts.wait([]) == {}
+    assert await ts.wait("a", min_version=1) == {"a": refs["a"]}
+
+
+async def test_a_put_wakes_the_waiters(store):
+    waiting = [asyncio.create_task(ts.wait("k", timeout=30)) for _ in range(5)]
+    await _waits(5)
+    assert not any(task.done() for task in waiting)
+    ref = await ts.put("k", 1)
+    assert await asyncio.gather(*waiting) == [{"k": ref}] * 5
+
+
+async def test_all_keys_must_be_there(store):
+    task = asyncio.create_task(ts.wait(["a", "b", "c"], timeout=30))
+    await _waits(1)
+    await ts.put("a", 1)
+    await ts.put("c", 1)
+    # Its own answer would have come before this one's.
+    assert await ts.exists("c")
+    assert not task.done()
+    await ts.put("b", 1)
+    assert await task == {key: ts.ObjectRef(key, 1) for key in "abc"}
+
+
+async def test_a_batch_wakes_them_at_once(store):
+    task = asyncio.create_task(ts.wait(["a", "b"], timeout=30))
+    await _waits(1)
+    refs = await ts.put_batch({"b": torch.ones(300_000), "a": 2, "c": 3})
+    assert await task == {"a": refs["a"], "b": refs["b"]}
+
+
+async def test_min_version(store):
+    await ts.put("k", 1)
+    task = asyncio.create_task(ts.wait("k", min_version=3, timeout=30))
+    await _waits(1)
+    await ts.put("k", 2)
+    assert await ts.exists("k")
+    assert not task.done()
+    third = await ts.put("k", 3)
+    assert await task == {"k": third}
+    assert third.version == 3
+    # A later version is as good; min_version is for every key.
+    await ts.put("k", 4)
+    assert await ts.wait("k", min_version=3) == {"k": ts.ObjectRef("k", 4)}
+    await ts.put("other", 1)
+    with pytest.raises(ts.StoreTimeoutError):
+        await ts.wait(["k", "other"], min_version=3, timeout=0.05)
+    for wrong in ("3", 2.0):
+        with pytest.raises(ts.UnsupportedValueError, match="min_version"):
+            await ts.wait("k", min_version=wrong)
+
+
+async def test_a_deleted_key_is_not_there(store):
+    ref = await ts.put("k", 1)
+    await ts.delete("k")
+    task = asyncio.create_task(ts.wait("k", timeout=30))
+    await _waits(1)
+    assert not task.done()
+    again = await ts.put("k", 2)
+    assert await task == {"k": again}
+    assert again.version > ref.version
+
+
+async def test_timeout(store):
+    start = time.monotonic()
+    with pytest.raises(ts.StoreTimeoutError, match=r"0\.2 s.*'never'") as caught:
+        await ts.wait(["never", "nor this"], timeout=0.2)
+    assert 0.2 <= time.monotonic() - start < 5
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.key == "never"
+    with pytest.raises(ts.StoreTimeoutError, match=r"version 7 or newer: 'never'"):
+        await ts.wait("never", min_version=7, timeout=0.05)
+    # Nobody waits for it any more, and the store goes on.
+    ref = await ts.put("never", 1)
+    assert await ts.wait("never") == {"never": ref}
+
+
+async def test_the_default_timeout_holds_and_is_named(store):
+    client = await ts.connect(await ts.address(), store_name="impatient", timeout=0.2)
+    try:
+        with pytest.raises(ts.StoreTimeoutError, match=r"within 0\.2 s"):
+            await client.wait("never")
+    finally:
+        await ts.shutdown("impatient")
+
+
+async def test_a_cancelled_wait_leaves_no_trace(store):
+    task = asyncio.create_task(ts.wait("k", timeout=30))
+    await _waits(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    ref = await ts.put("k", 1)
+    assert await ts.wait("k", timeout=5) == {"k": ref}
+
+
+async def test_woken_by_another_process(store):
+    with Script(
+        """
+        await ts.wait("question", timeout=50)
+        number = await ts.get("question")
+        await ts.put("answer", torch.full((300_000,), number + 1))
+        """
+    ) as script:
+        waiting = asyncio.create_task(ts.wait("answer", timeout=50))
+        await _waits(2)  # this one, and the script's
+        await ts.put("question", 41)
+        refs = await waiting
+        assert torch.equal(await ts.get(refs["answer"]), torch.full((300_000,), 42))
+        await script.output()
+
+
+async def test_many_waiters_with_different_wishes(store):
+    tasks = [
+        asyncio.create_task(ts.wait(f"k{i % 10}", min_version=1 + i // 10, timeout=30))
+        for i in range(100)
+    ]
+    await _waits(100)
+    for version in range(1, 11):
+        for key in range(10):
+            await ts.put(f"k{key}", version)
+    for i, task in enumerate(tasks):
+        ((key, ref),) = (await task).items()
+        assert key == f"k{i % 10}"
+        assert ref.version >= 1 + i // 10

@@ -1,0 +1,196 @@
+"""Forked children: a connection of their own, and inherited zero-copy tensors that stay intact."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+
+import torch
+from tests.reliability import children
+from tests.reliability.harness import (
+    MB,
+    Account,
+    Child,
+    account,
+    fds,
+    is_running,
+    kill,
+    settled,
+)
+from tests.support import running_store, until
+
+import torchstore_core as ts
+
+VALUE = 8 * MB
+
+
+def full_of(number: int) -> torch.Tensor:
+    return torch.full((VALUE,), number, dtype=torch.uint8)
+
+
+async def fill_up() -> list[str]:
+    """Put until the store is full; the keys."""
+    keys: list[str] = []
+    while True:
+        key = f"more {len(keys)}"
+        try:
+            await ts.put(key, full_of(100 + len(keys)))
+        except ts.StoreFullError:
+            return keys
+        keys.append(key)
+
+
+async def ask(pipe: Connection, message: str) -> object:
+    """Tell a process something and return its answer."""
+    pipe.send(message)
+    assert await asyncio.to_thread(pipe.poll, 20), "no answer"
+    return pipe.recv()
+
+
+async def test_a_forked_child_has_a_connection_of_its_own():
+    async with running_store():
+        await ts.put("a", full_of(7))
+        held = await ts.get("a")
+        before = fds()
+        with Child(children.inherit, [held], start="fork") as child:
+            for _ in range(2):
+                child.tell("own")
+                assert await child.said() == (7, sorted([os.getpid(), child.pid]))
+            child.tell("write")
+            assert await child.said() == "written"
+            # Nobody else saw it.
+            assert children.uniform(held) == 7
+            assert children.uniform(await ts.get("a")) == 7
+            # The parent's connection still works, both ways.
+            await ts.put("a", full_of(8))
+            child.tell("own")
+            assert (await child.said())[0] == 8
+            child.tell("end")
+            assert await child.ended() == 0
+        await settled(Account(1, 2 * VALUE, VALUE))
+        del held
+        await settled(Account(1, VALUE))
+        await until(lambda: fds() == before)
+
+
+async def test_inherited_tensors_outlive_the_parents_in_a_full_store():
+    async with running_store(capacity=6 * VALUE):
+        await ts.put_batch({"a": full_of(7), "b": full_of(8)})
+        got = await ts.get_batch(["a", "b"])
+        with Child(children.inherit, [got["a"], got["b"]], start="fork") as child:
+            child.tell("check")
+            assert await child.said() == [7, 8]
+            del got
+            await ts.put("a", full_of(9))
+            await ts.delete("b")
+            keys = await fill_up()
+            assert len(keys) == 3
+            child.tell("check")
+            assert await child.said() == [7, 8]
+            assert await account() == Account(1, 6 * VALUE, 2 * VALUE)
+            for number, key in enumerate(keys):
+                assert children.uniform(await ts.get(key)) == 100 + number
+            child.kill()
+        await settled(Account(1, 4 * VALUE))
+        assert len(await fill_up()) == 5
+
+
+async def test_tensors_that_the_parent_keeps_stay_leased_when_the_child_ends():
+    async with running_store(capacity=4 * VALUE):
+        await ts.put("a", full_of(7))
+        held = await ts.get("a")
+        with Child(children.inherit, [held], start="fork") as child:
+            child.tell("end")
+            await child.ended()
+        await ts.delete("a")
+        assert len(await fill_up()) == 3
+        assert children.uniform(held) == 7
+
+
+async def test_inherited_tensors_outlive_a_killed_parent():
+    async with running_store(capacity=4 * VALUE) as client:
+        await ts.put("a", full_of(7))
+        mine, theirs = multiprocessing.Pipe()
+        with (
+            mine,
+            Child(children.fork_with_tensors, client.address, VALUE, theirs) as parent,
+        ):
+            theirs.close()
+            forked = await parent.said()
+            try:
+                parent.kill()
+                assert await ask(mine, "check") == [7]
+                # Another generation, and the one in between is killed too.
+                forked_again = await ask(mine, "fork")
+                assert isinstance(forked_again, int)
+                kill(forked)
+                forked = forked_again
+                await ts.delete("a")
+                assert len(await fill_up()) == 3
+                assert await ask(mine, "check") == [7]
+                assert (await account()).leased == VALUE
+            finally:
+                kill(forked)
+        await settled(Account(1, 3 * VALUE))
+        assert len(await fill_up()) == 4
+
+
+async def test_inherited_tensors_outlive_the_store():
+    mine, theirs = multiprocessing.Pipe()
+    with mine, Child(children.fork_with_tensors, None, VALUE, theirs) as owner:
+        theirs.close()
+        forked = await owner.said()
+        try:
+            own = await ask(mine, "own")
+            assert own == (7, sorted([owner.pid, forked]))
+            owner.kill()
+            assert await ask(mine, "check") == [7]
+
+            async def closed() -> bool:
+                return not await ask(mine, "still open?")
+
+            await until(closed)
+            assert await ask(mine, "check") == [7]
+        finally:
+            kill(forked)
+        await until(lambda: not is_running(forked))
+
+
+async def test_many_forks_leave_nothing_behind():
+    async with running_store(capacity=4 * VALUE):
+        await ts.put("a", full_of(7))
+        held = await ts.get("a")
+        before = fds()
+        for _ in range(30):
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            os.waitpid(pid, 0)
+        await until(lambda: fds() == before)
+        assert children.uniform(held) == 7
+        del held
+        await settled(Account(1, VALUE))
+
+
+async def test_a_fork_in_the_middle_of_a_put():
+    async with running_store(capacity=96 * MB):
+        await ts.put("a", full_of(7))
+        held = await ts.get("a")
+        large = torch.full((64 * MB,), 3, dtype=torch.uint8)
+        put = asyncio.ensure_future(ts.put("large", large))
+
+        async def copying() -> bool:
+            return (await account()).unfinished > 0
+
+        await until(copying)
+        with Child(children.inherit, [held], start="fork") as child:
+            child.tell("own")
+            assert (await child.said())[0] == 7
+            await put
+            assert children.uniform(await ts.get("large")) == 3
+            child.tell("check")
+            assert await child.said() == [7]
+        del held
+        await settled(Account(1, 64 * MB + VALUE))

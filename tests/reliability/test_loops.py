@@ -1,0 +1,278 @@
+"""Many event loops: in threads at once, one after the other, of both kinds, and abandoned."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tests.reliability import children
+from tests.reliability.harness import MB, Account, account, fds, settled
+from tests.support import SMALL, until
+
+import torchstore_core as ts
+
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+
+
+def _uvloop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+needs_uvloop = pytest.mark.skipif(
+    importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed"
+)
+LOOPS = [
+    pytest.param(asyncio.new_event_loop, id="asyncio"),
+    pytest.param(_uvloop, id="uvloop", marks=needs_uvloop),
+]
+
+
+@pytest.fixture(autouse=True)
+def _store() -> Iterator[None]:
+    """A store that no event loop of the test has started."""
+    asyncio.run(ts.initialize(**SMALL))
+    try:
+        yield
+    finally:
+        asyncio.run(ts.shutdown())
+
+
+async def lanes() -> int:
+    """Lanes of this process at the server."""
+    status = await ts.status()
+    return sum(session.lanes for session in status.sessions)
+
+
+def run(main: Callable[[], object], new_loop: NewLoop = asyncio.new_event_loop) -> object:
+    """``asyncio.run``, on a loop of the given kind."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(main())
+
+
+# ---- one after the other ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_repeated_runs_leave_nothing_behind(new_loop: NewLoop):
+    async def use() -> None:
+        await ts.put("a", torch.full((MB,), 3, dtype=torch.uint8))
+        assert (await ts.get("a"))[-1] == 3
+        mine = torch.empty(MB, dtype=torch.uint8)
+        assert (await ts.get("a", mine))[-1] == 3
+
+    run(use, new_loop)
+    before = run(open_fds, new_loop)
+    threads = threading.active_count()
+    for _ in range(200):
+        run(use, new_loop)
+    assert run(open_fds, new_loop) <= before
+    assert threading.active_count() <= threads
+    # This run's, and the last one's until its end is noticed.
+    assert run(lanes, new_loop) <= 2
+    run(lambda: settled(Account(1, MB)), new_loop)
+
+
+def test_tensors_outlive_their_loop():
+    async def get() -> torch.Tensor:
+        await ts.put("a", torch.full((MB,), 3, dtype=torch.uint8))
+        return await ts.get("a")
+
+    async def overwrite() -> None:
+        for number in range(4, 10):
+            await ts.put("a", torch.full((MB,), number, dtype=torch.uint8))
+
+    tensor = asyncio.run(get())
+    asyncio.run(overwrite())
+    assert children.uniform(tensor) == 3
+    assert asyncio.run(account()) == Account(1, 2 * MB, MB)
+    del tensor  # no event loop is there to notice
+    asyncio.run(settled(Account(1, MB)))
+
+
+# ---- at once ------------------------------------------------------------------------------
+
+
+def test_loops_in_threads_at_once():
+    kinds = [asyncio.new_event_loop] * 3
+    if importlib.util.find_spec("uvloop") is not None:
+        kinds += [_uvloop] * 3
+    start = threading.Barrier(len(kinds))
+    asyncio.run(ts.put("shared", torch.zeros(MB, dtype=torch.uint8)))
+
+    async def work(number: int) -> int:
+        mine = torch.full((MB,), number, dtype=torch.uint8)
+        small = torch.full((64,), number, dtype=torch.uint8)
+        held: list[torch.Tensor] = []
+        for turn in range(20):
+            await ts.put_batch({f"{number}": mine, f"{number} small": small, f"{number} o": number})
+            got = await ts.get_batch([f"{number}", f"{number} small", f"{number} o", "shared"])
+            assert children.uniform(got[f"{number}"]) == number
+            assert children.uniform(got[f"{number} small"]) == number
+            assert got[f"{number} o"] == number
+            children.uniform(got["shared"])
+            held = [*held[-3:], got[f"{number}"]]
+            tensor = torch.empty(MB, dtype=torch.uint8)
+            await asyncio.gather(ts.get(f"{number}", tensor), ts.put("shared", mine))
+            assert children.uniform(tensor) == number
+            await ts.wait("shared", min_version=turn)
+        assert all(children.uniform(tensor) == number for tensor in held)
+        return number
+
+    def one_thread(number: int) -> list[int]:
+        start.wait(10)
+        # Loops come and go while those of other threads run.
+        return [run(lambda: work(number), kinds[number]) for _ in range(3)]  # type: ignore[misc]
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        results = list(pool.map(one_thread, range(len(kinds))))
+    assert results == [[number] * 3 for number in range(len(kinds))]
+    gc.collect()
+
+    async def quiet() -> bool:
+        seen = await account()
+        return seen.sessions == 1 and seen.leased == seen.unfinished == 0 and await lanes() <= 2
+
+    asyncio.run(until(quiet))
+
+
+def test_threads_join_at_once():
+    """The first use of a store, by many loops at the same moment, makes one session."""
+    asyncio.run(ts.put("a", 1))
+    before = asyncio.run(open_fds())
+    start = threading.Barrier(8)
+
+    def one_thread() -> object:
+        start.wait(10)
+        return asyncio.run(ts.get("a"))
+
+    for _ in range(5):
+        asyncio.run(ts.reset_client())
+        with ThreadPoolExecutor(8) as pool:
+            assert [f.result(20) for f in [pool.submit(one_thread) for _ in range(8)]] == [1] * 8
+
+        async def quiet() -> bool:
+            return (await account()).sessions == 1 and await open_fds() <= before
+
+        asyncio.run(until(quiet))
+
+
+async def open_fds() -> int:
+    """Open descriptors of this process while a loop with a lane of its own runs."""
+    await ts.exists("a")
+    return fds()
+
+
+def test_a_wait_in_one_thread_ends_with_a_put_in_another():
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(asyncio.run, ts.wait("later", timeout=20))
+        asyncio.run(until(lambda: waiters(1)))
+        ref = asyncio.run(ts.put("later", 1))
+        assert waiting.result(5) == {"later": ref}
+
+
+async def waiters(expected: int) -> bool:
+    return (await ts.status()).operations.get("Wait", 0) >= expected
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize("end", [ts.shutdown, ts.reset_client])
+def test_ending_in_one_thread_ends_the_calls_of_another(
+    end: Callable[[], object], new_loop: NewLoop
+):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(run, lambda: ts.wait("never", timeout=20), new_loop)
+        asyncio.run(until(lambda: waiters(1)))
+        begun = time.monotonic()
+        asyncio.run(end())  # type: ignore[arg-type]
+        with pytest.raises(ts.StoreClosedError):
+            waiting.result(20)
+        assert time.monotonic() - begun < 5
+
+
+# ---- abandoned ----------------------------------------------------------------------------
+
+
+LARGE = 48 * MB
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.003, 0.01])
+def test_a_run_that_ends_in_the_middle_of_calls_leaves_nothing_behind(
+    new_loop: NewLoop, seconds: float
+):
+    asyncio.run(ts.put("a", torch.full((LARGE,), 3, dtype=torch.uint8)))
+    mine = torch.empty(LARGE, dtype=torch.uint8)
+
+    async def begin() -> None:
+        calls = [
+            ts.put("a", torch.full((LARGE,), 4, dtype=torch.uint8)),
+            ts.put_batch({"b": torch.zeros(LARGE, dtype=torch.uint8), "c": 1}),
+            ts.get("a", mine),
+            ts.get("a"),
+            ts.wait("never"),
+        ]
+        tasks.extend(asyncio.ensure_future(call) for call in calls)
+        await asyncio.sleep(seconds)
+
+    tasks: list[asyncio.Future[object]] = []
+    before = asyncio.run(open_fds())
+    run(begin, new_loop)
+    assert any(task.cancelled() for task in tasks)
+    tasks.clear()
+    asyncio.run(_as_before(before))
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.003, 0.01])
+def test_a_loop_that_is_closed_in_the_middle_of_calls_leaves_nothing_behind(
+    new_loop: NewLoop, seconds: float, caplog: pytest.LogCaptureFixture
+):
+    """No cancellation: the tasks are destroyed while they are pending."""
+    asyncio.run(ts.put("a", torch.full((LARGE,), 3, dtype=torch.uint8)))
+    before = asyncio.run(open_fds())
+
+    def begin() -> None:
+        loop = new_loop()
+        calls = [
+            ts.put("a", torch.full((LARGE,), 4, dtype=torch.uint8)),
+            ts.put_batch({"b": torch.zeros(LARGE, dtype=torch.uint8), "c": 1}),
+            ts.get("a", torch.empty(LARGE, dtype=torch.uint8)),
+            ts.get("a"),
+            ts.wait("never"),
+        ]
+        tasks = [loop.create_task(call) for call in calls]  # type: ignore[arg-type]
+        loop.run_until_complete(asyncio.sleep(seconds))
+        assert not all(task.done() for task in tasks)
+        loop.close()
+
+    begin()
+    asyncio.run(_as_before(before))
+    caplog.clear()
+
+
+async def _as_before(fds_before: int) -> None:
+    """Nothing unfinished, nothing leased, no descriptor more; ``a`` is whole."""
+
+    async def quiet() -> bool:
+        gc.collect()
+        seen = await account()
+        found = await ts.delete_batch(["b", "c"])
+        return (
+            (seen.sessions, seen.used, seen.leased, seen.unfinished) == (1, LARGE, 0, 0)
+            and not found
+            and await lanes() <= 2
+            and await open_fds() <= fds_before
+        )
+
+    await until(quiet, 3)
+    assert children.uniform(await ts.get("a")) in (3, 4)
+    await ts.put("a", torch.zeros(LARGE, dtype=torch.uint8))

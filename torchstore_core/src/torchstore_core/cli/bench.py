@@ -1,0 +1,246 @@
+"""``torchstore bench``: a short measurement beside this machine's floors. The full one is
+``make bench`` in the repository.
+
+A large value is put here and got by a second process, which checks every byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from torchstore_core import api, copying
+from torchstore_core.cli.bench_peer import Job, Measured, pattern
+from torchstore_core.cli.connecting import given_address
+from torchstore_core.cli.reports import BenchReport, Floors, Large, Small
+from torchstore_core.client_side.client import Client
+from torchstore_core.errors import ObjectLostError, StoreTimeoutError, TorchStoreError
+from torchstore_core.server.memory import open_memory
+from torchstore_core.virtual_memory import map_shared, unmap
+
+__all__ = ["measure"]
+
+T = TypeVar("T")
+
+_STORE_NAME = "torchstore-bench"
+_ROUNDS = 5
+_SMALL_BYTES = 1024
+_SMALL_ROUNDS = 1000
+_ECHO_BYTES = 185  # about a small put's frame
+_ECHO_ROUNDS = 2000
+_PEER_TIMEOUT_S = 60.0
+_WARM_S = 15.0
+
+
+async def measure(address: str | None, timeout: float, nbytes: int) -> BenchReport:
+    """Measure in the store that ``address`` names, or (None) in one that ends with this call.
+
+    Args:
+        address: of the option; the environment's is left alone.
+        timeout: seconds, of each operation.
+        nbytes: of the large value, rounded down to elements of 4 bytes, at least one.
+
+    Raises:
+        ObjectLostError: the other process got other bytes.
+        StoreFullError: the store has no room for the value twice.
+    """
+    elements = max(nbytes // 4, 1)
+    large = pattern(elements, 0)
+    where = given_address(address) if address else None
+    if where is not None:
+        client = await api.connect(where, store_name=_STORE_NAME, timeout=timeout)
+    else:
+        room = 2 * large.nbytes + (16 << 20)  # an overwrite holds the old version and the new
+        client = await api.initialize(
+            store_name=_STORE_NAME, capacity=room + (64 << 20), prefault=room, timeout=timeout
+        )
+    keys = f"torchstore-bench/{os.getpid()}/"
+    job = Job(client.address, f"{keys}large", elements, _ROUNDS, _ROUNDS, timeout)
+    try:
+        if where is None:
+            await _warm(client, room)
+        with _peer(job) as (process, echo):
+            await _answer(process, bool)
+            warm, cold = await _copy_floors(large)
+            floors = Floors(warm, cold, _echo(echo))
+            small = await _small(client, f"{keys}small")
+            first, again = await _put(client, job, large)
+            measured = await _answer(process, Measured, ask=True)
+    finally:
+        with contextlib.suppress(TorchStoreError):
+            await client.delete_batch(await client.keys(keys))
+        await api.shutdown(_STORE_NAME)
+    if not measured.same:
+        raise ObjectLostError(
+            f"another process got other bytes than were put under {job.key!r}: please report this",
+            key=job.key,
+        )
+    return BenchReport(
+        address=where,
+        verified=True,
+        copy_threads=copying.copy_threads(),
+        floors=floors,
+        small=small,
+        large=Large(large.nbytes, first, again, measured.in_place_s, measured.zero_copy_s),
+        ratios={
+            "first_put": floors.warm_copy_s / first,
+            "put": floors.warm_copy_s / again,
+            "get_in_place": floors.warm_copy_s / measured.in_place_s,
+            "small_put_p50": small.put_p50_s / floors.echo_s,
+            "small_get_p50": small.get_p50_s / floors.echo_s,
+        },
+    )
+
+
+async def _warm(client: Client, nbytes: int) -> None:
+    """Wait for the background prefault, so that the first put shows what it is good for."""
+    deadline = time.monotonic() + _WARM_S
+    while sum(v.warm_bytes for v in (await client.status()).volumes) < nbytes:
+        if time.monotonic() > deadline:
+            return  # the first put then shows it
+        await asyncio.sleep(0.01)
+
+
+async def _timed(action: Callable[[], Awaitable[object]]) -> float:
+    start = time.perf_counter()
+    await action()
+    return time.perf_counter() - start
+
+
+async def _put(client: Client, job: Job, value: torch.Tensor) -> tuple[float, float]:
+    """Seconds of the first put and of the best later one; ``value`` ends as the job's version."""
+    seconds: list[float] = []
+    for _ in range(job.version):
+        value.add_(1)
+        seconds.append(await _timed(lambda: client.put(job.key, value)))
+    return seconds[0], min(seconds[1:])
+
+
+async def _small(client: Client, key: str) -> Small:
+    value = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
+    puts = [await _timed(lambda: client.put(key, value)) for _ in range(_SMALL_ROUNDS)]
+    gets = [await _timed(lambda: client.get(key)) for _ in range(_SMALL_ROUNDS)]
+    return Small(_SMALL_BYTES, *_percentiles(puts), *_percentiles(gets))
+
+
+def _percentiles(seconds: list[float]) -> tuple[float, float]:
+    cuts = statistics.quantiles(seconds, n=100)
+    return cuts[49], cuts[98]
+
+
+# ---- floors -------------------------------------------------------------------------------
+
+
+async def _copy_floors(source: torch.Tensor) -> tuple[float, float]:
+    """Seconds of the best copy into warm and into never touched memory, by the copy threads."""
+    nbytes = source.nbytes
+    warm = torch.zeros_like(source)
+    best = [
+        min([await _copy(warm.data_ptr(), source, plain=plain) for _ in range(_ROUNDS)])
+        for plain in (False, True)
+    ]
+    cold: list[float] = []
+    for _ in range(2):
+        fd = open_memory("bench", nbytes)
+        address = map_shared(fd, nbytes)
+        os.close(fd)
+        try:
+            cold.append(await _copy(address, source, plain=False))
+        finally:
+            unmap(address, nbytes)
+    return min(best), min(cold)
+
+
+async def _copy(destination: int, source: torch.Tensor, *, plain: bool) -> float:
+    """Seconds; ``plain``: with memmove, else past the cache where that is compiled in."""
+
+    def task(chunk: list[copying.Piece]) -> None:
+        if plain:
+            for to, start, nbytes in chunk:
+                ctypes.memmove(to, start, nbytes)
+        else:
+            copying.copy_pieces(chunk, stream=source.nbytes >= copying.STREAM_MIN)
+
+    chunks = copying.plan([(destination, source.data_ptr(), source.nbytes)])
+    tasks = [lambda chunk=chunk: task(chunk) for chunk in chunks]
+    return await _timed(lambda: copying.run(tasks, source.nbytes))
+
+
+def _echo(sock: socket.socket) -> float:
+    """Seconds, median, of one message to the other process and back over a Unix socket."""
+    message = bytes(_ECHO_BYTES)
+    seconds: list[float] = []
+    for _ in range(_ECHO_ROUNDS):
+        start = time.perf_counter()
+        sock.sendall(message)
+        left = _ECHO_BYTES
+        while left:
+            got = len(sock.recv(left))
+            if not got:
+                raise ObjectLostError("the reading process ended early; its error is above")
+            left -= got
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+# ---- the other process --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _peer(job: Job) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """The reading process, and a socket on which it echoes. It ends with its standard input."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        argument = msgspec.json.encode(job).decode()
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "torchstore_core.cli.bench_peer",
+                argument,
+                str(theirs.fileno()),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        with process:
+            try:
+                yield process, ours
+            except BaseException:
+                process.kill()
+                raise
+
+
+async def _answer(process: subprocess.Popen[bytes], kind: type[T], *, ask: bool = False) -> T:
+    """The other process's next line, once it was asked for it."""
+    if ask and process.stdin is not None:
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    stream = process.stdout
+    if stream is None:
+        raise StoreTimeoutError("the reading process has no output")
+    try:
+        line = await asyncio.wait_for(asyncio.to_thread(stream.readline), _PEER_TIMEOUT_S)
+    except TimeoutError as error:
+        raise StoreTimeoutError(
+            f"the reading process did not answer within {_PEER_TIMEOUT_S:.0f} s"
+        ) from error
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.DecodeError as error:
+        raise ObjectLostError("the reading process ended early; its error is above") from error
