@@ -7,6 +7,7 @@ it closes. Imports no torch.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -47,6 +48,20 @@ def kinds() -> list[str]:
 def new_loop(kind: str) -> asyncio.AbstractEventLoop:
     """A fresh event loop, ``asyncio`` or ``uvloop``."""
     return uvloop.new_event_loop() if kind == UVLOOP else asyncio.SelectorEventLoop()
+
+
+def two_cpus() -> tuple[int, int] | None:
+    """Two CPUs of this process that are not siblings on one core, if it may choose."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    first, *others = sorted(os.sched_getaffinity(0))
+    try:
+        path = Path(f"/sys/devices/system/cpu/cpu{first}/topology/thread_siblings_list")
+        siblings = {int(n) for n in path.read_text().replace("-", ",").split(",")}
+    except (OSError, ValueError):
+        siblings = set()
+    others.sort(key=lambda cpu: cpu in siblings)
+    return (first, others[0]) if others else None
 
 
 class _Far(asyncio.Protocol):
@@ -99,6 +114,7 @@ class Echo:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
+        self.pid = self._far.pid
         self._socket.settimeout(30)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.measure: Callable[[int], list[float]] = self._raw

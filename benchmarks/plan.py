@@ -8,6 +8,7 @@ from typing import Any
 
 import workload
 from crew import Crew, Peer
+from results import Metric
 
 MIB = 1 << 20
 #: Floors are copies of at most this many bytes, however large the set is.
@@ -29,6 +30,7 @@ class Bench:
     progress: Callable[[int, int, str], None] = lambda done, total, what: None
     wrong: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    floors: list[Metric] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

@@ -21,9 +21,9 @@ def plot(metrics: Sequence[Metric], report: dict[str, Any], path: Path) -> None:
     """Write the picture of a run."""
     panels = [
         (_beside_floors, [m for m in metrics if m.unit == "GB/s"], "GB/s (longer is better)"),
-        (_beside_floors, [m for m in metrics if m.unit == "µs"], "µs (shorter is better)"),
+        (_latencies, [m for m in metrics if m.unit == "µs"], "µs, logarithmic (shorter is better)"),
         (_against_limits, [m for m in metrics if m.target and not m.series], "share of its limit"),
-        (_growth, [m for m in metrics if m.series and m.unit == "MB"], "RSS growth, MB"),
+        (_growth, [m for m in metrics if m.series and m.unit == "MB"], "tenths of all cycles"),
     ]
     panels = [panel for panel in panels if panel[1]]
     if not panels:
@@ -72,7 +72,7 @@ def _beside_floors(axis: Axes, metrics: Sequence[Metric]) -> None:
     for place, metric in enumerate(metrics):
         for at, one in enumerate(metric.comparisons):
             color = _OTHER if at else _STRICT
-            label = ("its other floors" if at else "its first floor") + ", same rounds"
+            label = ("other floors" if at else "strictest floor") + " of the same rounds"
             axis.plot(
                 [statistics.median(one.values)] * 2,
                 [place - 0.38, place + 0.38],
@@ -83,7 +83,12 @@ def _beside_floors(axis: Axes, metrics: Sequence[Metric]) -> None:
             )
             seen.add(label)
     if seen:
-        axis.legend(fontsize=7, loc="lower right", framealpha=0.9)
+        axis.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+
+
+def _latencies(axis: Axes, metrics: Sequence[Metric]) -> None:
+    axis.set_xscale("log")
+    _beside_floors(axis, metrics)
 
 
 def _against_limits(axis: Axes, metrics: Sequence[Metric]) -> None:
@@ -101,5 +106,5 @@ def _growth(axis: Axes, metrics: Sequence[Metric]) -> None:
         axis.plot(range(len(metric.series)), metric.series, marker="o", label=metric.name)
         axis.axhline(metric.target or 0.0, color=_LIMIT, linewidth=1.0, linestyle="--")
     axis.legend(fontsize=8)
-    axis.set_ylabel("MB", fontsize=8)
+    axis.set_ylabel("RSS growth, MB", fontsize=8)
     axis.grid(color="#dddddd")

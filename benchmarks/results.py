@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,10 +79,20 @@ class Metric:
 
     @property
     def ok(self) -> bool | None:
-        """Whether all its targets are met; None without any."""
+        """Whether its targets are met, all floors counted, so the strictest too; None without."""
+        return self._judge(all)
+
+    @property
+    def ok_plain(self) -> bool | None:
+        """Whether its own target is met, and that against one floor at least; None without."""
+        return self._judge(any)
+
+    def _judge(self, how: Callable[[list[bool]], bool]) -> bool | None:
         mine = _meets(statistics.median(self.values), self.target, True)
-        verdicts = [v for v in (mine, *(c.ok for c in self.comparisons)) if v is not None]
-        return all(verdicts) if verdicts else None
+        others = [c.ok for c in self.comparisons if c.ok is not None]
+        if mine is None and not others:
+            return None
+        return mine is not False and (not others or how(others))
 
     def against(
         self, floor: str, values: Sequence[float], target: float | None, *, at_most: bool
@@ -104,6 +114,7 @@ class Metric:
             "note": self.note,
             "series": self.series,
             "ok": self.ok,
+            "ok_plain": self.ok_plain,
         }
 
 
@@ -133,9 +144,22 @@ def _range(values: Sequence[float], text: str) -> str:
     return f"{text.format(min(values))} – {text.format(max(values))}"
 
 
+def floors_table(floors: Sequence[Metric]) -> Table:
+    """All floors of the run, those that no measure is compared with included."""
+    made = Table(title="floors of this run", title_style="bold", header_style="bold")
+    for name in ("floor", "median", "min – max", "in the rounds of"):
+        made.add_column(name, justify="right" if name.startswith("m") else "left")
+    for at, floor in enumerate(floors):
+        if at and floor.scenario != floors[at - 1].scenario:
+            made.add_section()
+        middle = f"{_number(statistics.median(floor.values), floor.unit)} {floor.unit}"
+        made.add_row(floor.name, middle, _range(floor.values, _FORMATS[floor.unit]), floor.scenario)
+    return made
+
+
 def table(metrics: Sequence[Metric], title: str) -> Table:
     """One line for each measure and floor."""
-    made = Table(title=title, title_style="bold", header_style="bold", row_styles=["", "on grey7"])
+    made = Table(title=title, title_style="bold", header_style="bold")
     made.add_column("measure")
     for name in ("median", "min – max", "floor of this run", "ratio", "min – max", "target"):
         made.add_column(name, justify="left" if name.startswith("floor") else "right")

@@ -34,10 +34,28 @@ class Small:
             one.close()
         self._echoes = {}
 
-    def one_by_one(self, count: int, nbytes: int, turn: int) -> dict[str, Any]:
+    def one_by_one(
+        self, count: int, nbytes: int, turn: int, server_pid: int, apart: bool | None = None
+    ) -> dict[str, Any]:
         """One round of ``count`` puts and gets and ``count`` echoes of each kind, one operation
         at a time; seconds of each. The last value got is compared with what was put.
+
+        ``apart``: this process's loop has one CPU; server and far ends have another one (True)
+        or the same (False). None: as the scheduler likes.
         """
+        mine = sorted(os.sched_getaffinity(0)) if apart is not None else []
+        cpus = echo.two_cpus() if apart is not None else None
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus[:1])
+            for pid in (server_pid, *(one.pid for one in self._echoes.values())):
+                os.sched_setaffinity(pid, cpus[1:] if apart else cpus[:1])
+        try:
+            return self._one_by_one(count, nbytes, turn)
+        finally:
+            if cpus is not None:
+                os.sched_setaffinity(0, mine)
+
+    def _one_by_one(self, count: int, nbytes: int, turn: int) -> dict[str, Any]:
         value = workload.random_tensor((nbytes // 2,), turn).view(torch.uint8)
         samples: dict[str, list[float]] = {}
         wrong: list[str] = []

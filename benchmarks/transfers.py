@@ -14,10 +14,19 @@ def _rates(rounds: Sequence[Mapping[str, float]], kind: str, nbytes: int) -> lis
     return [nbytes / each[kind] / 1e9 for each in rounds]
 
 
+def _note_floors(
+    bench: Bench, rounds: Sequence[Mapping[str, float]], nbytes: int, where: str
+) -> None:
+    """Keep all floors of some rounds for the report."""
+    for kind in (*floors.WARM, *floors.COLD):
+        if kind in rounds[0]:
+            bench.floors.append(Metric(kind, where, "GB/s", _rates(rounds, kind, nbytes)))
+
+
 def _against_copies(
     metric: Metric, rounds: Sequence[Mapping[str, float]], nbytes: int, target: float | None
 ) -> None:
-    """Compare a rate with the plain floor (tensor-sized pieces) and the strictest."""
+    """Compare a rate with the strictest floor and the plain one (tensor-sized pieces)."""
     plain, strict = fastest(rounds, floors.PIECES), fastest(rounds, floors.WARM)
     for kind in dict.fromkeys((strict, plain)):
         metric.against(kind, _rates(rounds, kind, nbytes), target, at_most=False)
@@ -47,6 +56,9 @@ def _first_puts(bench: Bench, prefault: int, floor: str) -> tuple[list[dict[str,
             rounds.append(put["times"])
     publisher.call("weights.drop")
     reader.call("weights.drop")
+    _note_floors(
+        bench, rounds, floor_nbytes, f"first puts, {'cold' if not prefault else 'prefaulted'} pool"
+    )
     return rounds, floor_nbytes
 
 
@@ -96,7 +108,9 @@ def warm(bench: Bench, omp: int | None = None) -> list[Metric]:
     publisher.call("store.close")
     publisher.call("weights.drop")
     reader.call("weights.drop")
-    name, suffix = ("warm", "") if omp is None else (f"warm-omp{omp}", f", OMP_NUM_THREADS={omp}")
+    name, suffix = ("warm", "") if omp is None else (f"warm-omp{omp}", f" (OMP={omp})")
+    _note_floors(bench, puts, floor_nbytes, f"warm puts{suffix}")
+    _note_floors(bench, gets, floor_nbytes, f"gets{suffix}")
     n = bench.nbytes
     put_rate = Metric(f"put, warm{suffix}", name, "GB/s", _rates(puts, "put", n))
     _against_copies(put_rate, puts, floor_nbytes, 0.90)

@@ -33,7 +33,7 @@ def _equal(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-async def test_an_overwrite_may_change_everything(shared):
+async def test_an_overwrite_may_change_everything(store):
     version = 0
     for before in KINDS.values():
         for after in KINDS.values():
@@ -46,7 +46,7 @@ async def test_an_overwrite_may_change_everything(shared):
     assert await ts.keys() == ["k"]
 
 
-async def test_versions_count_from_one_and_only_grow(shared):
+async def test_versions_count_from_one_and_only_grow(store):
     assert [(await ts.put("a", n)).version for n in range(5)] == [1, 2, 3, 4, 5]
     refs = await ts.put_batch({"a": 0, "b": 0})
     assert refs == {"a": ts.ObjectRef("a", 6), "b": ts.ObjectRef("b", 1)}
@@ -54,7 +54,7 @@ async def test_versions_count_from_one_and_only_grow(shared):
 
 
 @pytest.mark.parametrize("numel", [4, 300_000], ids=["small", "large"])
-async def test_a_ref_gives_exactly_its_version(shared, numel):
+async def test_a_ref_gives_exactly_its_version(store, numel):
     first = await ts.put("k", torch.zeros(numel))
     assert torch.equal(await ts.get(first), torch.zeros(numel))
     second = await ts.put("k", torch.ones(numel))
@@ -75,7 +75,7 @@ async def test_a_ref_gives_exactly_its_version(shared, numel):
     assert torch.equal((await ts.get_batch([second]))["k"], torch.ones(numel))
 
 
-async def test_versions_that_never_were(shared):
+async def test_versions_that_never_were(store):
     await ts.put("k", 1)
     for version in (0, -1, 2, 99, 1 << 62, 1 << 70):
         with pytest.raises(ts.VersionGoneError):
@@ -87,7 +87,7 @@ async def test_versions_that_never_were(shared):
     assert await ts.get(ts.ObjectRef("k", 1)) == 1
 
 
-async def test_malformed_refs_are_refused_without_harm_to_others(shared):
+async def test_malformed_refs_are_refused_without_harm_to_others(store):
     await ts.put("k", 1)
     waiting = asyncio.create_task(ts.wait("later", timeout=30))
     await asyncio.sleep(0)
@@ -100,7 +100,7 @@ async def test_malformed_refs_are_refused_without_harm_to_others(shared):
     assert await waiting == {"later": ts.ObjectRef("later", 1)}
 
 
-async def test_no_version_is_used_twice_whatever_is_deleted(shared):
+async def test_no_version_is_used_twice_whatever_is_deleted(store):
     seen: set[ts.ObjectRef] = set()
     for step in range(60):
         key = f"k{step % 3}"
@@ -121,7 +121,7 @@ async def test_no_version_is_used_twice_whatever_is_deleted(shared):
         assert await ts.get(ref.key) == value
 
 
-async def test_a_ref_does_not_come_back_to_life(shared):
+async def test_a_ref_does_not_come_back_to_life(store):
     old = await ts.put("k", "old")
     await ts.delete("k")
     with pytest.raises(ts.VersionGoneError, match="deleted"):
@@ -135,14 +135,14 @@ async def test_a_ref_does_not_come_back_to_life(shared):
     assert await ts.get(new) == "new"
 
 
-async def test_a_failed_put_changes_nothing(shared):
+async def test_a_failed_put_changes_nothing(store):
     ref = await ts.put("k", 1)
     with pytest.raises(ts.UnsupportedValueError):
         await ts.put("k", lambda: None)
     assert await ts.get(ref) == 1
 
 
-async def test_refs_are_small_frozen_values(shared):
+async def test_refs_are_small_frozen_values(store):
     ref = await ts.put("policy/w", 1)
     assert (ref.key, ref.version) == ("policy/w", 1)
     with pytest.raises(AttributeError):
@@ -173,7 +173,7 @@ async def test_requests_and_slices_are_such_values_too():
             value.key = value.offsets = ()
 
 
-async def test_a_ref_from_another_process(shared):
+async def test_a_ref_from_another_process(store):
     """Refs travel as bytes; here as values of the store."""
     out = await run_script(
         """

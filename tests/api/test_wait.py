@@ -16,7 +16,8 @@ async def _waits(count: int) -> None:
     """Until the server has seen ``count`` waits."""
 
     async def seen() -> bool:
-        return (await ts.status()).operations.get("wait", 0) >= count
+        operations = {k.lower(): n for k, n in (await ts.status()).operations.items()}
+        return operations.get("wait", 0) >= count
 
     await until(seen)
 

@@ -28,8 +28,9 @@ from torchstore_core.errors import (
     VersionGoneError,
 )
 from torchstore_core.server.allocator import ALIGNMENT
-from torchstore_core.server.controller import Controller, session_bytes
+from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory import SegmentMemory
+from torchstore_core.server.placement import session_bytes
 from torchstore_core.server.records import SessionRecord, VolumeRecord, Waiter
 from torchstore_core.topology import probe
 from torchstore_core.values import ObjectMeta, TensorMeta
@@ -123,6 +124,7 @@ class ControllerMachine(RuleBasedStateMachine):
         self.live: dict[str, Stored] = {}
         self.used_versions: set[tuple[str, int]] = set()
         self.waits: list[tuple[Waiter | None, list[str], int, list[list[int]]]] = []
+        self.fulfilled: list[list[list[int]]] = []
         self.numbers = itertools.count(1)
         self.connect()
         self.connect()
@@ -210,6 +212,11 @@ class ControllerMachine(RuleBasedStateMachine):
 
     def client(self, data: st.DataObject) -> Client:
         return data.draw(st.sampled_from(self.clients), "client")
+
+    def ids(self, data: st.DataObject, known: Iterable[int], most: int = 3) -> list[int]:
+        """Ids, such as are in use more often than not."""
+        one = st.sampled_from(sorted(known) * 4 + list(range(6)))
+        return data.draw(st.lists(one, min_size=1, max_size=most), "ids")
 
     # ---- sessions ---------------------------------------------------------------------------
 
@@ -327,9 +334,10 @@ class ControllerMachine(RuleBasedStateMachine):
         with self.refused(ProtocolError):
             self.controller.put(client.record, m.Put(1, 99, []))
 
-    @rule(data=st.data(), txn=Id)
-    def commit(self, data: st.DataObject, txn: int) -> None:
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
         client = self.client(data)
+        (txn,) = self.ids(data, client.txns, most=1)
         if txn not in client.txns:
             with self.refused(ProtocolError):  # also when it is another client's
                 self.controller.commit(client.record, txn)
@@ -337,9 +345,10 @@ class ControllerMachine(RuleBasedStateMachine):
         versions = self.controller.commit(client.record, txn)
         self.commit_all(client.txns.pop(txn), versions)
 
-    @rule(data=st.data(), txns=st.lists(Id, max_size=3), remember=st.booleans())
-    def abort(self, data: st.DataObject, txns: list[int], remember: bool) -> None:
+    @rule(data=st.data(), remember=st.booleans())
+    def abort(self, data: st.DataObject, remember: bool) -> None:
         client = self.client(data)
+        txns = self.ids(data, client.txns)
         self.controller.abort(client.record, txns, remember=remember)
         for txn in txns:
             if txn in client.txns:
@@ -412,9 +421,10 @@ class ControllerMachine(RuleBasedStateMachine):
                 if value is not None:
                     value.pins += 1
 
-    @rule(data=st.data(), leases=st.lists(Id, max_size=3), remember=st.booleans())
-    def release(self, data: st.DataObject, leases: list[int], remember: bool) -> None:
+    @rule(data=st.data(), remember=st.booleans())
+    def release(self, data: st.DataObject, remember: bool) -> None:
         client = self.client(data)
+        leases = self.ids(data, client.leases)
         self.controller.release(client.record, leases, [], remember=remember)
         for lease in leases:
             if lease in client.leases:
@@ -422,13 +432,11 @@ class ControllerMachine(RuleBasedStateMachine):
             elif remember:
                 client.given_back.add(lease)
 
-    @rule(
-        data=st.data(),
-        parts=st.lists(st.tuples(Id, st.lists(st.integers(-2, 7), max_size=5)), max_size=3),
-    )
-    def release_parts(self, data: st.DataObject, parts: list[tuple[int, list[int]]]) -> None:
+    @rule(data=st.data(), positions=st.lists(st.integers(-2, 4), max_size=5))
+    def release_parts(self, data: st.DataObject, positions: list[int]) -> None:
         """Some entries of a lease, also twice, also such as it does not have."""
         client = self.client(data)
+        parts = [(lease, positions) for lease in self.ids(data, client.leases)]
         self.controller.release(client.record, [], parts)
         for lease, positions in parts:
             held = client.leases.get(lease)
@@ -489,6 +497,8 @@ class ControllerMachine(RuleBasedStateMachine):
             assert fired == [newest]
             assert min(newest) >= min_version
             self.waits.remove(wait)
+            self.fulfilled.append(fired)
+        assert all(len(fired) == 1 for fired in getattr(self, "fulfilled", ()))
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -631,7 +641,7 @@ def test_a_batch_goes_in_pieces_when_there_is_no_run(small: Controller) -> None:
     grants = put(small, session, 2, placed("x", 1000), placed("y", 900))
     assert [g.offset for g in grants] == [0, 2048]
     with pytest.raises(StoreFullError):
-        put(small, session, 3, placed("z", 200), placed("w", 1))
+        put(small, session, 3, placed("w", 1), placed("z", 200))
     assert small.volumes[0].allocator.free_ranges() == [(2048 + 960, 64)]
 
 

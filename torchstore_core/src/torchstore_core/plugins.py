@@ -134,7 +134,7 @@ class Registry:
         return self._results[key]
 
     def _load(self, group: str, name: str) -> Any:
-        kind = group.removeprefix("torchstore.").removesuffix("s")
+        kind = GROUPS[group].removeprefix("torchstore_").replace("operation", "plug-in")
         if name in self.block:
             raise PluginError(f"{kind} {name!r} is blocked by configuration")
         entries = self._entries[group].get(name, [])

@@ -12,9 +12,9 @@ import click
 import msgspec
 
 from torchstore_core import __version__
-from torchstore_core.cli.reports import Failed, Report
+from torchstore_core.cli.reports import Failed, Report, Serving
 from torchstore_core.cli.units import parse_bytes
-from torchstore_core.errors import TorchStoreError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 
 __all__ = ["run"]
 
@@ -163,7 +163,7 @@ def rm(settings: _Settings, keys: tuple[str, ...], prefix: bool) -> None:
     "--size",
     metavar="SIZE",
     callback=_bytes,
-    default="256MB",
+    default="256MiB",
     show_default=True,
     help="Of the large value.",
 )
@@ -222,7 +222,6 @@ def serve(
     """
     import logging
 
-    from torchstore_core.cli.reports import Serving
     from torchstore_core.cli.serving import serve as run_server
     from torchstore_core.ranking import Policy
     from torchstore_core.server.app import ServerOptions
@@ -231,10 +230,13 @@ def serve(
         raise click.BadParameter("a store needs a name", param_hint="--name")
     if capacity is not None and capacity < 4096 * volumes:
         raise click.BadParameter("at least 4096 bytes a volume", param_hint="--capacity")
-    logging.basicConfig(
-        level=os.environ.get("TORCHSTORE_LOG_LEVEL", "WARNING").upper(),
-        format="torchstore: %(levelname)s %(name)s: %(message)s",
-    )
+    try:
+        logging.basicConfig(
+            level=os.environ.get("TORCHSTORE_LOG_LEVEL", "WARNING").upper(),
+            format="torchstore: %(levelname)s %(name)s: %(message)s",
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"TORCHSTORE_LOG_LEVEL: {error}") from error
 
     def ready(report: Serving) -> None:
         _answer(settings, report)
@@ -273,9 +275,6 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(Failed("aborted", "interrupted"), as_json, status=_INTERRUPTED)
     except TorchStoreError as error:
         return _fail(Failed(error.code, error.message, error.key, error.details), as_json)
-    except BrokenPipeError:  # `torchstore ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except OSError as error:
         return _fail(Failed("error", str(error)), as_json)
     return result if isinstance(result, int) else 0
@@ -295,17 +294,22 @@ def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
 
 
 def _answer(settings: _Settings, report: Report, *, long: bool = False) -> None:
-    if settings.json:
-        _print_json(report)
-        return
-    from torchstore_core.cli.screen import Screen
-    from torchstore_core.cli.views import show
+    try:
+        if settings.json:
+            _print_json(report)
+            return
+        from torchstore_core.cli.screen import Screen
+        from torchstore_core.cli.views import show
 
-    show(Screen(), report, long=long)
-    sys.stdout.flush()
+        show(Screen(), report, long=long)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `torchstore ls | head`: what is buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_json(report: msgspec.Struct) -> None:
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    text = msgspec.json.encode(report)
+    if not isinstance(report, Serving):  # that is one line, for those who wait for it
+        text = msgspec.json.format(text, indent=2)
     sys.stdout.buffer.write(text + b"\n")
     sys.stdout.buffer.flush()

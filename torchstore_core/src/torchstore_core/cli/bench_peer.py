@@ -1,6 +1,6 @@
 """The second process of ``torchstore bench``: gets what the first one put, and checks it.
 
-It says ``true`` when it is ready, waits for a line, measures, says what it measured, and ends.
+It says ``true`` when it is ready; for each line that comes it measures and says the result.
 Meanwhile a thread echoes whatever comes through the socket it inherited.
 """
 
@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from torchstore_core import api
+from torchstore_core.client_side.client import Client
 
 __all__ = ["Job", "Measured", "pattern"]
 
@@ -46,13 +47,17 @@ def pattern(elements: int, version: int) -> torch.Tensor:
     return torch.arange(version, version + elements, dtype=torch.int32)
 
 
-async def _get(job: Job) -> Measured:
+async def _serve(job: Job) -> None:
     expected = pattern(job.elements, job.version)
     mine = torch.zeros_like(expected)
     client = await api.connect(job.address, store_name=_STORE_NAME, timeout=job.timeout)
     _say(True)
-    if not sys.stdin.readline():
-        raise SystemExit(1)  # whoever started us is gone
+    while sys.stdin.readline():
+        _say(await _get(client, job, mine, expected))
+    await api.shutdown(_STORE_NAME)
+
+
+async def _get(client: Client, job: Job, mine: torch.Tensor, expected: torch.Tensor) -> Measured:
     same = True
     in_place: list[float] = []
     for _ in range(job.rounds):
@@ -68,7 +73,6 @@ async def _get(job: Job) -> Measured:
         zero_copy.append(time.perf_counter() - start)
         same = same and torch.equal(mapped, expected)
         del mapped
-    await api.shutdown(_STORE_NAME)
     return Measured(min(in_place), min(zero_copy), same)
 
 
@@ -85,7 +89,7 @@ def _say(what: Measured | bool) -> None:
 
 def _main() -> None:
     threading.Thread(target=_echo, args=(int(sys.argv[2]),), daemon=True).start()
-    _say(asyncio.run(_get(msgspec.json.decode(sys.argv[1], type=Job))))
+    asyncio.run(_serve(msgspec.json.decode(sys.argv[1], type=Job)))
 
 
 if __name__ == "__main__":

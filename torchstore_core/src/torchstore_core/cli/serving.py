@@ -15,8 +15,8 @@ from torchstore_core.server.app import Ready, ServerOptions, default_capacity
 
 __all__ = ["serve"]
 
-# A Unix socket's path has at most 107 bytes, and a transport's socket beside ours may need 40.
-_LONGEST_DIRECTORY = 66
+# A Unix socket's path has at most 107 bytes, and a transport's socket beside ours may need 26.
+_LONGEST_DIRECTORY = 80
 
 
 def serve(options: ServerOptions, ready: Callable[[Serving], None]) -> None:

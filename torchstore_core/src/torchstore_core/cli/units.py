@@ -30,16 +30,16 @@ def parse_bytes(text: str) -> int:
 def human_bytes(nbytes: int) -> str:
     """A size in binary units.
 
-    >>> human_bytes(0), human_bytes(1023), human_bytes(1536), human_bytes(8 << 30)
-    ('0 B', '1023 B', '1.5 KiB', '8.0 GiB')
+    >>> human_bytes(0), human_bytes(1023), human_bytes(1536), human_bytes(512 << 20)
+    ('0 B', '1023 B', '1.5 KiB', '512 MiB')
     """
     if nbytes < 1024:
         return f"{nbytes} B"
     power = min((nbytes.bit_length() - 1) // 10, len(_BINARY) - 1)
     size = nbytes / (1 << 10 * power)
-    if size >= 1023.95 and power < len(_BINARY) - 1:  # would show as 1024.0
+    if size >= 1023.5 and power < len(_BINARY) - 1:  # would show as 1024
         power, size = power + 1, size / 1024
-    return f"{size:.1f} {_BINARY[power]}"
+    return f"{size:.{0 if size >= 99.95 else 1}f} {_BINARY[power]}"
 
 
 def human_latency(seconds: float) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import assert_never
 
+import msgspec
 from rich.text import Text
 
 from torchstore_core.cli import reports
@@ -50,29 +52,12 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
         ("memory", bar(share) + f" {human_bytes(used)} of {human_bytes(capacity)} ({share:.0%})"),
         ("keys", f"{report.keys:,}"),
         ("sessions", f"{len(report.sessions):,}"),
-        ("operations", f"{report.operations_per_s:,.1f}/s{_most(report.operations)}"),
+        ("operations", f"{report.operations_per_s:,.1f}/s; so far {_most(report.operations)}"),
         ("controller", f"pid {report.controller.pid}"),
         ("strategy", report.strategy),
     ]
     screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
-    screen.heading("Volumes")
-    screen.table(
-        ("VOLUME", "PID", "CAPACITY", "USED", "LEASED", "UNFINISHED", "FREE", "WARM"),
-        [
-            (
-                v.id,
-                str(v.pid),
-                human_bytes(v.capacity_bytes),
-                human_bytes(v.used_bytes),
-                human_bytes(v.leased_bytes),
-                human_bytes(v.unfinished_bytes),
-                human_bytes(v.free_bytes),
-                human_bytes(v.warm_bytes),
-            )
-            for v in report.volumes
-        ],
-        right=range(1, 8),
-    )
+    _volumes(screen, report)
     if report.sessions:
         _sessions(screen, report)
     if report.plugin_errors:
@@ -80,10 +65,30 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
         screen.table((), report.plugin_errors.items(), prose=True)
 
 
+def _volumes(screen: Screen, report: reports.StatusReport) -> None:
+    writing = any(v.unfinished_bytes for v in report.volumes)
+    titles = ["VOLUME", "PID", "CAPACITY", "USED", "LEASED", "FREE", "WARM"]
+    rows = [
+        [
+            v.id,
+            str(v.pid),
+            human_bytes(v.capacity_bytes),
+            human_bytes(v.used_bytes),
+            human_bytes(v.leased_bytes),
+            human_bytes(v.free_bytes),
+            human_bytes(v.warm_bytes),
+            *([human_bytes(v.unfinished_bytes)] if writing else []),
+        ]
+        for v in report.volumes
+    ]
+    screen.heading("Volumes")
+    screen.table(titles + ["UNFINISHED"] * writing, rows, right=range(1, 8))
+
+
 def _most(operations: dict[str, int]) -> str:
     """The three most frequent operations."""
     ranked = sorted(operations.items(), key=lambda item: -item[1])[:3]
-    return "".join(f" · {name} {count:,}" for name, count in ranked)
+    return ", ".join(f"{name} {count:,}" for name, count in ranked) or "none"
 
 
 def _sessions(screen: Screen, report: reports.StatusReport) -> None:
@@ -228,7 +233,7 @@ def _doctor(screen: Screen, report: reports.DoctorReport) -> None:
             f"{_size(limits.dev_shm_bytes, 'missing')}; segments are memfds and need none of it",
         ),
         ("sockets", report.runtime_directory or "no usable directory"),
-        ("versions", " · ".join(f"{name} {v}" for name, v in report.versions.items())),
+        ("versions", " · ".join(f"{name}=={v}" for name, v in report.versions.items())),
         *(("setting", f"{name}={value}") for name, value in report.environment.items()),
     ]
     screen.table((), [(Text(n, "dim"), t) for n, t in rows], prose=True, indent=2)
@@ -292,9 +297,12 @@ def _show_store(screen: Screen, store: reports.StoreLinks) -> None:
     screen.heading(f"Store {store.store_name}".rstrip(), store.address)
     if store.error is not None:
         screen.line(("  ✗ ", "red"), printable(store.error))
-    for link in store.links:
+    alike = itertools.groupby(store.links, lambda link: msgspec.structs.replace(link, volume=""))
+    for link, group in alike:
+        names = [one.volume for one in group]
         where = "this host, proven" if link.same_host else "another host"
-        screen.line("  volume ", (link.volume, "bold"), (f"  {where}", "dim"))
+        volumes = "volumes" if len(names) > 1 else "volume"
+        screen.line(f"  {volumes} ", (", ".join(names), "bold"), (f"  {where}", "dim"))
         _show_link(screen, link)
 
 
@@ -320,11 +328,9 @@ def _bench(screen: Screen, report: reports.BenchReport) -> None:
         return f"{large.nbytes / seconds / 1e9:.2f} GB/s"
 
     size, little = human_bytes(large.nbytes), human_bytes(small.nbytes)
-    screen.line(
-        ("a store of its own" if report.address is None else report.address, "bold"),
-        f" · {report.copy_threads} copy threads · large values go to another process, which "
-        "checked them",
-    )
+    threads = f"{report.copy_threads} copy thread{'s' if report.copy_threads != 1 else ''}"
+    screen.line((report.address or "a store of its own", "bold"), f" · {threads}")
+    screen.line(("put here, got by another process, which checked every byte", "dim"))
     screen.line()
     copy, echo = f"{rate(floors.warm_copy_s)} warm copy", f"{human_latency(floors.echo_s)} echo"
     screen.table(
@@ -357,4 +363,4 @@ def _bench(screen: Screen, report: reports.BenchReport) -> None:
         right=(1, 2, 3),
     )
     screen.line()
-    screen.line((f"never touched memory: {rate(floors.cold_copy_s)}", "dim"))
+    screen.line((f"floor of never touched memory: {rate(floors.cold_copy_s)}", "dim"))

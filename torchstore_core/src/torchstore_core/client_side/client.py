@@ -6,10 +6,15 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
-from torchstore_core.client_side import reading, writing
+from torchstore_core.client_side import writing
 from torchstore_core.client_side.lane import Lane
+from torchstore_core.client_side.operations import (
+    Clock,
+    Want,
+    cancel_wait,
+    get_wants,
+    put_sources,
+)
 from torchstore_core.client_side.session import Session
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.errors import (
@@ -17,7 +22,6 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     TorchStoreError,
     UnsupportedValueError,
-    VersionGoneError,
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
@@ -29,37 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Client"]
 
-# The server answers requests on up to this many entries faster than a task switch takes.
-_QUICK_ENTRIES = 32
+# Requests that the server answers faster than a task switch takes.
 _QUICK = frozenset(("delete", "exists", "stat"))
 R = TypeVar("R", bound=m.Message)
-
-
-class _Clock:
-    """Deadline and phases of one operation."""
-
-    __slots__ = ("_deadline", "_last", "phases", "start", "timeout")
-
-    def __init__(self, timeout: float | None) -> None:
-        self.start = self._last = time.perf_counter()
-        self.timeout = timeout
-        self._deadline = None if timeout is None else self.start + timeout
-        self.phases: dict[str, float] = {}
-
-    def left(self) -> float | None:
-        """Seconds left; StoreTimeoutError when there are none."""
-        if self._deadline is None:
-            return None
-        left = self._deadline - time.perf_counter()
-        if left <= 0:
-            raise StoreTimeoutError(f"the operation did not end within {self.timeout} s")
-        return left
-
-    def phase(self, name: str) -> None:
-        """The time since the last phase belongs to ``name``."""
-        now = time.perf_counter()
-        self.phases[name] = self.phases.get(name, 0.0) + now - self._last
-        self._last = now
 
 
 class Client:
@@ -149,7 +125,7 @@ class Client:
             ]
             nbytes = sum(source.nbytes for source in sources)
             session, lane = self._here() or await self._join(clock)
-            versions, transport = await _put_sources(session, lane, sources, nbytes, clock)
+            versions, transport = await put_sources(session, lane, sources, nbytes, clock)
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)
             raise
@@ -188,7 +164,7 @@ class Client:
             VersionGoneError: the ref's version was overwritten or deleted.
             LayoutMismatchError: destination or slice do not fit; nothing was written.
         """
-        want = _Want.make(key_or_ref, inplace_tensor, tensor_slice_spec)
+        want = Want.make(key_or_ref, inplace_tensor, tensor_slice_spec)
         values = await self._get("get", [want], timeout, allow_pickle)
         return values[0]
 
@@ -220,7 +196,7 @@ class Client:
         return {want.key: value for want, value in zip(wants, values, strict=True)}
 
     async def _get(
-        self, name: str, wants: Sequence[_Want], timeout: float | None, allow_pickle: bool | None
+        self, name: str, wants: Sequence[Want], timeout: float | None, allow_pickle: bool | None
     ) -> list[Any]:
         clock = self._clock(timeout)
         pickle_too = self._membership.allow_pickle if allow_pickle is None else allow_pickle
@@ -229,7 +205,7 @@ class Client:
         error = ""
         try:
             session, lane = self._here() or await self._join(clock)
-            result, nbytes = await _get_wants(session, lane, wants, clock, pickle_too)
+            result, nbytes = await get_wants(session, lane, wants, clock, pickle_too)
             transport = result.transport
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)
@@ -306,14 +282,14 @@ class Client:
         try:
             reply = await lane.call(request, m.Committed, clock.left())
         except StoreTimeoutError as caught:
-            _cancel_wait(lane, request.id)
+            cancel_wait(lane, request.id)
             least = f" with version {min_version} or newer" if min_version else ""
             raise StoreTimeoutError(
                 f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
                 key=names[0],
             ) from caught
         except BaseException:
-            _cancel_wait(lane, request.id)
+            cancel_wait(lane, request.id)
             raise
         self._observe("wait", clock, len(names), 0, "", "")
         return {k: ObjectRef(k, v) for k, v in zip(names, reply.versions, strict=True)}
@@ -346,16 +322,16 @@ class Client:
         lane = None if session is None else session.lane_here()
         return None if session is None or lane is None else (session, lane)
 
-    async def _join(self, clock: _Clock) -> tuple[Session, Lane]:
+    async def _join(self, clock: Clock) -> tuple[Session, Lane]:
         session = await self._membership.session(clock.left())
         return session, await session.lane(clock.left())
 
-    def _clock(self, timeout: float | None) -> _Clock:
+    def _clock(self, timeout: float | None) -> Clock:
         if timeout is None:
             timeout = self._membership.timeout
         elif not timeout >= 0:
             raise ConfigurationError(f"timeout is seconds, at least 0, not {timeout!r}")
-        return _Clock(timeout)
+        return Clock(timeout)
 
     async def _call(
         self, name: str, expect: type[R], message: type[Any], timeout: float | None, *args: Any
@@ -373,7 +349,7 @@ class Client:
             self._observe(name, clock, 1, 0, "", error)
 
     def _observe(
-        self, name: str, clock: _Clock, entries: int, nbytes: int, transport: str, error: str
+        self, name: str, clock: Clock, entries: int, nbytes: int, transport: str, error: str
     ) -> None:
         observe = self._membership.observe
         if observe is not None:
@@ -392,52 +368,23 @@ class Client:
             )
 
 
-class _Want(msgspec.Struct, frozen=True):
-    key: str
-    version: int
-    tensor: Any
-    part: TensorSlice | None
-
-    @classmethod
-    def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> _Want:
-        if part is not None and not isinstance(part, TensorSlice):
-            raise UnsupportedValueError(
-                f"tensor_slice_spec is a TensorSlice, not a {type(part).__qualname__}"
-            )
-        if isinstance(what, ObjectRef):
-            return cls(writing.check_key(what.key), _exact(what.key, what.version), tensor, part)
-        if isinstance(what, Request):
-            version = 0 if what.version is None else _exact(what.key, what.version)
-            return cls(writing.check_key(what.key), version, tensor, part or what.tensor_slice)
-        return cls(writing.check_key(what), 0, tensor, part)
-
-
-def _exact(key: str, version: int) -> int:
-    """A version that may exist: 0 would ask the server for the newest."""
-    if not isinstance(version, int):
-        raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
-    if not 0 < version < 1 << 63:
-        raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)
-    return version
-
-
-def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[_Want]:
+def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:
     if isinstance(keys, Mapping):
         for key, how in keys.items():
             if isinstance(how, TensorSlice):
-                yield _Want.make(key, None, how)
+                yield Want.make(key, None, how)
             else:
-                yield _Want.make(key, how)
+                yield Want.make(key, how)
         return
     if isinstance(keys, str):
         raise UnsupportedValueError("get_batch takes a list of keys or a dict, not one str")
     for what in keys:
-        yield _Want.make(what)
+        yield Want.make(what)
 
 
-def _refuse_ambiguous(wants: Iterable[_Want]) -> None:
+def _refuse_ambiguous(wants: Iterable[Want]) -> None:
     """The result has one value per key: a key may come twice only if it asks for the same."""
-    by_key: dict[str, _Want] = {}
+    by_key: dict[str, Want] = {}
     for want in wants:
         other = by_key.setdefault(want.key, want)
         if (other.version, other.part) != (want.version, want.part):
@@ -451,91 +398,6 @@ def _key_list(keys: Iterable[str]) -> list[str]:
     if isinstance(keys, str):
         raise UnsupportedValueError("a list of keys is needed, not one str")
     return list(keys)
-
-
-async def _put_sources(
-    session: Session, lane: Lane, sources: Sequence[writing.Source], nbytes: int, clock: _Clock
-) -> tuple[list[int], str]:
-    """One message for small puts; else begin, write, commit. Undone if anything goes wrong."""
-    if nbytes == 0 or nbytes <= session.inline_max():
-        items = [m.PutItem(s.key, s.meta, s.nbytes, writing.inline_bytes(s)) for s in sources]
-        put = m.Put(lane.next_id(), session.next_id(), items)
-        quick = len(items) <= _QUICK_ENTRIES
-        reply = await lane.call(put, m.Committed, clock.left(), quick=quick)
-        clock.phase("plan")
-        return reply.versions, "inline" if nbytes else ""
-    items = [m.PutItem(s.key, s.meta, s.nbytes, None if s.nbytes else b"") for s in sources]
-    placed = [s for s in sources if s.nbytes]
-    txn = session.next_id()
-    try:
-        granted = await lane.call(m.Put(lane.next_id(), txn, items), m.Granted, clock.left())
-        clock.phase("plan")
-        transport = await writing.write(session, placed, granted.grants)
-        clock.phase("copy")
-        commit = m.Commit(lane.next_id(), txn)
-        quick = len(items) <= _QUICK_ENTRIES
-        done = await lane.call(commit, m.Committed, clock.left(), quick=quick)
-        clock.phase("commit")
-    except BaseException:
-        # Unknown ids are ignored, so this is right whether or not the server has begun it.
-        try:
-            lane.send(m.Abort([txn]))
-        except TorchStoreError:
-            session.abort(txn)
-        raise
-    return done.versions, transport
-
-
-async def _get_wants(
-    session: Session, lane: Lane, wants: Sequence[_Want], clock: _Clock, allow_pickle: bool
-) -> tuple[reading.Result, int]:
-    """Locate and lease, check everything, then move bytes; give back what is not mapped."""
-    lease = session.next_id()
-    mapped: set[int] = set()
-    leased = True
-    try:
-        request = m.Locate(
-            lane.next_id(),
-            lease,
-            [m.Want(want.key, want.version) for want in wants],
-            session.inline_max(),
-        )
-        quick = len(wants) <= _QUICK_ENTRIES
-        located = await lane.call(request, m.Located, clock.left(), quick=quick)
-        leased = located.leased
-        clock.phase("plan")
-        targets = [
-            reading.resolve(at, want.key, entry, want.tensor, want.part)
-            for at, (want, entry) in enumerate(zip(wants, located.entries, strict=True))
-        ]
-        if leased:
-            result = await reading.read(session, lease, targets, allow_pickle=allow_pickle)
-            mapped = result.mapped
-        else:
-            values = {t.at: reading.from_message(t, allow_pickle) for t in targets}
-            result = reading.Result(values, mapped, "inline")
-        clock.phase("copy")
-    finally:
-        if leased and len(mapped) < len(wants):
-            _release(session, lane, lease, mapped, len(wants))
-    return result, sum(target.nbytes for target in targets)
-
-
-def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: int) -> None:
-    """Give back the lease, or all of it but what lives on in mapped tensors."""
-    rest = [at for at in range(count) if at not in mapped] if mapped else None
-    message = m.Release([lease]) if rest is None else m.Release([], [(lease, rest)])
-    try:
-        lane.send(message)
-    except TorchStoreError:
-        session.give_back(lease, rest)
-
-
-def _cancel_wait(lane: Lane, request_id: int) -> None:
-    try:
-        lane.send(m.Cancel(request_id))
-    except TorchStoreError:
-        return  # the server is gone, and the wait with it
 
 
 def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from torchstore_core.contracts.transport import Segment, ServerContext, Transpor
 from torchstore_core.errors import ConfigurationError, PluginError, TransportError
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.server.connection import Connection
-from torchstore_core.server.controller import Controller, session_bytes
+from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory import SegmentMemory
+from torchstore_core.server.placement import session_bytes
 from torchstore_core.server.records import VolumeRecord
 from torchstore_core.wire import messages as m
 

@@ -13,18 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import (
-    KeyNotFoundError,
     PluginError,
     ProtocolError,
     StoreClosedError,
-    StoreFullError,
-    TorchStoreError,
     VersionGoneError,
 )
 from torchstore_core.server.allocator import rounded
+from torchstore_core.server.placement import allocate, checked_items, full_error, missing_error
 from torchstore_core.server.records import SessionRecord, Txn, Value, VolumeRecord, Waiter
 from torchstore_core.topology import Topology
-from torchstore_core.values import ValueMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]
@@ -95,7 +92,7 @@ class Controller:
             StoreFullError: no volume that the strategy names has room; nothing was changed.
             ProtocolError: the txn id is in use, or sizes make no sense.
         """
-        placed, inline, sizes = _checked_items(request.items)
+        placed, inline, sizes = checked_items(request.items)
         if request.txn in session.txns:
             raise ProtocolError(f"put id {request.txn} is in use")
         if request.txn in session.given_back:
@@ -137,12 +134,14 @@ class Controller:
             volume = self.volumes[index]
             if volume.used + placed + inline > volume.info.capacity_bytes:
                 continue
-            offsets = _allocate(volume, placed, sizes)
+            offsets = allocate(volume, placed, sizes)
             if offsets is not None:
                 return volume, offsets
         if not order:
             raise PluginError(f"strategy {type(self.strategy).__name__} named no volume")
-        raise self._full(placed + inline)
+        raise full_error(
+            placed + inline, self.volumes, self.sessions.values(), self.index.values()
+        )
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         """Flip all keys of a put at once; their new versions, in order."""
@@ -285,7 +284,7 @@ class Controller:
                 continue
             found.append(value)
         if missing:
-            raise _missing(missing)
+            raise missing_error(missing)
         return found
 
     def _inline_entry(self, value: Value) -> m.Entry:
@@ -333,7 +332,7 @@ class Controller:
         if strict:
             missing = [key for key in keys if key not in self.index]
             if missing:
-                raise _missing(missing)
+                raise missing_error(missing)
         dead: list[Value] = []
         count = 0
         for key in keys:
@@ -466,101 +465,3 @@ class Controller:
     def _remember(self, session: SessionRecord, given_back: int) -> None:
         if len(session.given_back) < _MAX_GIVEN_BACK:
             session.given_back.add(given_back)
-
-    def _full(self, requested: int) -> StoreFullError:
-        capacity = sum(v.info.capacity_bytes for v in self.volumes)
-        used = sum(v.used for v in self.volumes)
-        holders: list[dict[str, object]] = []
-        for session in self.sessions.values():
-            leased, unfinished = session_bytes(session)
-            if leased or unfinished:
-                holders.append(
-                    {"pid": session.facts.pid, "leased": leased, "unfinished": unfinished}
-                )
-        largest = sorted(self.index.values(), key=lambda v: -v.nbytes)[:5]
-        leased = sum(v.leased for v in self.volumes)
-        unfinished = sum(v.unfinished for v in self.volumes)
-        top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
-        by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
-        return StoreFullError(
-            f"a put of {requested:,} bytes does not fit: {used:,} of {capacity:,} bytes are used "
-            f"({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
-            f"unfinished puts) over {len(self.volumes)} volume(s); largest keys: {top}. Delete "
-            "keys, drop tensors that zero-copy gets returned, or initialize with a larger capacity",
-            details={
-                "capacity_bytes": capacity,
-                "used_bytes": used,
-                "requested_bytes": requested,
-                "leased_bytes": leased,
-                "unfinished_bytes": unfinished,
-                "holders": holders,
-                "largest": [[v.key, v.nbytes] for v in largest],
-            },
-        )
-
-
-def session_bytes(session: SessionRecord) -> tuple[int, int]:
-    """Bytes a session leases, and bytes of its unfinished puts."""
-    leased = sum(v.nbytes for held in session.leases.values() for v in held if v is not None)
-    return leased, sum(txn.nbytes for txn in session.txns.values())
-
-
-def _missing(keys: list[str]) -> TorchStoreError:
-    shown = ", ".join(repr(k) for k in keys[:5]) + (", ..." if len(keys) > 5 else "")
-    what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
-    return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
-
-
-def _checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
-    """Bytes to place (rounded), bytes inline, and the sizes to place, in order."""
-    placed = inline = 0
-    sizes: list[int] = []
-    if not items:
-        raise ProtocolError("a put needs at least one item")
-    for item in items:
-        if not 0 < len(item.key) <= m.MAX_KEY:
-            raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
-        if item.data is not None:
-            if len(item.data) != item.nbytes:
-                raise ProtocolError(
-                    f"{item.key!r}: {len(item.data)} bytes came, {item.nbytes} were announced"
-                )
-            inline += item.nbytes
-        elif not 0 < item.nbytes < 1 << 60:
-            raise ProtocolError(f"{item.key!r}: cannot place {item.nbytes} bytes", key=item.key)
-        else:
-            sizes.append(item.nbytes)
-            placed += rounded(item.nbytes)
-    if placed >= 1 << 60:
-        raise ProtocolError(f"cannot place {placed} bytes")
-    return placed, inline, sizes
-
-
-def _allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] | None:
-    """One run for all sizes if there is room for it, else as few pieces as it takes."""
-    if not sizes:
-        return []
-    allocator = volume.allocator
-    start = allocator.allocate(placed)
-    if start is not None:
-        offsets: list[int] = []
-        for size in sizes:
-            offsets.append(start)
-            start += rounded(size)
-        return offsets
-    pieces: list[int] = []
-    for at, size in enumerate(sizes):
-        offset = allocator.allocate(size)
-        if offset is None:
-            allocator.free(zip(pieces, sizes[:at], strict=True))
-            return None
-        pieces.append(offset)
-    return pieces
-
-
-def describe_meta(meta: ValueMeta) -> str:
-    """One word for people: dtype and shape, or the object's codec."""
-    shape = getattr(meta, "shape", None)
-    if shape is None:
-        return f"object ({getattr(meta, 'codec', '?')})"
-    return f"{getattr(meta, 'dtype', '?')}{list(shape)}"

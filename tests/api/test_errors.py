@@ -1,0 +1,119 @@
+"""The error tree: what catches what, stable codes, pickling."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from tests.support import run_script
+
+import torchstore_core as ts
+from torchstore_core import errors
+
+#: Codes cross the wire and are read by programs: they never change.
+CODES = {
+    "TorchStoreError": "error",
+    "KeyNotFoundError": "key-not-found",
+    "VersionGoneError": "version-gone",
+    "ObjectLostError": "object-lost",
+    "StoreFullError": "store-full",
+    "StoreTimeoutError": "timeout",
+    "StoreClosedError": "store-closed",
+    "LayoutMismatchError": "layout-mismatch",
+    "TransportError": "transport",
+    "TransportUnavailableError": "transport-unavailable",
+    "PluginError": "plugin",
+    "ProtocolError": "protocol",
+    "UnsafeObjectError": "unsafe-object",
+    "UnsupportedValueError": "unsupported-value",
+    "ConfigurationError": "configuration",
+}
+ALSO = {
+    "KeyNotFoundError": KeyError,
+    "StoreTimeoutError": TimeoutError,
+    "LayoutMismatchError": ValueError,
+    "UnsupportedValueError": TypeError,
+    "ConfigurationError": ValueError,
+    "TransportUnavailableError": errors.TransportError,
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_each_error(name):
+    cls = getattr(ts, name)
+    assert cls is getattr(errors, name)
+    assert cls.code == CODES[name]
+    assert issubclass(cls, errors.TorchStoreError)
+    details = {"missing": ["k"], "n": 1}
+    made = cls("something happened: 'k'", key="k", details=details)
+    assert isinstance(made, ALSO.get(name, Exception))
+    assert str(made) == made.message == "something happened: 'k'"
+    with pytest.raises(ts.TorchStoreError):
+        raise made
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(made, protocol))
+        assert type(again) is cls
+        assert (str(again), again.key, again.details) == (str(made), "k", details)
+        assert again.code == CODES[name]
+    bare = cls("m")
+    assert (bare.key, bare.details) == (None, {})
+    rebuilt = errors.from_wire(cls.code, "m", "k", details)
+    assert type(rebuilt) is cls
+    assert (rebuilt.key, rebuilt.details) == ("k", details)
+
+
+def test_the_list_is_whole_and_codes_are_unique():
+    tree = {cls.__name__ for cls in vars(errors).values() if isinstance(cls, type)}
+    assert tree == set(CODES)
+    assert len(set(CODES.values())) == len(CODES)
+    assert set(CODES) <= set(ts.__all__)
+
+
+def test_only_the_relations_that_are_meant():
+    for name in CODES:
+        for builtin in (KeyError, TimeoutError, ValueError, TypeError):
+            expected = ALSO.get(name) is builtin
+            assert issubclass(getattr(ts, name), builtin) == expected, (name, builtin)
+
+
+def test_a_code_of_a_newer_server_is_the_base_class():
+    made = errors.from_wire("not-invented-yet", "m", None, {})
+    assert type(made) is ts.TorchStoreError
+
+
+async def test_errors_of_the_server_pickle_with_what_they_know(store):
+    with pytest.raises(KeyError) as caught:
+        await ts.get_batch(["a", "b"])
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is ts.KeyNotFoundError
+    assert again.details == {"missing": ["a", "b"]}
+    assert str(again) == str(caught.value)
+    # str() of a KeyError is the repr of its argument: a person wants to read the message.
+    assert not str(again).startswith(("'", '"'))
+
+
+async def test_builtin_except_clauses_work(store):
+    with pytest.raises(KeyError, match="no such key"):
+        await ts.get("gone")
+    with pytest.raises(TimeoutError):
+        await ts.wait("gone", timeout=0.05)
+    with pytest.raises(ValueError, match="timeout"):
+        await ts.get("gone", timeout=-1)
+    with pytest.raises(TypeError):
+        await ts.get(5)
+
+
+async def test_an_error_object_is_a_value_like_others(store):
+    out = await run_script(
+        """
+        try:
+            await ts.get("gone")
+        except ts.KeyNotFoundError as error:
+            await ts.put("error", error)
+        print("put")
+        """
+    )
+    assert out == "put\n"
+    error = await ts.get("error")
+    assert type(error) is ts.KeyNotFoundError
+    assert error.key == "gone"

@@ -1,0 +1,256 @@
+"""Gets without a copy: writable tensors that are nobody else's, on memory nobody takes away."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import io
+import threading
+
+import pytest
+import torch
+from tests.support import Script, run_script, running_store, until
+
+import torchstore_core as ts
+
+NUMEL = 1 << 20  # of int64: 8 MB
+
+
+async def _leased() -> int:
+    gc.collect()
+    return sum(volume.leased_bytes for volume in (await ts.status()).volumes)
+
+
+async def _nothing_leased() -> bool:
+    return await _leased() == 0
+
+
+async def _until_full(prefix: str, nbytes: int) -> int:
+    """Put values of ``nbytes`` until no more fit; how many did."""
+    for count in range(1000):
+        try:
+            await ts.put(f"{prefix}{count}", torch.full((nbytes // 8,), -1 - count))
+        except ts.StoreFullError:
+            return count
+    raise AssertionError("the store is never full")
+
+
+async def test_a_large_get_is_an_ordinary_writable_tensor(store):
+    await ts.put("t", torch.arange(NUMEL).view(1024, 1024))
+    tensor = await ts.get("t")
+    assert type(tensor) is torch.Tensor
+    assert tensor.is_contiguous()
+    assert not tensor.requires_grad
+    assert await _leased() > 0, "it was copied"
+    tensor += 1
+    tensor[0].zero_()
+    tensor.numpy()[1] = 7
+    torch.relu_(tensor)
+    assert tensor[2, 0].item() == 2049
+    assert (tensor[0] == 0).all()
+    assert (tensor[1] == 7).all()
+    parameter = torch.nn.Parameter(tensor.view(-1)[:9].float())
+    (parameter**2).sum().backward()
+    assert parameter.grad.shape == (9,)
+    buffer = io.BytesIO()
+    torch.save(tensor[:2], buffer)
+    assert torch.equal(copy.deepcopy(tensor), tensor)
+
+
+async def test_writing_changes_nothing_for_anyone_else(store):
+    """The server, gets of before and after, and other processes keep the stored value."""
+    original = torch.arange(NUMEL)
+    await ts.put("t", original)
+    before = await ts.get("t")
+    mine = await ts.get("t")
+    mine.fill_(-1)
+    after = await ts.get("t")
+    copied = await ts.get("t", torch.zeros_like(original))
+    for other in (before, after, copied):
+        assert torch.equal(other, original)
+    out = await run_script(
+        f"""
+        tensor = await ts.get("t")
+        assert torch.equal(tensor, torch.arange({NUMEL}))
+        tensor.fill_(-2)
+        assert torch.equal(await ts.get("t"), torch.arange({NUMEL}))
+        print(int(tensor[0]))
+        """
+    )
+    assert out == "-2\n"
+    assert torch.equal(await ts.get("t"), original)
+    assert (mine == -1).all()
+
+
+async def test_values_of_one_batch_do_not_share_memory(store):
+    """Neighbours may share a mapping; a write to one must not show in another."""
+    await ts.put_batch({f"t{i}": torch.full((50_000 + i,), i) for i in range(20)})
+    got = await ts.get_batch([f"t{i}" for i in range(20)])
+    twice = await ts.get_batch([f"t{i}" for i in range(20)])
+    for i in range(0, 20, 2):
+        got[f"t{i}"].fill_(-1)
+    for i in range(20):
+        assert (got[f"t{i}"] == (i if i % 2 else -1)).all()
+        assert (twice[f"t{i}"] == i).all()
+
+
+@pytest.mark.parametrize("how", ["overwrite", "delete", "delete and put again"])
+async def test_memory_is_not_reused_while_a_tensor_lives(how):
+    """A nearly full store is filled again and again around a tensor that somebody holds."""
+    nbytes = 16 << 20
+    async with running_store(capacity=4 * nbytes):
+        original = torch.randint(0, 1 << 60, (nbytes // 8,))
+        await ts.put("t", original)
+        held = await ts.get("t")
+        part = (await ts.get("t"))[1000:2000]  # a view is enough to hold on
+        if how == "overwrite":
+            await ts.put("t", torch.zeros(nbytes // 8).long())
+        else:
+            await ts.delete("t")
+        if how == "delete and put again":
+            await ts.put("t", torch.zeros(nbytes // 8).long())
+        room = 3 if how == "delete" else 2
+        for round_ in range(3):
+            assert await _until_full(f"{round_}/", 1 << 20) == room * 16
+            assert torch.equal(held, original)
+            assert torch.equal(part, original[1000:2000])
+            await ts.delete_batch(await ts.keys(f"{round_}/"))
+        del held
+        gc.collect()
+        assert await _until_full("more/", 1 << 20) == room * 16, "the view holds it still"
+        assert torch.equal(part, original[1000:2000])
+        await ts.delete_batch(await ts.keys("more/"))
+        del part
+        await until(_nothing_leased)
+        assert await _until_full("all/", 1 << 20) == (room + 1) * 16
+
+
+async def test_memory_is_not_reused_while_another_process_holds_it():
+    nbytes = 16 << 20
+    async with running_store(capacity=2 * nbytes):
+        await ts.put("t", torch.arange(nbytes // 8))
+        with Script(
+            f"""
+            tensor = await ts.get("t")
+            await ts.put("held", 1)
+            await ts.wait("look", timeout=50)
+            assert torch.equal(tensor, torch.arange({nbytes // 8}))
+            print("whole")
+            """
+        ) as script:
+            await ts.wait("held", timeout=50)
+            await ts.delete("t")
+            for round_ in range(3):
+                assert await _until_full(f"{round_}/", 1 << 20) in (15, 16)
+                await ts.delete_batch(await ts.keys(f"{round_}/"))
+            await ts.put("look", 1)
+            assert await script.output() == "whole\n"
+        await until(_nothing_leased)  # its end gives the memory back
+        await ts.delete_batch(["held", "look"])
+        assert await _until_full("all/", 1 << 20) == 32
+
+
+async def test_leased_bytes_rise_and_fall(store):
+    nbytes = NUMEL * 8
+    await ts.put_batch({"a": torch.zeros(NUMEL).long(), "b": torch.zeros(NUMEL).long()})
+    assert await _leased() == 0
+    first = await ts.get("a")
+    assert await _leased() == nbytes
+    again = await ts.get("a")
+    assert await _leased() == nbytes, "the same memory, leased twice"
+    other = await ts.get("b")
+    assert await _leased() == 2 * nbytes
+    sessions = (await ts.status()).sessions
+    assert sum(session.leased_bytes for session in sessions) >= 2 * nbytes
+    assert (await ts.stat("a")).leases == 2
+    del first
+    await until(lambda: _leases_of("a", 1))
+    assert await _leased() == 2 * nbytes
+    del again
+
+    async def only_b() -> bool:
+        return await _leased() == nbytes
+
+    await until(only_b)
+    assert int(other[0]) == 0
+    del other
+    await until(_nothing_leased)
+    assert (await ts.stat("b")).leases == 0
+
+
+async def _leases_of(key: str, count: int) -> bool:
+    gc.collect()
+    return (await ts.stat(key)).leases == count
+
+
+@pytest.mark.parametrize("keep", ["view", "numpy", "storage", "slice", "cycle", "thread"])
+async def test_whatever_holds_the_memory_holds_the_lease(store, keep):
+    await ts.put("t", torch.arange(NUMEL))
+    tensor = await ts.get("t")
+    holder: object
+    match keep:
+        case "view":
+            holder = tensor.view(1024, -1)[5:6]
+        case "numpy":
+            holder = tensor.numpy()[3:]
+        case "storage":
+            holder = tensor.untyped_storage()
+        case "slice":
+            holder = torch.chunk(tensor, 4)[3]
+        case "cycle":
+            knot: list[object] = [tensor]
+            knot.append(knot)
+            holder = knot
+        case "thread":
+            go = threading.Event()
+            holder = threading.Thread(target=lambda tensor: go.wait(30), args=(tensor,))
+            holder.start()
+    del tensor
+    if keep == "cycle":
+        del knot
+    await ts.put("t", 0)
+    assert await _leased() == NUMEL * 8
+    if isinstance(holder, threading.Thread):
+        go.set()
+        holder.join()
+    del holder
+    await until(_nothing_leased)
+
+
+async def test_tensors_may_die_in_any_thread(store):
+    await ts.put("t", torch.arange(NUMEL))
+    tensors = [await ts.get("t") for _ in range(40)]
+
+    def drop() -> None:
+        while tensors:
+            tensors.pop()
+
+    threads = [threading.Thread(target=drop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    await until(_nothing_leased)
+
+
+async def test_tensors_outlive_the_store_and_the_client(store):
+    original = torch.arange(NUMEL)
+    await ts.put("t", original)
+    tensor = await ts.get("t")
+    await ts.reset_client()
+    assert torch.equal(tensor, original)
+    assert await _leased() == NUMEL * 8, "the reset gave the lease back"
+    await ts.shutdown()
+    assert torch.equal(tensor, original)
+    tensor.zero_()
+    assert not tensor.any()
+
+
+async def test_small_and_in_place_gets_lease_nothing(store):
+    await ts.put_batch({"small": torch.ones(100), "large": torch.ones(NUMEL)})
+    small = await ts.get("small")
+    filled = await ts.get("large", torch.zeros(NUMEL))
+    assert await _leased() == 0
+    assert small.all()
+    assert filled.all()

@@ -1,0 +1,142 @@
+"""What the documents say, held against what is there."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchstore_core as ts
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+SOURCES = ["torchstore_core", "torchstore_transports", "torchstore_strategies", "plugins"]
+README = (ROOT / "README.md").read_text()
+
+_FENCE = re.compile(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", re.M | re.S)
+
+
+def blocks() -> list[object]:
+    """The README's programs, each with what it says they print."""
+    found = [(m[1], m[2], m.start()) for m in _FENCE.finditer(README)]
+    programs = [(code, printed, at) for code, printed, at in found if "asyncio.run(" in code]
+    return [
+        pytest.param(code, printed, id=f"line-{README.count(chr(10), 0, at) + 1}")
+        for code, printed, at in programs
+    ]
+
+
+@pytest.mark.parametrize(("code", "printed"), blocks())
+async def test_readme_programs_print_what_it_says(code: str, printed: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"  # a file: spawned children import it
+    program.write_text(code)
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    try:
+        out, err = await asyncio.to_thread(process.communicate, timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    assert not err
+    assert printed
+    assert out == printed
+
+
+def test_every_python_block_of_the_readme_is_run_but_the_first_glance() -> None:
+    assert len(blocks()) == README.count("```python\n") - 1
+
+
+def test_the_readme_lists_the_whole_api() -> None:
+    rows = re.findall(r"^\| `(\w+)\(", README, re.M)
+    functions = [n for n in ts.__all__ if inspect.iscoroutinefunction(getattr(ts, n))]
+    assert sorted(rows) == sorted(functions)
+
+
+def test_the_readme_shows_the_arguments_of_initialize() -> None:
+    shown = re.search(r"^\| `initialize\((.*?)\)` \|", README, re.M)
+    assert shown is not None
+    names = re.findall(r"(\w+)=", shown[1])
+    assert names == list(inspect.signature(ts.initialize).parameters)
+
+
+def test_the_readme_lists_every_error_with_its_code() -> None:
+    rows = dict(re.findall(r"^\| `(\w+Error)`[^|]*\| `([\w-]+)` \|", README, re.M))
+    errors = {
+        name: getattr(ts, name).code
+        for name in ts.__all__
+        if name.endswith("Error") and name != "TorchStoreError"
+    }
+    assert rows == errors
+
+
+def test_the_readme_lists_every_environment_variable() -> None:
+    rows = set(re.findall(r"^\| `(TORCHSTORE_\w+)` \|", README, re.M))
+    used = {
+        name
+        for folder in SOURCES
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"TORCHSTORE_[A-Z_]+", path.read_text())
+    }
+    assert rows == used
+
+
+def test_the_readme_lists_every_command() -> None:
+    from torchstore_core.cli.app import cli
+
+    assert sorted(re.findall(r"^torchstore (\w+) ", README, re.M)) == sorted(cli.commands)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text()
+    headings = {
+        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in text.splitlines()
+        if line.startswith("#")
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        assert (ROOT / path).exists(), f"{document}: {target}"
+        if not path:
+            assert anchor in headings, f"{document}: {target}"
+
+
+def test_the_module_map_is_complete() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.(?:py|c))`", text))
+    modules = {
+        str(path.relative_to(ROOT / "torchstore_core/src/torchstore_core"))
+        for path in (ROOT / "torchstore_core/src/torchstore_core").rglob("*.[pc]*")
+        if path.suffix in (".py", ".c") and not path.name.startswith("__")
+    }
+    missing = {m for m in modules if m not in named and not m.startswith(("cli/", "testing/"))}
+    assert not missing
+    elsewhere = {str(path.relative_to(ROOT)) for path in ROOT.glob("*/src/*/*/*.py")}
+    for name in named:
+        assert name in modules or (ROOT / name).exists() or any(e.endswith(name) for e in elsewhere)
+
+
+@pytest.mark.parametrize("owner", [ts, ts.Client], ids=["module", "Client"])
+def test_every_public_call_says_what_it_raises(owner: object) -> None:
+    calls = {
+        name: call
+        for name, call in inspect.getmembers(owner, inspect.iscoroutinefunction)
+        if not name.startswith("_")
+    }
+    assert "put" in calls
+    silent = [name for name, call in calls.items() if "aises" not in (call.__doc__ or "")]
+    assert not silent

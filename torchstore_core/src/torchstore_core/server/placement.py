@@ -1,0 +1,110 @@
+"""Checking and placing the items of a put, and the errors that say why not. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torchstore_core.errors import KeyNotFoundError, ProtocolError, StoreFullError
+from torchstore_core.server.allocator import rounded
+from torchstore_core.server.records import SessionRecord, Value, VolumeRecord
+from torchstore_core.wire import messages as m
+
+__all__ = ["allocate", "checked_items", "full_error", "missing_error", "session_bytes"]
+
+
+def session_bytes(session: SessionRecord) -> tuple[int, int]:
+    """Bytes a session leases, and bytes of its unfinished puts."""
+    leased = sum(v.nbytes for held in session.leases.values() for v in held if v is not None)
+    return leased, sum(txn.nbytes for txn in session.txns.values())
+
+
+def missing_error(keys: list[str]) -> KeyNotFoundError:
+    """The error for keys that do not exist."""
+    shown = ", ".join(repr(k) for k in keys[:5]) + (", ..." if len(keys) > 5 else "")
+    what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
+    return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
+
+
+def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
+    """Bytes to place (rounded), bytes inline, and the sizes to place, in order."""
+    placed = inline = 0
+    sizes: list[int] = []
+    if not items:
+        raise ProtocolError("a put needs at least one item")
+    for item in items:
+        if not 0 < len(item.key) <= m.MAX_KEY:
+            raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
+        if item.data is not None:
+            if len(item.data) != item.nbytes:
+                raise ProtocolError(
+                    f"{item.key!r}: {len(item.data)} bytes came, {item.nbytes} were announced"
+                )
+            inline += item.nbytes
+        elif not 0 < item.nbytes < 1 << 60:
+            raise ProtocolError(f"{item.key!r}: cannot place {item.nbytes} bytes", key=item.key)
+        else:
+            sizes.append(item.nbytes)
+            placed += rounded(item.nbytes)
+    if placed >= 1 << 60:
+        raise ProtocolError(f"cannot place {placed} bytes")
+    return placed, inline, sizes
+
+
+def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] | None:
+    """One run for all sizes if there is room for it, else as few pieces as it takes."""
+    if not sizes:
+        return []
+    allocator = volume.allocator
+    start = allocator.allocate(placed)
+    if start is not None:
+        offsets: list[int] = []
+        for size in sizes:
+            offsets.append(start)
+            start += rounded(size)
+        return offsets
+    pieces: list[int] = []
+    for at, size in enumerate(sizes):
+        offset = allocator.allocate(size)
+        if offset is None:
+            allocator.free(zip(pieces, sizes[:at], strict=True))
+            return None
+        pieces.append(offset)
+    return pieces
+
+
+def full_error(
+    requested: int,
+    volumes: Sequence[VolumeRecord],
+    sessions: Iterable[SessionRecord],
+    values: Iterable[Value],
+) -> StoreFullError:
+    """The error of a put that does not fit: who holds what."""
+    capacity = sum(v.info.capacity_bytes for v in volumes)
+    used = sum(v.used for v in volumes)
+    holders: list[dict[str, object]] = []
+    for session in sessions:
+        leased, unfinished = session_bytes(session)
+        if leased or unfinished:
+            holders.append(
+                {"pid": session.facts.pid, "leased": leased, "unfinished": unfinished}
+            )
+    largest = sorted(values, key=lambda v: -v.nbytes)[:5]
+    leased = sum(v.leased for v in volumes)
+    unfinished = sum(v.unfinished for v in volumes)
+    top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
+    by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
+    return StoreFullError(
+        f"a put of {requested:,} bytes does not fit: {used:,} of {capacity:,} bytes are used "
+        f"({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
+        f"unfinished puts) over {len(volumes)} volume(s); largest keys: {top}. Delete "
+        "keys, drop tensors that zero-copy gets returned, or initialize with a larger capacity",
+        details={
+            "capacity_bytes": capacity,
+            "used_bytes": used,
+            "requested_bytes": requested,
+            "leased_bytes": leased,
+            "unfinished_bytes": unfinished,
+            "holders": holders,
+            "largest": [[v.key, v.nbytes] for v in largest],
+        },
+    )
