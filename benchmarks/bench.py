@@ -33,6 +33,7 @@ from plan import FLOOR_MAX, WARM_UPS, Bench
 from plots import plot
 from results import Metric, floors_table, table
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from torchstore_core import copying, topology
@@ -127,7 +128,6 @@ def run(options: Options, console: Console) -> tuple[list[Metric], list[Metric],
     """Run the scenarios; their metrics, their floors, and all that belongs into the JSON."""
     metrics: list[Metric] = []
     states: dict[str, dict[str, Any]] = {}
-    pids: dict[str, int] = {}
     started = time.time()
     columns = (SpinnerColumn(), TextColumn("{task.fields[name]:<11}"), BarColumn(30))
     text = TextColumn("{task.fields[what]}")
@@ -155,7 +155,6 @@ def run(options: Options, console: Console) -> tuple[list[Metric], list[Metric],
             except (PeerError, subprocess.SubprocessError) as caught:
                 error = str(caught)
                 step(0, 1, "[bold red]failed[/]")
-            pids.update(crew.pids)
             states[name] = {"seconds": time.perf_counter() - begin, "error": error}
             if error:
                 crew.close()  # whatever state they are in: the next scenario gets new ones
@@ -173,7 +172,7 @@ def run(options: Options, console: Console) -> tuple[list[Metric], list[Metric],
         },
         "scenarios": states,
         "mismatches": bench.wrong,
-        "processes": pids,
+        "processes": [{"pid": pid, "name": name} for pid, name in crew.started.items()],
         "servers": crew.servers,
         "left_behind": left,
         "metrics": [metric.plain() for metric in metrics],
@@ -204,7 +203,7 @@ def show(
     )
     for name, state in report["scenarios"].items():
         if state["error"]:
-            console.print(f"[bold red]{name} failed[/]: {state['error']}", markup=True)
+            console.print(f"[bold red]{name} failed[/]: {escape(state['error'])}")
     if report["left_behind"]:
         console.print(f"[bold red]servers left behind[/]: {report['left_behind']}")
     wrong = report["mismatches"]

@@ -110,6 +110,7 @@ class Crew:
 
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
+        self.started: dict[int, str] = {}
         self.servers: list[int] = []
 
     def __enter__(self) -> Crew:
@@ -123,11 +124,6 @@ class Crew:
     ) -> None:
         self.close()
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """The processes of the moment."""
-        return {name: peer.pid for name, peer in self._peers.items()}
-
     def get(self, role: str, *, loop: str = "asyncio", omp: int | None = None) -> Peer:
         """The process of that role, on that kind of event loop, with OMP_NUM_THREADS=``omp``."""
         name = "-".join([role, loop, *([f"omp{omp}"] if omp is not None else [])])
@@ -138,7 +134,8 @@ class Crew:
                 environment.pop(other, None)
             if omp is not None:
                 environment["OMP_NUM_THREADS"] = str(omp)
-            self._peers[name] = Peer(name, loop, environment)
+            peer = self._peers[name] = Peer(name, loop, environment)
+            self.started[peer.pid] = name
         return self._peers[name]
 
     def opened(self, reply: dict[str, Any]) -> str:

@@ -97,7 +97,16 @@ def _against_limits(axis: Axes, metrics: Sequence[Metric]) -> None:
     for place, metric in enumerate(metrics):
         text = f"  {statistics.median(metric.values):.2f} of {metric.target:g} {metric.unit}"
         right = max(metric.values) / (metric.target or 1.0)
-        axis.text(right, place, text, va="center", fontsize=7, color="#444444")
+        axis.text(
+            right,
+            place,
+            text,
+            va="center",
+            fontsize=7,
+            color="#444444",
+            backgroundcolor="white",
+            zorder=6,
+        )
     axis.margins(x=0.18)
 
 
@@ -105,6 +114,6 @@ def _growth(axis: Axes, metrics: Sequence[Metric]) -> None:
     for metric in metrics:
         axis.plot(range(len(metric.series)), metric.series, marker="o", label=metric.name)
         axis.axhline(metric.target or 0.0, color=_LIMIT, linewidth=1.0, linestyle="--")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="center right")
     axis.set_ylabel("RSS growth, MB", fontsize=8)
     axis.grid(color="#dddddd")

@@ -21,18 +21,23 @@ README = (ROOT / "README.md").read_text()
 _FENCE = re.compile(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", re.M | re.S)
 
 
-def blocks() -> list[object]:
-    """The README's programs, each with what it says they print."""
-    found = [(m[1], m[2], m.start()) for m in _FENCE.finditer(README)]
-    programs = [(code, printed, at) for code, printed, at in found if "asyncio.run(" in code]
+def programs(document: str) -> list[object]:
+    """A document's programs, each with what it says they print."""
+    text = (ROOT / document).read_text()
     return [
-        pytest.param(code, printed, id=f"line-{README.count(chr(10), 0, at) + 1}")
-        for code, printed, at in programs
+        pytest.param(
+            match[1], match[2], id=f"{document}:{text.count(chr(10), 0, match.start()) + 1}"
+        )
+        for match in _FENCE.finditer(text)
+        if "asyncio.run(" in match[1]
     ]
 
 
-@pytest.mark.parametrize(("code", "printed"), blocks())
-async def test_readme_programs_print_what_it_says(code: str, printed: str, tmp_path: Path) -> None:
+PROGRAMS = [*programs("README.md"), *programs("CONTRIBUTING.md")]
+
+
+@pytest.mark.parametrize(("code", "printed"), PROGRAMS)
+async def test_programs_print_what_it_says(code: str, printed: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # a file: spawned children import it
     program.write_text(code)
     process = subprocess.Popen(
@@ -54,8 +59,9 @@ async def test_readme_programs_print_what_it_says(code: str, printed: str, tmp_p
     assert out == printed
 
 
-def test_every_python_block_of_the_readme_is_run_but_the_first_glance() -> None:
-    assert len(blocks()) == README.count("```python\n") - 1
+def test_no_python_block_is_left_out_but_the_readmes_first_glance() -> None:
+    texts = README + (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(PROGRAMS) == texts.count("```python\n") - 1
 
 
 def test_the_readme_lists_the_whole_api() -> None:
@@ -96,6 +102,14 @@ def test_the_readme_lists_every_command() -> None:
     from torchstore_core.cli.app import cli
 
     assert sorted(re.findall(r"^torchstore (\w+) ", README, re.M)) == sorted(cli.commands)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_are_there(document: str) -> None:
+    named = re.findall(r"^make (\w+)", (ROOT / document).read_text(), re.M)
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    assert named
+    assert set(named) <= set(targets)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -97,9 +97,13 @@ async def test_an_overwrite_needs_room_beside_the_old_version(small):
 
 async def test_inline_values_count_too(small):
     chunk = bytes(32 << 10)
-    with pytest.raises(ts.StoreFullError):
+
+    async def fill() -> None:
         for at in range(2000):
             await ts.put(f"k{at}", chunk)
+
+    with pytest.raises(ts.StoreFullError):
+        await fill()
     count = len(await ts.keys())
     assert 900 < count <= CAPACITY // len(chunk)
     assert await ts.delete_batch(await ts.keys()) == count
@@ -148,8 +152,9 @@ async def test_puts_that_compete_for_the_last_room(small):
     assert await _used() == 30 * MB
 
 
-async def test_volumes_share_the_capacity():
-    async with running_store(capacity=CAPACITY, num_storage_volumes=2):
+@pytest.mark.parametrize("strategy", ["host", "local-rank"])
+async def test_volumes_share_the_capacity(strategy):
+    async with running_store(capacity=CAPACITY, num_storage_volumes=2, strategy=strategy):
         status = await ts.status()
         assert sum(volume.capacity_bytes for volume in status.volumes) == CAPACITY
         with pytest.raises(ts.StoreFullError):

@@ -212,7 +212,7 @@ async def test_what_even_pickle_cannot_take_is_refused(shared):
     for _ in range(100_000):
         bottomless = (bottomless,)
     for value in (lambda: 1, (x for x in "a"), {"socket": sys.stdout}, bottomless):
-        with pytest.raises(ts.UnsupportedValueError, match="'o': .*cannot be stored"):
+        with pytest.raises(ts.UnsupportedValueError, match=r"'o': .*cannot be stored"):
             await ts.put("o", value)
     while bottomless:  # one by one: its own destructor might recurse
         (bottomless,) = bottomless

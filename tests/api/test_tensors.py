@@ -181,7 +181,9 @@ REFUSED = {
 async def test_refused_by_name(shared, name):
     tensor = REFUSED[name]()
     said = name.split()[0]
-    with pytest.raises(ts.UnsupportedValueError, match=rf"^'r': .*{said}.* cannot be stored; ") as e:
+    with pytest.raises(
+        ts.UnsupportedValueError, match=rf"^'r': .*{said}.* cannot be stored; "
+    ) as e:
         await ts.put("r", tensor)
     assert e.value.key == "r"
     assert isinstance(e.value, TypeError)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import inspect
 import os
 import threading
@@ -269,3 +271,42 @@ def fork_with_tensors(
             os._exit(0)
     pipe.send(pid)
     pipe.recv()
+
+
+# ---- many cycles --------------------------------------------------------------------------
+
+
+async def cycle(pipe: Connection, address: str, cycles: int) -> None:
+    """Put, get and delete; at 20 % and at 100 % tell the test, and wait for its word."""
+    await ts.connect(address)
+    small = torch.arange(128)  # 1 KB
+    medium = torch.arange(12_800)  # 100 KB
+    large = torch.zeros(4 << 20, dtype=torch.uint8)
+    mine = torch.empty_like(medium)
+    for turn in range(cycles):
+        # Keys that come and go, and one that stays.
+        await ts.put(f"small/{turn}", small)
+        await ts.put("stays", small if turn % 2 else medium)
+        ref = await ts.put(f"medium/{turn}", medium)
+        assert torch.equal(await ts.get(f"small/{turn}"), small)
+        assert await ts.get(ref, mine) is mine
+        held = await ts.get(ref)
+        await ts.delete(f"small/{turn}")
+        await ts.delete_batch([f"medium/{turn}", "is not there"])
+        assert torch.equal(held, medium)
+        if turn % 25 == 0:
+            await ts.put("large", large.fill_(turn % 251))
+            held = await ts.get("large")
+            assert uniform(held) == turn % 251
+            await ts.delete("large")
+            await ts.put_batch({"object": list(range(2000)), "stays": small})
+            await ts.get_batch(["object", "stays"])
+            with contextlib.suppress(ts.StoreTimeoutError):
+                await ts.wait("never", timeout=0)
+            with contextlib.suppress(ts.KeyNotFoundError):
+                await ts.get("never")
+        del held
+        if turn + 1 in (cycles // 5, cycles):
+            gc.collect()
+            pipe.send(turn + 1)
+            await told(pipe)

@@ -61,6 +61,12 @@ def test_prefault_warms_exactly_what_was_asked_for(memory):
     assert backed(memory.fd) == 10 * MIB
 
 
+def test_prefault_ends_at_a_target_that_is_no_whole_page(memory):
+    warm_up(memory, MIB + 64)
+    assert memory.warm == MIB + 64
+    assert not [t for t in threading.enumerate() if t.name == "torchstore-prefault"]
+
+
 def test_prefault_does_not_disturb_bytes_that_are_there(memory):
     os.pwrite(memory.fd, b"x" * 100, 3 * MIB + 5)
     warm_up(memory, 8 * MIB)

@@ -1,4 +1,8 @@
-"""The module-level API: the same operations as :class:`~torchstore_core.Client`, by store name."""
+"""The module-level API: the same operations as :class:`~torchstore_core.Client`, by store name.
+
+Every call but ``initialize``, ``connect``, ``shutdown`` and ``reset_client`` raises
+``StoreClosedError`` when this process knows no store of that name and the environment names none.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +83,8 @@ async def initialize(
 
     Raises:
         ConfigurationError: a bad argument, or this process has such a store already.
-        PluginError: an unknown or broken runtime or strategy.
+        PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
+        StoreFullError: the system does not give so much address space to a volume.
         StoreTimeoutError, StoreClosedError: the server did not come up.
     """
     _check(num_storage_volumes, store_name, capacity, prefault, timeout)
@@ -173,7 +178,10 @@ async def connect(
 
     Raises:
         StoreClosedError: nobody listens there.
-        ConfigurationError: this process owns another store of that name.
+        StoreTimeoutError: no answer within ``timeout`` seconds.
+        ProtocolError: what listens there is no store, or one of another protocol version.
+        ConfigurationError: a bad argument, or this process owns another store of that name.
+        PluginError: two packages claim one transport.
     """
     _check(1, store_name, None, None, timeout)
     before = stores.known(store_name)
@@ -201,7 +209,8 @@ async def shutdown(
 ) -> None:
     """End the store if this process owns it, else only leave it. Does nothing if there is none.
 
-    Tensors that zero-copy gets returned stay valid.
+    Tensors that zero-copy gets returned stay valid. Raises nothing of its own: a server that does
+    not end within ``timeout`` seconds is killed.
     """
     membership = stores.remove(store_name)
     if membership is None:
@@ -214,19 +223,31 @@ async def shutdown(
 
 
 async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:
-    """What other processes give to :func:`connect` (or find in ``TORCHSTORE_ADDRESS``)."""
+    """What other processes give to :func:`connect` (or find in ``TORCHSTORE_ADDRESS``).
+
+    Raises:
+        StoreClosedError: this process knows no such store.
+    """
     return stores.find(store_name).address
 
 
 async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> Client:
-    """The client of a store, connected."""
+    """The client of a store, connected.
+
+    Raises:
+        StoreClosedError: this process knows no such store, or its server is gone.
+        StoreTimeoutError: no answer within ``timeout`` seconds.
+    """
     membership = stores.find(store_name)
     await membership.session(membership.timeout if timeout is None else timeout)
     return Client(membership)
 
 
 async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> None:
-    """Drop this process's connections; the next operation makes new ones. Tensors stay valid."""
+    """Drop this process's connections; the next operation makes new ones. Tensors stay valid.
+
+    Raises nothing; does nothing if this process knows no such store.
+    """
     membership = stores.known(store_name)
     if membership is not None:
         membership.reset()
@@ -244,7 +265,7 @@ async def put(
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> ObjectRef:
-    """See :meth:`Client.put`."""
+    """See :meth:`Client.put`; raises the same."""
     return await _client(store_name).put(key, value, timeout=timeout, allow_pickle=allow_pickle)
 
 
@@ -255,7 +276,7 @@ async def put_batch(
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> dict[str, ObjectRef]:
-    """See :meth:`Client.put_batch`."""
+    """See :meth:`Client.put_batch`; raises the same."""
     made = _client(store_name)
     return await made.put_batch(items, timeout=timeout, allow_pickle=allow_pickle)
 
@@ -269,7 +290,7 @@ async def get(
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> Any:
-    """See :meth:`Client.get`."""
+    """See :meth:`Client.get`; raises the same."""
     return await _client(store_name).get(
         key_or_ref, inplace_tensor, tensor_slice_spec, timeout=timeout, allow_pickle=allow_pickle
     )
@@ -282,32 +303,32 @@ async def get_batch(
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> dict[str, Any]:
-    """See :meth:`Client.get_batch`."""
+    """See :meth:`Client.get_batch`; raises the same."""
     made = _client(store_name)
     return await made.get_batch(keys, timeout=timeout, allow_pickle=allow_pickle)
 
 
 async def delete(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> None:
-    """See :meth:`Client.delete`."""
+    """See :meth:`Client.delete`; raises the same."""
     await _client(store_name).delete(key, timeout=timeout)
 
 
 async def delete_batch(
     keys: Iterable[str], *, store_name: str = DEFAULT_NAME, timeout: float | None = None
 ) -> int:
-    """See :meth:`Client.delete_batch`."""
+    """See :meth:`Client.delete_batch`; raises the same."""
     return await _client(store_name).delete_batch(keys, timeout=timeout)
 
 
 async def exists(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> bool:
-    """See :meth:`Client.exists`."""
+    """See :meth:`Client.exists`; raises the same."""
     return await _client(store_name).exists(key, timeout=timeout)
 
 
 async def keys(
     prefix: str | None = None, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
 ) -> list[str]:
-    """See :meth:`Client.keys`."""
+    """See :meth:`Client.keys`; raises the same."""
     return await _client(store_name).keys(prefix, timeout=timeout)
 
 
@@ -318,24 +339,24 @@ async def wait(
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
 ) -> dict[str, ObjectRef]:
-    """See :meth:`Client.wait`."""
+    """See :meth:`Client.wait`; raises the same."""
     return await _client(store_name).wait(keys, min_version=min_version, timeout=timeout)
 
 
 async def stat(
     key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
 ) -> m.Found:
-    """See :meth:`Client.stat`."""
+    """See :meth:`Client.stat`; raises the same."""
     return await _client(store_name).stat(key, timeout=timeout)
 
 
 async def status(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> m.StatusReport:
-    """See :meth:`Client.status`."""
+    """See :meth:`Client.status`; raises the same."""
     return await _client(store_name).status(timeout=timeout)
 
 
 async def explain(
     nbytes: int = 1 << 30, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
 ) -> list[dict[str, Any]]:
-    """See :meth:`Client.explain`."""
+    """See :meth:`Client.explain`; raises the same."""
     return await _client(store_name).explain(nbytes, timeout=timeout)

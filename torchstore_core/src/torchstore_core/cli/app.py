@@ -305,11 +305,14 @@ def _answer(settings: _Settings, report: Report, *, long: bool = False) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # `torchstore ls | head`: what is buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _print_json(report: msgspec.Struct) -> None:
     text = msgspec.json.encode(report)
     if not isinstance(report, Serving):  # that is one line, for those who wait for it
         text = msgspec.json.format(text, indent=2)
-    sys.stdout.buffer.write(text + b"\n")
+    rest = memoryview(text + b"\n")
+    while rest:  # an unbuffered stream (PYTHONUNBUFFERED) may take a part
+        rest = rest[sys.stdout.buffer.write(rest) :]
     sys.stdout.buffer.flush()

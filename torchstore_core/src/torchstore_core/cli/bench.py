@@ -71,11 +71,12 @@ async def measure(address: str | None, timeout: float, nbytes: int) -> BenchRepo
     try:
         if where is None:
             await _warm(client, room)
+        first = await _put(client, job.key, large)
         with _peer(job) as (process, echo):
             await _answer(process, bool)
             before = await _floors(large, echo)
             small = await _small(client, f"{keys}small")
-            first, again = await _put(client, job, large)
+            again = min([await _put(client, job.key, large) for _ in range(1, job.version)])
             measured = await _answer(process, Measured, ask=True)
             floors = _best(before, await _floors(large, echo))
     finally:
@@ -119,13 +120,10 @@ async def _timed(action: Callable[[], Awaitable[object]]) -> float:
     return time.perf_counter() - start
 
 
-async def _put(client: Client, job: Job, value: torch.Tensor) -> tuple[float, float]:
-    """Seconds of the first put and of the best later one; ``value`` ends as the job's version."""
-    seconds: list[float] = []
-    for _ in range(job.version):
-        value.add_(1)
-        seconds.append(await _timed(lambda: client.put(job.key, value)))
-    return seconds[0], min(seconds[1:])
+async def _put(client: Client, key: str, value: torch.Tensor) -> float:
+    """Seconds of one put of the next version of the pattern, which ``value`` becomes."""
+    value.add_(1)
+    return await _timed(lambda: client.put(key, value))
 
 
 async def _small(client: Client, key: str) -> Small:

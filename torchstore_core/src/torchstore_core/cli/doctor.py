@@ -126,9 +126,12 @@ def _usable(spec: TransportSpec) -> bool:
 
 
 def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
-    """Without a transport for large values, or without any, a store is of no use."""
-    if not ranking.order(_LARGE, in_band=False):
-        found.problems.append(f"{what}: {ranking.unavailable(_LARGE).message}")
+    """A store that takes only small values is of no use."""
+    if ranking.order(_LARGE, in_band=False):
+        return
+    reasons = [f"{name}: {reason}" for name, reason in sorted(ranking.refusals.items())]
+    why = f" ({'; '.join(reasons)})" if reasons else ": pip install torchstore-transports"
+    found.problems.append(f"{what}: no transport moves large values{why}")
 
 
 def _link(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkReport:

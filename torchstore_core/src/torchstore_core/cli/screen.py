@@ -76,30 +76,37 @@ class Screen:
             prose: wrap the last column under itself.
             indent: blanks before each line.
         """
-        body = [[c if isinstance(c, Text) else Text(printable(c)) for c in row] for row in rows]
-        head = [[Text(title, "dim") for title in titles]] if titles else []
-        lines = head + body
+        lines: list[list[Cell]] = [[Text(title, "dim") for title in titles]] if titles else []
+        lines += [[c if isinstance(c, Text) else printable(c) for c in row] for row in rows]
         if not lines:
             return
-        widths = [max(cell_len(row[i].plain) for row in lines) for i in range(len(lines[0]))]
-        for row in lines:
-            line = Text(" " * indent)
-            for i, cell in enumerate(row[:-1]):
-                blank = " " * (widths[i] - cell_len(cell.plain))
-                line.append_text(Text(blank) + cell if i in right else cell + Text(blank))
-                line.append(" " * _GAP)
-            last = row[-1]
-            if len(row) - 1 in right:
-                last = Text(" " * (widths[-1] - cell_len(last.plain))) + last
-            self._finish(line, last, prose)
+        sizes = [[cell_len(str(cell)) for cell in line] for line in lines]
+        widths = [max(column) for column in zip(*sizes, strict=True)]
+        gap = " " * _GAP
+        start = indent + sum(widths[:-1]) + _GAP * (len(widths) - 1)
+        out: list[list[Cell]] = []
+        for cells, taken in zip(lines, sizes, strict=True):
+            parts: list[Cell] = [" " * indent]
+            for i, cell in enumerate(cells):
+                blank = " " * (widths[i] - taken[i])
+                parts += (blank, cell, gap) if i in right else (cell, blank, gap)
+            if prose and self._width is not None and start + taken[-1] > self._width:
+                first, *others = self._wrapped(cells[-1], max(self._width - start, _LEAST_PROSE))
+                out += [[*parts[:-3], first], *([" " * start, more] for more in others)]
+            else:
+                out.append(parts)
+        self._print(out)
 
-    def _finish(self, line: Text, last: Text, prose: bool) -> None:
-        start = cell_len(line.plain)
-        if prose and self._width is not None:
-            pieces = [*last.wrap(self.console, max(self._width - start, _LEAST_PROSE))]
-        else:
-            pieces = [last]
-        for at, piece in enumerate(pieces):
-            whole = (line if at == 0 else Text(" " * start)) + piece
-            whole.rstrip()
-            self.console.print(whole, soft_wrap=True)
+    def _wrapped(self, cell: Cell, width: int) -> list[Text]:
+        text = cell if isinstance(cell, Text) else Text(cell)
+        return [*text.wrap(self.console, width)]
+
+    def _print(self, lines: Iterable[Sequence[Cell]]) -> None:
+        if self.console.color_system is None:  # many times faster, for many keys into a pipe
+            plain = ("".join(map(str, line)).rstrip() + "\n" for line in lines)
+            self.console.file.write("".join(plain))
+            return
+        styled = [Text.assemble(*line) for line in lines]
+        for text in styled:
+            text.rstrip()
+        self.console.print(Text("\n").join(styled), soft_wrap=True)

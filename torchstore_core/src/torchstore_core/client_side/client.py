@@ -43,8 +43,15 @@ class Client:
 
     Safe to use from several event loops and threads, over repeated ``asyncio.run``, and in a
     forked child (which gets connections of its own). Every operation takes ``timeout=`` (seconds;
-    None: the store's default, given to ``initialize`` or ``connect``) and raises
-    ``StoreTimeoutError`` when it is over, ``StoreClosedError`` when the server is gone.
+    None: the store's default, given to ``initialize`` or ``connect``).
+
+    What every operation raises, beside what its own text says:
+
+    * ``StoreTimeoutError``: the timeout is over.
+    * ``StoreClosedError``: the server is gone, or the store was shut down in this process.
+    * ``UnsupportedValueError``: a key is not a str of 1 to 4096 characters.
+    * ``ConfigurationError``: a negative timeout.
+    * ``ProtocolError``: too many keys for one message (64 MiB), or keys that are not Unicode.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -86,6 +93,8 @@ class Client:
             StoreFullError: it does not fit; nothing was changed.
             UnsupportedValueError: a value that cannot be stored (meta, sparse, ... tensors).
             UnsafeObjectError: it needs pickle, which is not allowed.
+            TransportUnavailableError: no permitted transport reaches the volume.
+            PluginError: the store's strategy names no volume.
         """
         versions = await self._put("put", ((key, value),), timeout, allow_pickle)
         return ObjectRef(key, versions[0])
@@ -120,9 +129,7 @@ class Client:
         transport = ""
         error = ""
         try:
-            sources = [
-                writing.prepare(key, value, allow_pickle=pickle_too) for key, value in items
-            ]
+            sources = [writing.prepare(key, value, allow_pickle=pickle_too) for key, value in items]
             nbytes = sum(source.nbytes for source in sources)
             session, lane = self._here() or await self._join(clock)
             versions, transport = await put_sources(session, lane, sources, nbytes, clock)
@@ -163,6 +170,10 @@ class Client:
             KeyNotFoundError: no such key.
             VersionGoneError: the ref's version was overwritten or deleted.
             LayoutMismatchError: destination or slice do not fit; nothing was written.
+            UnsafeObjectError: it was pickled, which is not allowed.
+            UnsupportedValueError: a destination that cannot be written to (meta, sparse, ...), or
+                a value that cannot be rebuilt here.
+            TransportUnavailableError: no permitted transport reaches the volume.
         """
         want = Want.make(key_or_ref, inplace_tensor, tensor_slice_spec)
         values = await self._get("get", [want], timeout, allow_pickle)
@@ -185,7 +196,9 @@ class Client:
             Values by key, in the order asked for.
 
         Raises:
-            KeyNotFoundError: ``details["missing"]`` lists all missing keys. As ``get`` otherwise.
+            KeyNotFoundError: ``details["missing"]`` lists all missing keys.
+            ConfigurationError: a key is asked for twice, at different versions or slices.
+            And as ``get``.
         """
         wants = [*_wants(keys)]
         if not wants:
@@ -230,7 +243,11 @@ class Client:
         await self._delete("delete", [key], True, timeout)
 
     async def delete_batch(self, keys: Iterable[str], *, timeout: float | None = None) -> int:
-        """Delete keys; missing ones are ignored. How many were deleted."""
+        """Delete keys; missing ones are ignored. How many were deleted.
+
+        Raises:
+            UnsupportedValueError: one str instead of several.
+        """
         return await self._delete("delete_batch", _key_list(keys), False, timeout)
 
     async def _delete(self, name: str, keys: list[str], strict: bool, timeout: float | None) -> int:
@@ -242,13 +259,17 @@ class Client:
         return reply.count
 
     async def exists(self, key: str, *, timeout: float | None = None) -> bool:
-        """Whether a key has a committed value."""
+        """Whether a key has a committed value. Raises what every operation does."""
         writing.check_key(key)
         reply = await self._call("exists", m.Flags, m.Exists, timeout, [key])
         return reply.flags[0]
 
     async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
-        """Keys that start with ``prefix`` (as ``str.startswith``), sorted."""
+        """Keys that start with ``prefix`` (as ``str.startswith``), sorted.
+
+        Raises:
+            UnsupportedValueError: the prefix is not a str.
+        """
         if not (prefix is None or isinstance(prefix, str)):
             raise UnsupportedValueError(f"a prefix is a str, not a {type(prefix).__qualname__}")
         reply = await self._call("keys", m.KeyList, m.Keys, timeout, prefix or "")
@@ -268,6 +289,7 @@ class Client:
 
         Raises:
             StoreTimeoutError: not within ``timeout`` seconds.
+            UnsupportedValueError: ``min_version`` is not an int.
         """
         names = [keys] if isinstance(keys, str) else _key_list(keys)
         for key in names:
@@ -297,19 +319,23 @@ class Client:
     # ---- looking --------------------------------------------------------------------------
 
     async def stat(self, key: str, *, timeout: float | None = None) -> m.Found:
-        """What the store knows of a key: version, kind, bytes, place, leases, creator."""
+        """What the store knows of a key: version, kind, bytes, place, leases, creator.
+
+        Raises:
+            KeyNotFoundError: no such key.
+        """
         writing.check_key(key)
         return await self._call("stat", m.Found, m.Stat, timeout, key)
 
     async def status(self, *, timeout: float | None = None) -> m.StatusReport:
-        """Volumes, memory, sessions, operations."""
+        """Volumes, memory, sessions, operations. Raises what every operation does."""
         return await self._call("status", m.StatusReport, m.Status, timeout)
 
     async def explain(
         self, nbytes: int = 1 << 30, *, timeout: float | None = None
     ) -> list[dict[str, Any]]:
         """For every volume: who would move ``nbytes`` bytes, what each transport bid, and why the
-        others refused. Plain data.
+        others refused. Plain data. Raises what every operation does.
         """
         session = await self._membership.session(self._clock(timeout).left())
         return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import socket
 import struct
-from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -112,7 +111,6 @@ class Lane:
     Args:
         sock: connected, greeted, non-blocking.
         loop: the running loop.
-        on_push: called with messages nobody asked for.
         gone: what to say when the server is gone.
     """
 
@@ -120,12 +118,10 @@ class Lane:
         self,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        on_push: Callable[[m.Message], None],
         gone: str,
     ) -> None:
         self._sock = sock
         self._loop = loop
-        self._on_push = on_push
         self._gone = gone
         self._reader = FrameReader(m.MAX_FRAME)
         self._pending: dict[int, tuple[asyncio.Future[m.Message], float | None]] = {}
@@ -315,8 +311,6 @@ class Lane:
         if request_id == 0:
             if isinstance(reply, m.Failure):
                 self._lose(from_wire(reply.code, reply.message, reply.key, reply.details))
-            else:
-                self._on_push(reply)
             return
         waiting = self._pending.get(request_id)
         if waiting is not None and not waiting[0].done():

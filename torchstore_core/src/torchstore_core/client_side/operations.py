@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,6 +13,7 @@ from torchstore_core.client_side import reading, writing
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.session import Session
 from torchstore_core.errors import (
+    StoreFullError,
     StoreTimeoutError,
     TorchStoreError,
     UnsupportedValueError,
@@ -24,6 +26,8 @@ __all__ = ["Clock", "Want", "cancel_wait", "get_wants", "put_sources"]
 
 # The server answers requests on up to this many entries faster than a task switch takes.
 _QUICK_ENTRIES = 32
+T = TypeVar("T")
+R = TypeVar("R", bound=m.Message)
 
 
 class Clock:
@@ -43,8 +47,24 @@ class Clock:
             return None
         left = self._deadline - time.perf_counter()
         if left <= 0:
-            raise StoreTimeoutError(f"the operation did not end within {self.timeout} s")
+            raise self._over()
         return left
+
+    async def within(self, work: Awaitable[T]) -> T:
+        """Await ``work``; cancel it, and raise StoreTimeoutError, when no time is left."""
+        if self._deadline is None:
+            return await work
+        limit = asyncio.timeout(max(0.0, self._deadline - time.perf_counter()))
+        try:
+            async with limit:
+                return await work
+        except TimeoutError as error:
+            if limit.expired():
+                raise self._over() from error
+            raise
+
+    def _over(self) -> StoreTimeoutError:
+        return StoreTimeoutError(f"the operation did not end within {self.timeout} s")
 
     def phase(self, name: str) -> None:
         """The time since the last phase belongs to ``name``."""
@@ -88,18 +108,16 @@ async def put_sources(
     """One message for small puts; else begin, write, commit. Undone if anything goes wrong."""
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [m.PutItem(s.key, s.meta, s.nbytes, writing.inline_bytes(s)) for s in sources]
-        put = m.Put(lane.next_id(), session.next_id(), items)
-        quick = len(items) <= _QUICK_ENTRIES
-        reply = await lane.call(put, m.Committed, clock.left(), quick=quick)
+        reply = await _begin(session, lane, session.next_id(), items, m.Committed, clock)
         clock.phase("plan")
         return reply.versions, "inline" if nbytes else ""
     items = [m.PutItem(s.key, s.meta, s.nbytes, None if s.nbytes else b"") for s in sources]
     placed = [s for s in sources if s.nbytes]
     txn = session.next_id()
     try:
-        granted = await lane.call(m.Put(lane.next_id(), txn, items), m.Granted, clock.left())
+        granted = await _begin(session, lane, txn, items, m.Granted, clock)
         clock.phase("plan")
-        transport = await writing.write(session, placed, granted.grants)
+        transport = await clock.within(writing.write(session, placed, granted.grants))
         clock.phase("copy")
         commit = m.Commit(lane.next_id(), txn)
         quick = len(items) <= _QUICK_ENTRIES
@@ -113,6 +131,26 @@ async def put_sources(
             session.abort(txn)
         raise
     return done.versions, transport
+
+
+async def _begin(
+    session: Session,
+    lane: Lane,
+    txn: int,
+    items: list[m.PutItem],
+    expect: type[R],
+    clock: Clock,
+) -> R:
+    """Send a Put; a second time if tensors that died here just now held the room it lacks."""
+    quick = expect is m.Committed and len(items) <= _QUICK_ENTRIES
+    put = m.Put(lane.next_id(), txn, items)
+    try:
+        return await lane.call(put, expect, clock.left(), quick=quick)
+    except StoreFullError as full:
+        if not full.details.get("leased_bytes"):
+            raise
+    await session.let_go()
+    return await lane.call(m.Put(lane.next_id(), txn, items), expect, clock.left())
 
 
 async def get_wants(
@@ -138,7 +176,9 @@ async def get_wants(
             for at, (want, entry) in enumerate(zip(wants, located.entries, strict=True))
         ]
         if leased:
-            result = await reading.read(session, lease, targets, allow_pickle=allow_pickle)
+            result = await clock.within(
+                reading.read(session, lease, targets, allow_pickle=allow_pickle)
+            )
             mapped = result.mapped
         else:
             values = {t.at: reading.from_message(t, allow_pickle) for t in targets}

@@ -8,6 +8,7 @@ Torch-free.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -17,19 +18,22 @@ import threading
 import weakref
 from collections import deque
 
+import msgspec
+
 from torchstore_core import topology
 from torchstore_core.client_side.lane import Lane, client_facts, handshake
 from torchstore_core.client_side.links import VolumeLinks
-from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins import Registry
 from torchstore_core.ranking import Policy
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import encode
+from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
 __all__ = ["Session"]
 
 log = logging.getLogger(__name__)
 
+_LET_GO_S = 0.1
 Held = tuple[int, list[int] | None]  # a lease, and which of its entries (None: all)
 
 
@@ -73,6 +77,7 @@ class Session:
         self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
         self._anchor = anchor
         self._anchor.setblocking(True)
+        self._unread = FrameReader(m.MAX_FRAME)
         self._gone = (
             f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}, "
             f"{address}) is gone"
@@ -82,6 +87,7 @@ class Session:
         self._dead: deque[tuple[int, Held]] = deque()
         self._aborted: deque[int] = deque()
         self._waking = False
+        self._asking: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
         self._deferred: list[tuple[int, Held]] = []
         self._guards: list[_ForkGuard] = []
         self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
@@ -109,8 +115,12 @@ class Session:
         except BaseException:
             anchor.close()
             raise
-        for volume in session.volumes:
-            await volume.connect_best()
+        try:
+            for volume in session.volumes:
+                await volume.connect_best()
+        except BaseException:
+            session.retire()
+            raise
         session._wake()
         return session
 
@@ -146,7 +156,7 @@ class Session:
         if raced is not None:
             sock.close()
             return raced
-        lane = Lane(sock, loop, self._pushed, self._gone)
+        lane = Lane(sock, loop, self._gone)
         self._lanes[loop] = lane
         return lane
 
@@ -181,6 +191,14 @@ class Session:
         self._aborted.append(txn)
         self._wake()
 
+    async def let_go(self) -> None:
+        """Wait until the leases of tensors that have died so far are on their way back."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._asking.append((loop, done))
+        self._wake()
+        await asyncio.wait([done], timeout=_LET_GO_S)
+
     def _wake(self) -> None:
         if self._waking:
             return
@@ -190,18 +208,13 @@ class Session:
         except OSError:
             return  # full or closed: a wake-up is under way, or none is needed
 
-    def _pushed(self, message: m.Message) -> None:
-        if isinstance(message, m.Warmed):
-            self._warm = list(message.warm)
-            self._wake()
-
     # ---- the janitor ----------------------------------------------------------------------
 
     def _clean(self) -> None:
         try:
             while self._clean_once():
                 continue
-        except OSError as error:
+        except (OSError, ProtocolError, msgspec.DecodeError) as error:
             log.debug("anchor: %s", error)
         self.lost = True
         for sock in (self._anchor, self._wake_read, self._wake_write):
@@ -219,16 +232,34 @@ class Session:
             self._wake_read.recv(4096)
         # Before draining: a finalizer that comes later writes to the pipe again.
         self._waking = False
-        if anchor in ready and not self._anchor.recv(1 << 16):
+        if anchor in ready and not self._hear():
             return False
         for guard in [g for g in self._guards if g.fd in ready]:
             self._guards.remove(guard)
             os.close(guard.fd)
             self._dead.extend(self._deferred)
             self._deferred.clear()
+        asking = [self._asking.popleft() for _ in range(len(self._asking))]
         self._send_dead()
+        for loop, done in asking:
+            with contextlib.suppress(RuntimeError):  # that loop is closed
+                loop.call_soon_threadsafe(done.cancel)
         self._fill_page_tables()
         return not (self._retiring and not self._held and not self._deferred and not self._dead)
+
+    def _hear(self) -> bool:
+        """Take in what the server says unasked; False when it has closed the connection."""
+        data = self._anchor.recv(1 << 16)
+        if not data:
+            return False
+        for body in self._unread.feed(data):
+            message = decode_reply(body)
+            if isinstance(message, m.Failure):
+                log.warning("the server ends this session: %s", message.message)
+                return False
+            if isinstance(message, m.Warmed):
+                self._warm = list(message.warm)
+        return True
 
     def _send_dead(self) -> None:
         whole: list[int] = []

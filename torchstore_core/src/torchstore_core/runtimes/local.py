@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import msgspec
 
@@ -17,7 +18,6 @@ from torchstore_core.errors import (
     PluginError,
     StoreClosedError,
     StoreTimeoutError,
-    TorchStoreError,
     from_wire,
 )
 from torchstore_core.ranking import Policy
@@ -27,6 +27,7 @@ __all__ = ["LocalRuntime"]
 log = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 3.0
+_END_STARTING_S = 1.0
 
 
 class LocalRuntime(Runtime):
@@ -36,6 +37,8 @@ class LocalRuntime(Runtime):
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = ""
         self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._given_up = False
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
         strategy = options.strategy
@@ -52,51 +55,52 @@ class LocalRuntime(Runtime):
             config["strategy_fields"] = msgspec.json.encode(strategy)
         # -P: the server must not import what happens to lie in the current folder. A session of
         # its own: Ctrl-C is for the owner, which then ends it.
-        process = await asyncio.to_thread(
-            subprocess.Popen,
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "torchstore_core.server",
-                msgspec.json.encode(config).decode(),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._process = process
-        atexit.register(self._at_exit)
+        command = [sys.executable, "-P", "-m", "torchstore_core.server"]
+        command.append(msgspec.json.encode(config).decode())
         try:
-            line = await asyncio.wait_for(
-                asyncio.to_thread(self._ready_line, process), options.timeout
-            )
+            line = await asyncio.wait_for(asyncio.to_thread(self._launch, command), options.timeout)
+            return self._address(line)
         except TimeoutError as error:
-            await self.stop(0.0)
+            await self._give_up()
             raise StoreTimeoutError(
-                f"the server (pid {process.pid}) did not come up within {options.timeout} s"
+                f"the server did not come up within {options.timeout} s"
             ) from error
         except BaseException:
-            await self.stop(0.0)
-            raise
-        try:
-            return self._address(line, process)
-        except TorchStoreError:
-            await self.stop(1.0)
+            await self._give_up()
             raise
 
-    def _ready_line(self, process: subprocess.Popen[bytes]) -> bytes:
+    def _launch(self, command: list[str]) -> bytes:
+        """Start the server, wait until it is ready, and return the line it says then.
+
+        In a thread, which goes on when the caller is cancelled: see :meth:`_give_up`.
+        """
+        with self._lock:
+            if self._given_up:
+                return b""
+            process = self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        atexit.register(self._at_exit)
         if process.stdout is None:
             return b""
         with process.stdout as stream:
             return stream.readline()
 
-    def _address(self, line: bytes, process: subprocess.Popen[bytes]) -> str:
+    async def _give_up(self) -> None:
+        """End a server that is starting, or will not have started."""
+        with self._lock:
+            self._given_up = True
+        await self.stop(_END_STARTING_S)
+
+    def _address(self, line: bytes) -> str:
         try:
             said = msgspec.json.decode(line, type=dict[str, str | int])
         except msgspec.DecodeError as error:
             raise StoreClosedError(
-                f"the server (pid {process.pid}) ended while starting; its standard error says why"
+                "the server ended while starting; its standard error says why"
             ) from error
         if "address" not in said:
             raise from_wire(str(said.get("error")), f"server: {said.get('message')}", None, {})
@@ -108,7 +112,9 @@ class LocalRuntime(Runtime):
         if self._process is None or os.getpid() != self._owner:
             return
         self._process.terminate()
-        await asyncio.to_thread(self._end, timeout)
+        # Whoever is cancelled meanwhile, the process is waited for.
+        loop = asyncio.get_running_loop()
+        await asyncio.shield(loop.run_in_executor(None, self._end, timeout))
 
     def _end(self, timeout: float) -> None:
         process, self._process = self._process, None

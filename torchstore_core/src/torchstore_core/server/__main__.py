@@ -38,14 +38,15 @@ def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | 
 async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None]) -> int:
     server = Server(options)
     loop = asyncio.get_running_loop()
+    # Before anything is made that would be left behind.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, server.stop_soon)
     try:
         address = await server.start()
     except (TorchStoreError, OSError) as error:
         code = error.code if isinstance(error, TorchStoreError) else "error"
         say({"error": code, "message": str(error)})
         return 1
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, server.stop_soon)
     if options.owner:
         _end_with(options.owner, server)
     say(Ready(address, os.getpid()))

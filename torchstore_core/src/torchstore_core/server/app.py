@@ -175,7 +175,7 @@ class Server:
         """End the server after the replies under way are sent."""
         if not self._stopping:
             self._stopping = True
-            self._loop.call_later(0.01, self._stopped.set)
+            asyncio.get_running_loop().call_later(0.01, self._stopped.set)
 
     async def close(self) -> None:
         """Stop listening, close every connection, release memory, remove the directory."""
@@ -239,7 +239,7 @@ class Server:
     def _broadcast_warm(self) -> None:
         warm = [(i, 0, memory.warm) for i, memory in enumerate(self._memories)]
         for connection in self.connections:
-            if connection.is_lane:
+            if connection.is_anchor:
                 connection.send(m.Warmed(warm))
 
     def disconnected(self, connection: Connection) -> None:

@@ -114,9 +114,9 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     @property
-    def is_lane(self) -> bool:
-        """Whether it is a lane (an event loop reads it), not an anchor."""
-        return self._session is not None and not self._anchor
+    def is_anchor(self) -> bool:
+        """Whether it is a session's anchor (its janitor thread reads it), not a lane."""
+        return self._anchor
 
     def _refuse(self, why: str) -> None:
         self.send(m.Failure(0, ProtocolError.code, f"{why}; closing this connection"))

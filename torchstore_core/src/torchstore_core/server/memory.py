@@ -125,7 +125,7 @@ class SegmentMemory:
             with self._lock:
                 start = self._warm & -mmap.PAGESIZE
                 size = min(_CHUNK, self._target - start)
-                if self._closed or size <= 0:
+                if self._closed or self._warm >= self._target:
                     self._thread = None
                     break
             if not self._populate(start, size):

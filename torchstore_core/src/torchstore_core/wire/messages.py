@@ -372,7 +372,7 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Warmed(Message, frozen=True, tag="warmed"):
-    """Unasked: pool memory became warm: (volume, segment, bytes from the segment's start)."""
+    """Unasked, to anchors: pool memory became warm: (volume, segment, bytes from the segment's start)."""
 
     warm: list[tuple[int, int, int]]
 

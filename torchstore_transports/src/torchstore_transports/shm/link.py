@@ -31,13 +31,27 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Segment:
-    """One attached segment: its descriptor, and its window once somebody asked for it."""
+    """One attached segment: its descriptor, and its window once somebody asked for it.
+
+    Closed with its link, or by the collector if nobody took it (a cancelled connect).
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
         self.address = 0
         self.filled = bytearray()
+
+    def close(self) -> None:
+        address, self.address = self.address, 0
+        if address:
+            unmap(address, self.nbytes)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class ShmLink(Link):
@@ -132,10 +146,7 @@ class ShmLink(Link):
         # Without the lock: in a forked child, a thread that does not exist there may hold it.
         self._closed = True
         while self._segments:
-            _, state = self._segments.popitem()
-            if state.address:
-                unmap(state.address, state.nbytes)
-            os.close(state.fd)
+            self._segments.popitem()[1].close()
 
     def _state(self, segment: int) -> _Segment:
         state = self._segments.get(segment)

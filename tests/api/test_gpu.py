@@ -1,0 +1,239 @@
+"""CUDA tensors, both ways. Skipped, with the reason, where there is no CUDA device."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from tests.support import bits, run_script, running_store
+
+import torchstore_core as ts
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+SIZES = pytest.mark.parametrize("rows", [6, 900], ids=["small", "large"])
+COLUMNS = 1200
+#: Cycles a kernel spins: some tenths of a second, far longer than a copy takes.
+LONG = 1_000_000_000
+
+
+def _value(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    raw = torch.randint(0, 2, (rows, COLUMNS * dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def _sources(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "contiguous": tensor,
+        "transposed": tensor.t(),
+        "strided": tensor[1::2, ::3],
+        "offset": tensor[1:],
+        "expanded": tensor[:1].expand(tensor.shape[0], -1),
+        "no dimension": tensor[0, 0],
+        "empty": tensor[:0],
+    }
+
+
+@SIZES
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16],
+    ids=str,
+)
+async def test_put_from_the_device(store, rows, dtype):
+    value = _value(rows, dtype)
+    on_device = value.to(DEVICE)
+    expected = _sources(value)
+    await ts.put_batch(_sources(on_device))
+    for key, tensor in expected.items():
+        got = await ts.get(key)
+        assert got.device.type == "cpu", key
+        assert (got.dtype, got.shape) == (dtype, tensor.shape), key
+        assert torch.equal(bits(got), bits(tensor)), key
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64], ids=str)
+async def test_get_into_the_device(store, rows, dtype):
+    value = _value(rows, dtype)
+    await ts.put("t", value)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+    destinations = {
+        "contiguous": empty(rows, COLUMNS),
+        "transposed": empty(COLUMNS, rows).t(),
+        "every other row": empty(2 * rows, COLUMNS)[::2],
+        "inner block": empty(rows + 2, COLUMNS + 2)[1:-1, 1:-1],
+    }
+    for name, destination in destinations.items():
+        whole = destination if destination._base is None else destination._base
+        got = await ts.get("t", destination)
+        assert got is destination, name
+        assert torch.equal(bits(destination.cpu()), bits(value)), name
+        destination.zero_()
+        assert not whole.any(), f"{name}: written outside of the view"
+
+
+@SIZES
+async def test_slices_into_the_device(store, rows):
+    value = _value(rows)
+    await ts.put("t", value)
+    for index in ((slice(1, rows - 1), slice(None)), (slice(None), slice(3, 700))):
+        expected = value[index]
+        offsets = tuple(part.start or 0 for part in index)
+        spec = ts.TensorSlice(offsets, tuple(expected.shape), tuple(value.shape))
+        destination = torch.zeros(expected.shape, device=DEVICE)
+        await ts.get("t", destination, spec)
+        assert torch.equal(destination.cpu(), expected)
+
+
+async def test_wrong_destinations_are_left_alone(store):
+    await ts.put("t", _value(900))
+    for wrong in (
+        torch.zeros(899, COLUMNS, device=DEVICE),
+        torch.zeros(900, COLUMNS, device=DEVICE, dtype=torch.float64),
+        torch.zeros(1, COLUMNS, device=DEVICE).expand(900, COLUMNS),
+    ):
+        with pytest.raises(ts.LayoutMismatchError):
+            await ts.get("t", wrong)
+        assert not wrong.any()
+
+
+async def test_a_model_on_the_device_with_host_values_beside_it(store):
+    model = torch.nn.Linear(700, 900, device=DEVICE)
+    state = {**model.state_dict(), "step": 5, "host": torch.arange(200_000)}
+    await ts.put_batch(state)
+    mine = torch.nn.Linear(700, 900, device=DEVICE)
+    got = await ts.get_batch({"weight": mine.weight, "bias": mine.bias, "step": None, "host": None})
+    assert got["weight"] is mine.weight
+    assert torch.equal(mine.weight, model.weight)
+    assert torch.equal(mine.bias, model.bias)
+    assert got["step"] == 5
+    assert torch.equal(got["host"], torch.arange(200_000))
+
+
+async def test_more_than_one_block_of_page_locked_memory():
+    async with running_store(capacity=1 << 30):
+        value = torch.randint(0, 256, (300 << 20,), dtype=torch.uint8)
+        await ts.put("t", value.to(DEVICE))
+        assert torch.equal(await ts.get("t"), value)
+        destination = torch.zeros_like(value, device=DEVICE)
+        await ts.get("t", destination)
+        assert torch.equal(destination.cpu(), value)
+
+
+@SIZES
+async def test_a_put_waits_for_work_that_is_queued_on_the_source(store, rows):
+    """The value is what the caller's stream makes of it, not what it was before."""
+    tensor = torch.zeros(rows, COLUMNS, device=DEVICE)
+    torch.cuda.synchronize()
+    for number, stream in enumerate((torch.cuda.current_stream(), torch.cuda.Stream()), start=1):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG)
+            tensor.fill_(number)
+            await ts.put("t", tensor)
+        assert (await ts.get("t") == number).all()
+        torch.cuda.synchronize()
+
+
+@SIZES
+async def test_a_get_waits_for_work_that_still_reads_the_destination(store, rows):
+    await ts.put("t", torch.full((rows, COLUMNS), 2.0))
+    destination = torch.full((rows, COLUMNS), 1.0, device=DEVICE)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+        before = destination.clone()  # queued before the get, runs long after it was called
+        await ts.get("t", destination)
+        after = destination.clone()
+    torch.cuda.synchronize()
+    assert (before == 1).all()
+    assert (after == 2).all()
+
+
+@SIZES
+async def test_the_source_may_change_right_after_the_put(store, rows):
+    tensor = torch.full((rows, COLUMNS), 1.0, device=DEVICE)
+    await ts.put("t", tensor)
+    tensor.fill_(2.0)
+    torch.cuda.synchronize()
+    assert (await ts.get("t") == 1).all()
+
+
+async def test_the_event_loop_runs_while_a_copy_waits_for_the_device(store):
+    tensor = torch.ones(900, COLUMNS, device=DEVICE)
+    torch.cuda._sleep(LONG)
+    task = asyncio.create_task(ts.put("t", tensor))
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    await task
+    assert turns > 5
+    assert (await ts.get("t") == 1).all()
+
+
+async def test_a_cancelled_put_has_stopped_writing(store):
+    tensor = torch.ones(900, COLUMNS, device=DEVICE)
+    torch.cuda._sleep(LONG)
+    task = asyncio.create_task(ts.put("t", tensor))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not await ts.exists("t")
+    assert (await ts.status()).volumes[0].unfinished_bytes == 0
+    await ts.put("t", tensor)
+    assert (await ts.get("t") == 1).all()
+
+
+async def test_a_new_store_does_not_inherit_old_page_locks():
+    """Its window may lie where another one was: memory that is locked no more."""
+    for number in range(1, 5):
+        async with running_store():
+            await ts.put("t", torch.full((900, COLUMNS), float(number), device=DEVICE))
+            assert (await ts.get("t") == number).all()
+            destination = torch.zeros(900, COLUMNS, device=DEVICE)
+            await ts.get("t", destination)
+            assert (destination == number).all()
+
+
+async def test_a_driver_that_does_not_page_lock_is_said_once(store):
+    """It costs speed, not correctness. The driver's answer is the only thing that is made up."""
+    out = await run_script(
+        f"""
+        import warnings
+
+        real = torch.cuda.cudart()
+
+        class Refusing:
+            asked = 0
+
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def cudaHostRegister(self, *arguments):
+                Refusing.asked += 1
+                return 304  # cudaErrorOperatingSystem, as under a memlock limit
+
+        torch.cuda.cudart = Refusing
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for number in range(3):
+                tensor = torch.full((900, {COLUMNS}), float(number), device="cuda")
+                await ts.put("t", tensor)
+                assert (await ts.get("t") == number).all()
+                assert (await ts.get("t", torch.zeros_like(tensor)) == number).all()
+        told = [str(w.message) for w in said if "page-lock" in str(w.message)]
+        assert all(issubclass(w.category, RuntimeWarning) for w in said)
+        print(Refusing.asked > 0, len(told), "304" in told[0])
+        """
+    )
+    assert out == "True 1 True\n"

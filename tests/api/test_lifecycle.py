@@ -1,0 +1,292 @@
+"""Stores come and go: by name, again after shutdown, joined from elsewhere; and without one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support import SMALL, Script, run_script, running_store, until
+
+import torchstore_core as ts
+
+
+def _server_children() -> set[int]:
+    """The servers that this process has started and that still run."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            if b"torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def _exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+OPERATIONS = {
+    "put": lambda: ts.put("k", 1),
+    "put_batch": lambda: ts.put_batch({"k": 1}),
+    "get": lambda: ts.get("k"),
+    "get ref": lambda: ts.get(ts.ObjectRef("k", 1)),
+    "get_batch": lambda: ts.get_batch(["k"]),
+    "delete": lambda: ts.delete("k"),
+    "delete_batch": lambda: ts.delete_batch(["k"]),
+    "exists": lambda: ts.exists("k"),
+    "keys": lambda: ts.keys(),
+    "wait": lambda: ts.wait("k", timeout=0.5),
+    "stat": lambda: ts.stat("k"),
+    "status": lambda: ts.status(),
+    "explain": lambda: ts.explain(),
+    "client": lambda: ts.client(),
+    "address": lambda: ts.address(),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+async def test_without_a_store_every_operation_says_what_to_do(name):
+    with pytest.raises(ts.StoreClosedError) as caught:
+        await OPERATIONS[name]()
+    for word in ("'torchstore'", "initialize", "connect", "TORCHSTORE_ADDRESS"):
+        assert word in str(caught.value)
+
+
+async def test_the_same_after_shutdown_for_old_clients_too():
+    async with running_store() as client:
+        await ts.put("k", 1)
+        made = await ts.client()
+    for operation in OPERATIONS.values():
+        with pytest.raises(ts.StoreClosedError, match="initialize"):
+            await operation()
+    for old in (client, made):
+        for call in (old.put("k", 1), old.get("k"), old.keys(), old.wait("k"), old.status()):
+            with pytest.raises(ts.StoreClosedError):
+                await call
+
+
+async def test_shutdown_is_idempotent_and_leaves_nothing():
+    await ts.shutdown()
+    await ts.shutdown("never there")
+    client = await ts.initialize(**SMALL)
+    pid = (await ts.status()).controller_pid
+    socket = Path(client.address.removeprefix("unix:"))
+    assert socket.is_socket()
+    assert socket.parent.stat().st_mode & 0o777 == 0o700
+    assert _server_children() == {pid}
+    assert os.environ["TORCHSTORE_ADDRESS"] == client.address == await ts.address()
+    for _ in range(3):
+        await ts.shutdown()
+        assert not _exists(pid)
+        assert not socket.parent.exists()
+        assert "TORCHSTORE_ADDRESS" not in os.environ
+    await asyncio.gather(ts.shutdown(), ts.shutdown())
+
+
+async def test_initialize_again_after_shutdown():
+    for round_ in range(3):
+        async with running_store() as client:
+            assert await ts.keys() == []
+            await ts.put("k", torch.full((300_000,), round_))
+            assert (await client.get("k") == round_).all()
+    assert _server_children() == set()
+
+
+async def test_initialize_twice_is_an_error_that_harms_nobody(store):
+    await ts.put("k", 1)
+    before = _server_children()
+    with pytest.raises(ts.ConfigurationError, match=r"'torchstore' is initialized.*shut it down"):
+        await ts.initialize(**SMALL)
+    assert await ts.get("k") == 1
+    assert await ts.address() == store.address
+    assert _server_children() == before
+
+
+async def test_two_at_the_same_time_start_one_store():
+    results = await asyncio.gather(
+        *(ts.initialize(**SMALL) for _ in range(3)), return_exceptions=True
+    )
+    try:
+        errors = [result for result in results if isinstance(result, Exception)]
+        assert [type(error) for error in errors] == [ts.ConfigurationError] * 2
+        await ts.put("k", 1)
+        assert _server_children() == {(await ts.status()).controller_pid}
+    finally:
+        await ts.shutdown()
+    assert _server_children() == set()
+
+
+BAD_ARGUMENTS = [
+    {"num_storage_volumes": 0},
+    {"num_storage_volumes": -1},
+    {"store_name": ""},
+    {"capacity": 0},
+    {"capacity": -5},
+    {"capacity": 4096, "num_storage_volumes": 2},
+    {"prefault": -1},
+    {"timeout": 0},
+    {"timeout": -1.0},
+    {"timeout": float("nan")},
+]
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=str)
+async def test_arguments_that_make_no_sense(arguments):
+    with pytest.raises(ts.ConfigurationError):
+        await ts.initialize(**{**SMALL, **arguments})
+    assert _server_children() == set()
+
+
+@pytest.mark.parametrize("arguments", [{"runtime": "no-such"}, {"strategy": "no-such"}], ids=str)
+async def test_plug_ins_that_are_not_there(arguments):
+    with pytest.raises(ts.PluginError, match="no-such"):
+        await ts.initialize(**SMALL, **arguments)
+    assert _server_children() == set()
+    async with running_store():  # the name is free
+        assert await ts.keys() == []
+
+
+async def test_a_bad_environment_starts_nothing(monkeypatch):
+    monkeypatch.setenv("TORCHSTORE_ALLOW_PICKLE", "maybe")
+    with pytest.raises(ts.ConfigurationError, match="TORCHSTORE_ALLOW_PICKLE"):
+        await ts.initialize(**SMALL)
+    assert _server_children() == set()
+
+
+async def test_a_cancelled_start_leaves_nothing():
+    for delay in (0, 0.001, 0.05, 0.1):
+        task = asyncio.create_task(ts.initialize(**SMALL))
+        await asyncio.wait([task], timeout=delay)
+        if task.done():
+            await ts.shutdown()
+            continue
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    async with running_store():
+        # By now, a server of a cancelled start would be up.
+        pid = (await ts.status()).controller_pid
+        await until(lambda: _server_children() == {pid})
+
+
+# ---- by name ------------------------------------------------------------------------------
+
+
+async def test_several_stores_by_name(store):
+    async with (
+        running_store(store_name="a") as first,
+        running_store(store_name="b/ü") as second,
+    ):
+        assert (first.store_name, second.store_name) == ("a", "b/ü")
+        assert len({store.address, first.address, second.address}) == 3
+        for name in ("torchstore", "a", "b/ü"):
+            await ts.put("k", torch.full((200_000,), len(name)), store_name=name)
+            assert (await ts.status(store_name=name)).store_name == name
+            assert await ts.address(name) == (await ts.client(name)).address
+        assert int((await ts.get("k"))[0]) == 10
+        assert int((await first.get("k"))[0]) == 1
+        assert int((await second.get("k"))[0]) == 3
+        await ts.delete("k", store_name="a")
+        assert not await ts.exists("k", store_name="a")
+        assert await ts.exists("k", store_name="b/ü")
+        await ts.shutdown("a")
+        with pytest.raises(ts.StoreClosedError, match="'a'"):
+            await ts.keys(store_name="a")
+        assert await ts.keys() == await ts.keys(store_name="b/ü") == ["k"]
+
+
+async def test_children_find_all_stores_by_name():
+    async with running_store() as default, running_store(store_name="other"):
+        out = await run_script(
+            """
+            await ts.put("k", (1,))
+            await ts.put("k", (2,), store_name="other")
+            print((await ts.status()).store_name, (await ts.status(store_name="other")).store_name)
+            """
+        )
+        assert out.split() == ["torchstore", "other"]
+        assert await default.get("k") == (1,)
+        assert await ts.get("k", store_name="other") == (2,)
+        assert default.address in os.environ["TORCHSTORE_ADDRESS"]
+    assert not [name for name in os.environ if name.startswith("TORCHSTORE_")]
+
+
+async def test_connect_joins_under_any_name(store):
+    await ts.put("k", 1)
+    joined = await ts.connect(store.address, store_name="alias")
+    try:
+        assert await joined.get("k") == await ts.get("k", store_name="alias") == 1
+        await joined.put("k", 2)
+        assert await ts.get("k") == 2
+        assert joined.store_name == "alias"
+    finally:
+        await ts.shutdown("alias")
+    # Who has only joined leaves without ending the store.
+    assert await ts.get("k") == 2
+    with pytest.raises(ts.StoreClosedError):
+        await joined.get("k")
+
+
+async def test_connect_to_what_is_not_there(tmp_path, store):
+    for address in (f"unix:{tmp_path}/none.sock", "tcp:1.2.3.4:5", "", "nonsense"):
+        with pytest.raises(ts.StoreClosedError):
+            await ts.connect(address, store_name="other", timeout=5)
+    with pytest.raises(ts.ConfigurationError, match="owns a store 'torchstore'"):
+        await ts.connect(f"unix:{tmp_path}/none.sock")
+    with pytest.raises(ts.StoreClosedError):
+        await ts.keys(store_name="other")
+    await ts.put("k", 1)
+
+
+async def test_connecting_to_the_own_store_changes_nothing(store):
+    await ts.put("k", 1)
+    again = await ts.connect(store.address)
+    assert await again.get("k") == await store.get("k") == 1
+    await ts.shutdown()
+    assert _server_children() == set()
+
+
+async def test_a_child_that_shuts_down_only_leaves(store):
+    await ts.put("k", 1)
+    out = await run_script(
+        """
+        assert await ts.get("k") == 1
+        await ts.shutdown()
+        await ts.put("k", 2)  # found through the environment again
+        await ts.shutdown()
+        print("left")
+        """
+    )
+    assert out == "left\n"
+    assert await ts.get("k") == 2
+
+
+async def test_reset_client_makes_new_connections(store):
+    await ts.put("k", torch.arange(300_000))
+    sessions = {s.age_s for s in (await ts.status()).sessions}
+    assert len(sessions) == 1
+    await ts.reset_client()
+    await ts.reset_client("never there")
+    assert torch.equal(await ts.get("k"), torch.arange(300_000))
+    assert await store.exists("k")
+
+    async def one() -> bool:
+        return len((await ts.status()).sessions) == 1
+
+    await until(one)
+
+
+async def test_the_store_ends_with_its_owner():
+    with Script(
+        """
+        client = await ts.initialize(capacity=16 << 20, prefault=0)
+        print((await ts.status()).controller_pid, client.address.removeprefix("unix:"))
+        sys.stdout.flush()
+        # No shutdown: the end of the process is enough.
+        """
+    ) as script:
+        pid, path = (await script.output()).split()
+    await until(lambda: not _exists(int(pid)))
+    await until(lambda: not os.path.exists(path))

@@ -1,0 +1,173 @@
+"""Where the packages come from, what they import, and what the server process never touches."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support import running_store
+
+import torchstore_core as ts
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "torchstore_core": ROOT / "torchstore_core/src",
+    "torchstore_transports": ROOT / "torchstore_transports/src",
+    "torchstore_strategies": ROOT / "torchstore_strategies/src",
+    "torchstore_inprocess": ROOT / "plugins/torchstore-inprocess/src",
+}
+GROUPS = [f"torchstore.{kind}" for kind in ("transports", "strategies", "runtimes", "plugins")]
+
+#: What runs code that arrives as bytes, and what is too large for a server.
+FORBIDDEN = re.compile(
+    r"(torch|numpy|pickle|_pickle|cloudpickle|dill|shelve|multiprocessing)(\..*)?"
+)
+
+
+def modules_of(package: str) -> list[str]:
+    source = SOURCES[package]
+    names = (path.relative_to(source).with_suffix("") for path in source.rglob("*.py"))
+    return sorted(".".join(name.parts).removesuffix(".__init__") for name in names)
+
+
+def _python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_from_the_repository_root_the_packages_are_those_in_src():
+    """The folders at the root have the packages' names: they must not shadow them."""
+    names = list(SOURCES)
+    out = _python(
+        "import importlib, json\n"
+        f"files = [importlib.import_module(name).__file__ for name in {names!r}]\n"
+        "print(json.dumps(files))\n"
+    )
+    for name, file in zip(names, json.loads(out), strict=True):
+        assert Path(file) == SOURCES[name] / name / "__init__.py"
+        assert (SOURCES[name] / name / "py.typed").is_file()
+
+
+def test_importing_the_package_does_not_import_torch():
+    out = _python(
+        "import sys, torchstore_core as ts\n"
+        "ts.ObjectRef('k', 1), ts.TensorSlice((), (), ()), ts.StoreFullError, dir(ts)\n"
+        "print('torch' in sys.modules)\n"
+        "ts.put\n"
+        "print('torch' in sys.modules)\n"
+    )
+    assert out.split() == ["False", "True"]
+
+
+def _server_modules() -> list[str]:
+    """What the server loads: its own folders, what they stand on, and every hook module."""
+    core = "torchstore_core."
+    below = tuple(core + name + "." for name in ("server", "contracts", "wire"))
+    found = [name for name in modules_of("torchstore_core") if f"{name}.".startswith(below)]
+    found += [core + name for name in ("errors", "values", "topology", "ranking", "plugins")]
+    hooks = [e.module for group in GROUPS for e in importlib.metadata.entry_points(group=group)]
+    halves = [
+        name for p in SOURCES for name in modules_of(p) if name.endswith((".server", ".plugin"))
+    ]
+    assert {"torchstore_transports.shm.plugin", "torchstore_inprocess.plugin"} <= set(hooks)
+    assert "torchstore_core.server.app" in found
+    assert "torchstore_transports.shm.server" in halves
+    return list(dict.fromkeys(found + hooks + halves))
+
+
+def test_server_and_hook_modules_import_neither_torch_nor_pickle():
+    out = _python(
+        "import importlib, json, sys\n"
+        "loaded = {}\n"
+        f"for name in {_server_modules()!r}:\n"
+        "    before = set(sys.modules)\n"
+        "    importlib.import_module(name)\n"
+        "    loaded[name] = sorted(set(sys.modules) - before)\n"
+        "print(json.dumps(loaded))\n"
+    )
+    loaded = json.loads(out)
+    offenders = {
+        name: [module for module in modules if FORBIDDEN.fullmatch(module)]
+        for name, modules in loaded.items()
+    }
+    assert not {name: modules for name, modules in offenders.items() if modules}
+    assert "torchstore_core.server.app" in loaded
+
+
+async def _live(client: ts.Client) -> None:
+    """A bit of everything that a server is asked in its life."""
+    large = torch.arange(300_000)
+    await client.put_batch({"small": 1, "large": large, "pickled": {"tensor": large[:3]}})
+    await client.put("strided", large.view(300, 1000).t())
+    got = await client.get_batch(["small", "large", "pickled"])
+    assert torch.equal(got["pickled"]["tensor"], large[:3])
+    await client.get("large", torch.zeros_like(large))
+    await client.wait("small", min_version=1)
+    with pytest.raises(ts.StoreFullError):
+        await client.put("too large", torch.empty(300 << 20, dtype=torch.uint8))
+    with pytest.raises(ts.KeyNotFoundError):
+        await client.get("missing")
+    await client.status()
+    await client.stat("large")
+    await client.keys()
+    await client.delete("large")
+
+
+async def test_the_server_process_never_maps_torch(store):
+    await _live(store)
+    pid = (await ts.status()).controller_pid
+    libraries = re.compile(r"libtorch|libc10|numpy|/_pickle\.")
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert not libraries.search(maps)
+    assert "torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_text()
+    assert libraries.search(Path("/proc/self/maps").read_text()), "the pattern finds nothing"
+
+
+@pytest.mark.parametrize("strategy", ["singleton", "host"])
+async def test_the_server_process_never_imports_what_is_forbidden(monkeypatch, capfd, strategy):
+    """Python itself lists, on standard error, everything that a server imports in its life."""
+    monkeypatch.setenv("PYTHONVERBOSE", "1")
+    async with running_store(strategy=strategy) as client:
+        monkeypatch.delenv("PYTHONVERBOSE")
+        await _live(client)
+    imported = set(re.findall(r"^import '([\w.]+)' #", capfd.readouterr().err, re.MULTILINE))
+    assert {"torchstore_core.server.app", "torchstore_transports.shm.server"} <= imported
+    assert not [name for name in sorted(imported) if FORBIDDEN.fullmatch(name)]
+
+
+async def test_an_empty_server_is_small(store):
+    pid = (await ts.status()).controller_pid
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", status)
+    assert int(kilobytes) < 40 * 1024
+
+
+def test_distributions_declare_ranges_and_their_doors():
+    core = importlib.metadata.distribution("torchstore-core")
+    runtime = [line for line in core.requires or [] if "extra ==" not in line]
+    names = {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in runtime}
+    assert {"torch", "msgspec", "pluggy"} <= names <= {"torch", "msgspec", "pluggy", "uvloop"}
+    for name in ("core", "transports", "strategies", "inprocess"):
+        distribution = importlib.metadata.distribution(f"torchstore-{name}")
+        assert not [line for line in distribution.requires or [] if "==" in line.split(";")[0]]
+        assert distribution.metadata["License-Expression"] == "BSD-3-Clause"
+    doors = {group: importlib.metadata.entry_points(group=group).names for group in GROUPS}
+    assert {"shm", "inline"} <= doors["torchstore.transports"]
+    assert {"singleton", "local-rank", "host"} <= doors["torchstore.strategies"]
+    assert "local" in doors["torchstore.runtimes"]

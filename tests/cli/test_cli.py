@@ -1,0 +1,649 @@
+"""The installed ``torchstore`` script, as a process, on stores of other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pluggy
+import pytest
+import torch
+from tests.support import running_store
+
+import torchstore_core as ts
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.wire import messages as m
+
+SCRIPT = Path(sys.executable).parent / "torchstore"
+MB = 1 << 20
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+
+@pytest.fixture(autouse=True)
+def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Servers of this test meet no others. (A socket's path is short: not ``tmp_path``.)"""
+    with tempfile.TemporaryDirectory(prefix="ts-") as directory:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+        yield Path(directory) / "torchstore"
+
+
+def _environment(changes: Mapping[str, str]) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHSTORE_")}
+    return {**inherited, **changes}
+
+
+async def torchstore(*arguments: str, **environment: str) -> Result:
+    """Run the script; what this process has in TORCHSTORE_… it does not see."""
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [SCRIPT, *arguments],
+        env=_environment(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+async def fails(code: str, *arguments: str, status: int = 1, **environment: str) -> Any:
+    """The command must fail with ``code``, in one line and in JSON; the JSON."""
+    result = await torchstore(*arguments, "--json", **environment)
+    assert result.status == status
+    assert result.json["error"] == code
+    assert result.err.splitlines()[0] == f"torchstore: {code}: {result.json['message']}"
+    assert len(result.err.splitlines()) == 1 + len(result.json.get("details", {}).get("stores", ()))
+    return result.json
+
+
+@contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """``torchstore serve --json``, and its ready line."""
+    process = subprocess.Popen(
+        [SCRIPT, "serve", "--json", "--prefault", "0", *arguments],
+        env=_environment(environment),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def _listed() -> list[str]:
+    return [e["key"] for e in (await torchstore("ls", "--json")).json["entries"]]
+
+
+# ---- status, ls, stat, rm -----------------------------------------------------------------
+
+
+async def test_status_in_json(store: ts.Client):
+    await store.put("large", torch.zeros(2 * MB, dtype=torch.uint8))
+    await store.put("small", torch.zeros(3))
+    held = await store.get("large")
+    result = await torchstore("status", "--json")
+    assert (result.status, result.err) == (0, "")
+    status = result.json
+    truth = await store.status()
+    assert status["address"] == store.address
+    assert status["store_name"] == "torchstore"
+    assert status["controller"]["pid"] == truth.controller_pid
+    assert status["strategy"] == "singleton"
+    assert status["keys"] == 2
+    assert status["uptime_s"] > 0
+    assert status["operations"]["Put"] == 2
+    assert status["operations_per_s"] >= 0
+    (volume,) = status["volumes"]
+    assert volume["id"] == truth.volumes[0].id
+    assert volume["pid"] == truth.controller_pid
+    assert volume["capacity_bytes"] == 256 * MB
+    assert volume["used_bytes"] == 2 * MB + 12
+    assert volume["leased_bytes"] == 2 * MB
+    assert volume["free_bytes"] == 254 * MB - 12
+    assert volume["unfinished_bytes"] == 0
+    (session,) = status["sessions"]  # ours, and not that of the tool
+    assert session["pid"] == os.getpid()
+    assert (session["leases"], session["leased_bytes"]) == (1, held.nbytes)
+    assert (session["unfinished_puts"], session["unfinished_bytes"]) == (0, 0)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+async def test_status_for_people(width: int, store: ts.Client):
+    await store.put("large", torch.zeros(2 * MB, dtype=torch.uint8))
+    held = await store.get("large")
+    result = await torchstore("status", COLUMNS=str(width))
+    assert result.status == 0
+    assert result.lines[0].startswith("torchstore  up ")
+    assert result.lines[1] == store.address
+    assert "2.0 MiB of 256 MiB (1%)" in result.out
+    assert all(len(line) <= width and line == line.rstrip() for line in result.lines)
+    head = next(line for line in result.lines if line.startswith("VOLUME"))
+    row = next(line for line in result.lines if line.startswith("torchstore-0"))
+    for title, cell in {"CAPACITY": "256 MiB", "LEASED": "2.0 MiB", "FREE": "254 MiB"}.items():
+        end = head.index(title) + len(title)
+        assert row[:end].endswith(f"  {cell}")
+    assert any(line.split()[0] == str(os.getpid()) for line in result.lines if line.strip())
+    assert "\x1b" not in result.out  # it is no terminal
+    del held
+
+
+async def test_ls(store: ts.Client):
+    await store.put("model/w", torch.zeros(4, 5, dtype=torch.bfloat16))
+    await store.put("model/w", torch.zeros(256, 512, dtype=torch.bfloat16))
+    await store.put("model/step", torch.tensor(7))
+    await store.put("config", {"lr": 0.1})
+    result = await torchstore("ls", "--json")
+    assert result.status == 0
+    entries = {e["key"]: e for e in result.json["entries"]}
+    assert [*entries] == ["config", "model/step", "model/w"]
+    w = entries["model/w"]
+    assert (w["version"], w["kind"], w["dtype"], w["codec"]) == (2, "tensor", "bfloat16", None)
+    assert (w["shape"], w["nbytes"], w["inline"]) == ([256, 512], 256 * 1024, False)
+    assert (w["volume"], w["leases"], w["creator_pid"]) == ("torchstore-0", 0, os.getpid())
+    assert abs(w["created"] - time.time()) < 60
+    assert (entries["model/step"]["shape"], entries["model/step"]["inline"]) == ([], True)
+    config = entries["config"]
+    assert (config["kind"], config["codec"], config["dtype"]) == ("object", "msgpack", None)
+
+    table = await torchstore("ls", "model/")
+    assert table.lines[0].split() == ["SIZE", "TYPE", "SHAPE", "VERSION", "KEY"]
+    assert table.lines[1].split() == ["8", "B", "int64", "scalar", "1", "model/step"]
+    assert table.lines[2].split() == ["256", "KiB", "bfloat16", "256×512", "2", "model/w"]
+    assert table.lines[1].index("model/") == table.lines[2].index("model/")
+    assert table.lines[-1] == "2 keys, 256 KiB"
+    long = await torchstore("ls", "model/w", "--long")
+    titles = "SIZE TYPE SHAPE VERSION AGE LEASES PID VOLUME KEY"
+    assert long.lines[0].split() == titles.split()
+    assert long.lines[1].split()[-3:] == [str(os.getpid()), "torchstore-0", "model/w"]
+    nothing = await torchstore("ls", "none of it")
+    assert (nothing.status, nothing.out) == (0, "no key starts with 'none of it'\n")
+
+
+async def test_ls_shows_any_key_on_one_line(store: ts.Client):
+    odd = "evil\x1b[31m [bold]x[/bold]\n\r:smile: ü"
+    long = "x" * 300
+    await store.put_batch({odd: 1, long: 2})
+    table = await torchstore("ls", COLUMNS="80")
+    assert table.lines[1].endswith(r"  evil\x1b[31m [bold]x[/bold]\n\r:smile: ü")
+    assert table.lines[2].endswith(f"  {long}")
+    assert await _listed() == [odd, long]
+
+
+async def test_ls_asks_a_page_at_a_time(store: ts.Client):
+    many = {f"many/{i:05}": i for i in range(m.MAX_LISTED + 1)}
+    long = {f"long/{i:03}".ljust(m.MAX_KEY, "-"): i for i in range(300)}
+    assert len(long) * m.MAX_KEY > m.MAX_LISTED_CHARS
+    await store.put_batch({**many, **long, "other": 0})
+
+    async def asked() -> int:
+        return (await store.status()).operations.get("List", 0)
+
+    assert await _listed() == [*sorted(long), *many, "other"]
+    assert 2 <= await asked() <= 4
+    before = await asked()
+    result = await torchstore("ls", "many/", "--json")
+    assert [e["key"] for e in result.json["entries"]] == [*many]
+    assert await asked() == before + 2
+    result = await torchstore("ls", "long/", "--json")
+    assert [e["key"] for e in result.json["entries"]] == sorted(long)
+    assert await asked() == before + 4
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+async def test_ls_into_a_pipe_that_closes(options: tuple[str, ...], store: ts.Client):
+    await store.put_batch({f"key/{i:05}": i for i in range(5000)})
+    with subprocess.Popen(
+        [SCRIPT, "ls", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert await asyncio.to_thread(process.stderr.read) == ""
+        assert await asyncio.to_thread(process.wait, 10) == 1
+
+
+async def test_stat(store: ts.Client):
+    await store.put("w", torch.zeros(256, 512, dtype=torch.bfloat16))
+    held = await store.get("w")
+    found = (await torchstore("stat", "w", "--json")).json
+    assert (found["key"], found["version"], found["kind"]) == ("w", 1, "tensor")
+    assert (found["dtype"], found["shape"], found["nbytes"]) == ("bfloat16", [256, 512], 262144)
+    assert (found["volume"], found["inline"], found["segment"]) == ("torchstore-0", False, 0)
+    assert (found["offset"] % 64, found["leases"]) == (0, 1)
+    assert found["creator"]["pid"] == os.getpid()
+    human = await torchstore("stat", "w")
+    assert human.lines[0] == "w"
+    assert "bfloat16 tensor" in human.out
+    assert "256×512" in human.out
+    assert "256 KiB (262,144 bytes)" in human.out
+    assert f"pid {os.getpid()}" in human.out
+    del held
+    await store.put("w", {"a": 1})
+    found = (await torchstore("stat", "w", "--json")).json
+    assert (found["version"], found["kind"], found["codec"]) == (2, "object", "msgpack")
+    assert (found["inline"], found["segment"], found["offset"]) == (True, None, None)
+
+
+async def test_a_key_that_does_not_exist(store: ts.Client):
+    await store.put("a", 1)
+    error = await fails("key-not-found", "stat", "nothing")
+    assert error["key"] == "nothing"
+    error = await fails("key-not-found", "rm", "a", "nothing", "nor this")
+    assert error["details"]["missing"] == ["nothing", "nor this"]
+    assert await store.keys() == ["a"]
+
+
+async def test_rm(store: ts.Client):
+    await store.put_batch({"a": 1, "b": 2, "ab/1": 3, "ab/2": 4, "c/1": 5, "d": 6})
+    result = await torchstore("rm", "a", "b", "--json")
+    assert result.status == 0
+    assert (result.json["deleted"], result.json["keys"]) == (2, ["a", "b"])
+    assert await store.keys() == ["ab/1", "ab/2", "c/1", "d"]
+    result = await torchstore("rm", "--prefix", "ab/", "c")
+    assert (result.status, result.out) == (0, "deleted 3 keys: ab/1, ab/2, c/1\n")
+    assert await store.keys() == ["d"]
+    result = await torchstore("rm", "--prefix", "ab/", "--json")
+    assert (result.status, result.json["deleted"], result.json["keys"]) == (0, 0, [])
+    assert await store.keys() == ["d"]
+
+
+# ---- which store --------------------------------------------------------------------------
+
+
+async def test_no_store(runtime_directory: Path):
+    error = await fails("store-closed", "status")
+    assert str(runtime_directory) in error["message"]
+    assert "torchstore serve" in error["message"]
+
+
+async def test_several_stores(runtime_directory: Path):
+    async with running_store(store_name="one") as one, running_store(store_name="two") as two:
+        await one.put("of one", 1)
+        await two.put("of two", 2)
+        error = await fails("configuration", "ls")
+        assert {(s["store_name"], s["address"]) for s in error["details"]["stores"]} == {
+            ("one", one.address),
+            ("two", two.address),
+        }
+        human = await torchstore("ls")
+        assert (human.status, human.out) == (1, "")
+        for client in (one, two):
+            pid = (await client.status()).controller_pid
+            assert f"  {client.address}  {client.store_name} (pid {pid})" in human.err.splitlines()
+        for before, after in ((("--address", two.address), ()), ((), ("--address", two.address))):
+            result = await torchstore(*before, "ls", "--json", *after)
+            assert [e["key"] for e in result.json["entries"]] == ["of two"]
+        path = one.address.removeprefix("unix:")
+        result = await torchstore("--json", "ls", "--address", path)
+        assert [e["key"] for e in result.json["entries"]] == ["of one"]
+        result = await torchstore("ls", "--json", TORCHSTORE_ADDRESS=two.address)
+        assert [e["key"] for e in result.json["entries"]] == ["of two"]
+        result = await torchstore(
+            "ls", "--json", "--address", one.address, TORCHSTORE_ADDRESS=two.address
+        )
+        assert [e["key"] for e in result.json["entries"]] == ["of one"]
+    assert [*runtime_directory.iterdir()] == []
+
+
+async def test_a_dead_and_a_silent_server():
+    with serving("--name", "dead") as (dead, ready):
+        dead.kill()
+        dead.wait()
+        error = await fails("store-closed", "ls", "--address", ready["address"])
+        assert ready["address"] in error["message"]
+        error = await fails("store-closed", "ls", TORCHSTORE_ADDRESS=ready["address"])
+        assert "TORCHSTORE_ADDRESS" in error["message"]
+        # Its socket is still there, but it is not one of the stores that run.
+        assert "no store of yours" in (await fails("store-closed", "status"))["message"]
+    with serving("--name", "silent") as (silent, ready):
+        silent.send_signal(signal.SIGSTOP)
+        where = ("--address", ready["address"], "--timeout", "0.3")
+        assert "0.3 s" in (await fails("timeout", "status", *where))["message"]
+        silent.send_signal(signal.SIGCONT)
+        assert (await torchstore("status", *where[:2])).status == 0
+
+
+async def test_wrong_usage():
+    for arguments in (["nonsense"], ["rm"], ["ls", "--no-such-option"]):
+        error = await fails("usage", *arguments, status=2)
+        assert "--help" in error["message"]
+    for option, value in {"--capacity": "much", "--volumes": "0", "--prefault": "MiB"}.items():
+        error = await fails("usage", "serve", option, value, status=2)
+        assert option in error["message"]
+    alone = await torchstore()
+    assert alone.status == 2
+    for name in ("doctor", "status", "ls", "stat", "rm", "bench", "serve"):
+        assert f"\n  {name} " in alone.out
+    helped = await torchstore("rm", "--help")
+    assert (helped.status, helped.err) == (0, "")
+    assert "KEY..." in helped.out
+    version = await torchstore("--version")
+    assert version.out == f"torchstore {importlib.metadata.version('torchstore-core')}\n"
+
+
+# ---- serve --------------------------------------------------------------------------------
+
+
+async def test_serve(runtime_directory: Path):
+    options = ("--capacity", "64MiB", "--volumes", "2", "--strategy", "host", "--name", "mine")
+    with serving(*options) as (process, ready):
+        assert ready["pid"] == process.pid
+        assert (ready["store_name"], ready["num_storage_volumes"]) == ("mine", 2)
+        assert (ready["capacity_bytes"], ready["strategy"]) == (64 * MB, "host")
+        client = await ts.connect(ready["address"])
+        value = torch.arange(MB)
+        await client.put("w", value)
+        assert torch.equal(await client.get("w"), value)
+        status = (await torchstore("status", "--json")).json
+        assert (status["store_name"], status["controller"]["pid"]) == ("mine", process.pid)
+        assert [v["capacity_bytes"] for v in status["volumes"]] == [32 * MB, 32 * MB]
+        assert await _listed() == ["w"]
+        assert not any("libtorch" in path for path in _mapped(process.pid))
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 5) == 0
+        with pytest.raises(StoreClosedError):
+            await client.put("w", value)
+        await ts.shutdown()
+    assert [*runtime_directory.iterdir()] == []
+
+
+def _mapped(pid: int) -> list[str]:
+    return [line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+
+
+async def test_serve_for_people():
+    process = subprocess.Popen(
+        [SCRIPT, "serve", "--capacity", "64MB", "--prefault", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        first = await asyncio.to_thread(process.stdout.readline)
+        assert first.startswith("torchstore is up: 61.0 MiB in 1 volume, strategy singleton, pid ")
+        address = (await asyncio.to_thread(process.stdout.readline)).split()[1]
+        shell = await asyncio.to_thread(process.stdout.readline)
+        assert f"export TORCHSTORE_ADDRESS={address}" in shell
+        assert (await torchstore("status", "--address", address)).status == 0
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, 5) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_serve_in_a_directory(runtime_directory: Path):
+    new = runtime_directory.parent / "new"
+    with serving("--directory", str(new)) as (process, ready):
+        assert ready["address"] == f"unix:{new}/control.sock"
+        assert new.stat().st_mode & 0o777 == 0o700
+        error = await fails("configuration", "serve", "--directory", str(new))
+        assert "running in" in error["message"]
+        assert (await torchstore("status", "--address", ready["address"])).status == 0
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 5) == 0
+    assert not new.exists()
+    new.mkdir()
+    new.chmod(0o777)
+    error = await fails("configuration", "serve", "--directory", str(new))
+    assert "nobody else may write" in error["message"]
+    new.chmod(0o755)
+    with serving("--directory", str(new)) as (process, _):
+        process.kill()
+        process.wait()
+    assert (new / "control.sock").exists()
+    with serving("--directory", str(new)) as (process, ready):  # over what the killed one left
+        assert (await torchstore("status", "--address", ready["address"])).status == 0
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 5) == 0
+    assert not (new / "control.sock").exists()
+    assert new.exists()  # it was there before
+
+
+async def test_serve_that_cannot_start(runtime_directory: Path):
+    error = await fails("plugin", "serve", "--strategy", "nonsense")
+    assert "'nonsense'" in error["message"]
+    error = await fails("configuration", "serve", TORCHSTORE_LOG_LEVEL="loud")
+    assert "TORCHSTORE_LOG_LEVEL" in error["message"]
+    assert not runtime_directory.exists() or [*runtime_directory.iterdir()] == []
+
+
+# ---- doctor -------------------------------------------------------------------------------
+
+
+async def test_doctor_without_a_store(runtime_directory: Path):
+    result = await torchstore("doctor", "--json")
+    assert (result.status, result.err) == (0, "")
+    report = result.json
+    assert (report["ok"], report["problems"], report["stores"]) == (True, [], [])
+    assert report["runtime_directory"] == str(runtime_directory)
+    assert report["host"]["cpus"] == len(os.sched_getaffinity(0))
+    assert report["copy"]["threads"] >= 1
+    assert report["versions"]["torch"] == torch.__version__
+    link = report["link"]
+    assert (link["chosen"], link["same_host"]) == ("shm", True)
+    assert 1024 < link["inline_max_bytes"] < MB
+    bids = {bid["transport"]: bid for bid in link["bids"]}
+    assert {"shm", "inline"} <= set(bids)
+    assert bids["inline"]["max_bytes"] == m.MAX_INLINE
+    assert bids["shm"]["bytes_per_s"] > bids["inline"]["bytes_per_s"]
+    plugins = {(p["group"], p["name"]): p for p in report["plugins"]}
+    shm = plugins["torchstore.transports", "shm"]
+    assert (shm["distribution"], shm["state"], shm["error"]) == (
+        "torchstore-transports",
+        "ok",
+        None,
+    )
+    assert plugins["torchstore.strategies", "singleton"]["state"] == "ok"
+    assert plugins["torchstore.runtimes", "local"]["state"] == "ok"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+async def test_doctor_for_people(width: int, store: ts.Client):
+    result = await torchstore("doctor", COLUMNS=str(width))
+    assert result.status == 0
+    assert result.lines[-1] == "✓ a store works here"
+    assert all(len(line) <= width or store.address in line for line in result.lines)
+    assert all(line == line.rstrip() for line in result.lines)
+    assert "values ride in the message; larger ones take shm" in result.out
+    assert store.address in result.out
+    assert "volume torchstore-0" in result.out
+    assert "torchstore-transports" in result.out
+
+
+async def test_doctor_with_a_store(store: ts.Client):
+    explained = await store.explain()
+    (report,) = (await torchstore("doctor", "--json")).json["stores"]
+    assert (report["address"], report["error"]) == (store.address, None)
+    assert report["pid"] == (await store.status()).controller_pid
+    (link,) = report["links"]
+    assert link["volume"] == explained[0]["volume"]
+    assert link["chosen"] == explained[0]["chosen"] == "shm"
+    assert link["inline_max_bytes"] == explained[0]["inline_up_to"]
+    (bid,) = [b for b in link["bids"] if b["transport"] == "shm"]
+    (expected,) = [b for b in explained[0]["bids"] if b["transport"] == "shm"]
+    assert bid == {**{k: expected[k] for k in bid if k in expected}, "max_bytes": None}
+    assert link["refusals"] == explained[0]["refusals"]
+
+
+async def test_doctor_finds_what_stops_a_store(store: ts.Client):
+    async def problems(*arguments: str, **environment: str) -> str:
+        result = await torchstore("doctor", "--json", *arguments, **environment)
+        assert result.status == 1
+        assert result.json["ok"] is False
+        return "\n".join(result.json["problems"])
+
+    blocked = await problems(TORCHSTORE_BLOCK="shm")
+    assert "no transport moves large values" in blocked
+    assert "shm: blocked" in blocked
+    human = await torchstore("doctor", TORCHSTORE_BLOCK="shm")
+    assert human.status == 1
+    assert [f"✗  {problem}" for problem in blocked.splitlines()] == human.lines[-3:-1]
+    assert human.lines[-1] == "✗ 2 problems"  # a volume on this host, and that of the store
+    assert "TORCHSTORE_COPY_THREADS" in await problems(TORCHSTORE_COPY_THREADS="many")
+    assert "TORCHSTORE_ALLOW_PICKLE" in await problems(TORCHSTORE_ALLOW_PICKLE="perhaps")
+    assert "/nowhere" in await problems("--address", "unix:/nowhere")
+    assert "/nowhere" in await problems(TORCHSTORE_ADDRESS="unix:/nowhere")
+
+
+async def test_doctor_and_a_runtime_directory_open_to_others(runtime_directory: Path):
+    runtime_directory.mkdir()
+    runtime_directory.chmod(0o777)
+    result = await torchstore("doctor", "--json")
+    assert result.status == 1
+    assert any(str(runtime_directory) in problem for problem in result.json["problems"])
+
+
+def _distribution(where: Path, name: str, entry_points: str) -> None:
+    info = where / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+async def test_doctor_names_broken_and_blocked_plugins(tmp_path: Path):
+    _distribution(tmp_path, "acme-store", "[torchstore.transports]\nacme = no_such_module\n")
+    result = await torchstore("doctor", "--json", PYTHONPATH=str(tmp_path))
+    assert (result.status, result.json["problems"]) == (0, [])
+    (acme,) = [p for p in result.json["plugins"] if p["name"] == "acme"]
+    assert (acme["group"], acme["distribution"]) == ("torchstore.transports", "acme-store")
+    assert acme["state"] == "error"
+    assert "no_such_module" in acme["error"]
+    human = await torchstore("doctor", PYTHONPATH=str(tmp_path))
+    assert any("acme-store" in line and "no_such_module" in line for line in human.lines)
+    blocked = await torchstore(
+        "doctor", "--json", PYTHONPATH=str(tmp_path), TORCHSTORE_BLOCK="acme"
+    )
+    (acme,) = [p for p in blocked.json["plugins"] if p["name"] == "acme"]
+    assert (acme["state"], acme["error"]) == ("blocked", None)
+    assert "blocked" in blocked.json["link"]["refusals"]["acme"]
+
+
+async def test_doctor_names_both_claimants_of_a_name(tmp_path: Path):
+    _distribution(tmp_path, "acme-store", "[torchstore.transports]\nshm = acme.plugin\n")
+    result = await torchstore("doctor", "--json", PYTHONPATH=str(tmp_path))
+    assert result.status == 1
+    (problem, *_) = result.json["problems"]
+    assert "acme-store" in problem
+    assert "torchstore-transports" in problem
+
+
+# ---- bench --------------------------------------------------------------------------------
+
+
+def _positive(values: Mapping[str, Any]) -> bool:
+    return all(value > 0 for value in values.values())
+
+
+async def test_bench_in_a_store_of_its_own(runtime_directory: Path):
+    result = await torchstore("bench", "--size", "4MB", "--json")
+    assert result.status == 0, result.err
+    report = result.json
+    assert (report["address"], report["verified"]) == (None, True)
+    assert report["large"]["nbytes"] == 4_000_000
+    assert report["small"]["nbytes"] == 1024
+    for part in ("floors", "small", "large", "ratios"):
+        assert _positive(report[part])
+    ratio = report["floors"]["warm_copy_s"] / report["large"]["put_s"]
+    assert report["ratios"]["put"] == pytest.approx(ratio)
+    assert [*runtime_directory.iterdir()] == []
+
+
+async def test_bench_in_a_given_store(store: ts.Client):
+    await store.put("mine", 1)
+    result = await torchstore("bench", "--size", "4MiB", "--address", store.address, COLUMNS="80")
+    assert result.status == 0, result.err
+    assert store.address in result.out
+    for what in ("put 4.0 MiB, again", "get 4.0 MiB in place", "get 4.0 MiB zero-copy"):
+        assert any(line.startswith(what) for line in result.lines)
+    assert all(len(line) <= 80 or store.address in line for line in result.lines)
+    assert await store.keys() == ["mine"]
+    operations = (await store.status()).operations
+    assert operations["Put"] > 1000
+    sessions = (await store.status()).sessions
+    assert [s.pid for s in sessions] == [os.getpid()]
+
+
+async def test_bench_that_does_not_fit():
+    async with running_store(capacity=4 * MB) as store:
+        error = await fails("store-full", "bench", "--size", "8MiB", "--address", store.address)
+        assert error["details"]["requested_bytes"] == 8 * MB
+        assert await store.keys() == []
+
+
+# ---- what it needs ------------------------------------------------------------------------
+
+TORCH_FREE = """
+import sys
+from torchstore_core.cli import main
+status = main(sys.argv[1:])
+heavy = {"torch", "numpy"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else status)
+"""
+
+
+def _torch_free(source: str, *arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", source, *arguments],
+        env=_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return done.returncode, done.stderr
+
+
+async def test_torch_is_not_imported(store: ts.Client):
+    await store.put("w", torch.zeros(MB))
+    for command in ("status", "ls --long", "stat w", "rm w", "doctor", "doctor --json"):
+        done = await asyncio.to_thread(_torch_free, TORCH_FREE, *command.split())
+        assert done == (0, ""), command
+    source = TORCH_FREE.replace("status = ", "import numpy\nstatus = ")
+    assert _torch_free(source, "--version") == (1, "imported {'numpy'}\n")  # so the check works
+
+
+def test_without_the_extra(tmp_path: Path):
+    """An interpreter that has the core, and neither click nor rich."""
+    for package in (msgspec, pluggy, ts):
+        source = Path(str(package.__file__)).parent
+        (tmp_path / source.name).symlink_to(source)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "torchstore_core.cli", "status"],
+        env=_environment({"PYTHONPATH": str(tmp_path)}),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "pip install 'torchstore-core[cli]'" in line
+    assert "click and rich are not installed" in line
