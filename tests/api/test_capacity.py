@@ -55,7 +55,7 @@ async def test_nothing_is_changed(small):
         {"new": _megabytes(13)},
         {"a": 0, "o": [2], "new": _megabytes(13)},
         {"new 1": _megabytes(5), "new 2": _megabytes(5), "new 3": _megabytes(5)},
-        {"a": _megabytes(1000)},
+        {"a": torch.zeros(1, dtype=torch.uint8).expand(1000 * MB)},
         {"o": bytes(13 * MB)},
     ):
         with pytest.raises(ts.StoreFullError):

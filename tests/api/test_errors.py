@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from tests.support import run_script
 
 import torchstore_core as ts
 from torchstore_core import errors
@@ -106,16 +105,9 @@ async def test_builtin_except_clauses_work(store):
 
 
 async def test_an_error_object_is_a_value_like_others(store):
-    out = await run_script(
-        """
-        try:
-            await ts.get("gone")
-        except ts.KeyNotFoundError as error:
-            await ts.put("error", error)
-        print("put")
-        """
-    )
-    assert out == "put\n"
+    with pytest.raises(ts.KeyNotFoundError) as caught:
+        await ts.get("gone")
+    await ts.put("error", caught.value)
     error = await ts.get("error")
     assert type(error) is ts.KeyNotFoundError
     assert error.key == "gone"

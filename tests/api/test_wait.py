@@ -12,17 +12,20 @@ from tests.support import Script, until
 import torchstore_core as ts
 
 
-async def _waits(count: int) -> None:
-    """Until the server has seen ``count`` waits."""
-
-    async def seen() -> bool:
-        operations = {k.lower(): n for k, n in (await ts.status()).operations.items()}
-        return operations.get("wait", 0) >= count
-
-    await until(seen)
+async def _asked() -> int:
+    """How many waits the server has seen."""
+    operations = (await ts.status()).operations
+    return sum(count for name, count in operations.items() if name.lower() == "wait")
 
 
-async def test_what_is_there_is_given_at_once(store):
+async def _until_asked(count: int) -> None:
+    async def enough() -> bool:
+        return await _asked() >= count
+
+    await until(enough)
+
+
+async def test_what_is_there_is_given_at_once(shared):
     refs = await ts.put_batch({"a": 1, "b": torch.ones(300_000)})
     assert await ts.wait("a") == {"a": refs["a"]}
     assert await ts.wait(["b", "a"]) == refs
@@ -32,17 +35,19 @@ async def test_what_is_there_is_given_at_once(store):
     assert await ts.wait("a", min_version=1) == {"a": refs["a"]}
 
 
-async def test_a_put_wakes_the_waiters(store):
+async def test_a_put_wakes_the_waiters(shared):
+    before = await _asked()
     waiting = [asyncio.create_task(ts.wait("k", timeout=30)) for _ in range(5)]
-    await _waits(5)
+    await _until_asked(before + 5)
     assert not any(task.done() for task in waiting)
     ref = await ts.put("k", 1)
     assert await asyncio.gather(*waiting) == [{"k": ref}] * 5
 
 
-async def test_all_keys_must_be_there(store):
+async def test_all_keys_must_be_there(shared):
+    before = await _asked()
     task = asyncio.create_task(ts.wait(["a", "b", "c"], timeout=30))
-    await _waits(1)
+    await _until_asked(before + 1)
     await ts.put("a", 1)
     await ts.put("c", 1)
     # Its own answer would have come before this one's.
@@ -52,17 +57,19 @@ async def test_all_keys_must_be_there(store):
     assert await task == {key: ts.ObjectRef(key, 1) for key in "abc"}
 
 
-async def test_a_batch_wakes_them_at_once(store):
+async def test_a_batch_wakes_them_at_once(shared):
+    before = await _asked()
     task = asyncio.create_task(ts.wait(["a", "b"], timeout=30))
-    await _waits(1)
+    await _until_asked(before + 1)
     refs = await ts.put_batch({"b": torch.ones(300_000), "a": 2, "c": 3})
     assert await task == {"a": refs["a"], "b": refs["b"]}
 
 
-async def test_min_version(store):
+async def test_min_version(shared):
+    before = await _asked()
     await ts.put("k", 1)
     task = asyncio.create_task(ts.wait("k", min_version=3, timeout=30))
-    await _waits(1)
+    await _until_asked(before + 1)
     await ts.put("k", 2)
     assert await ts.exists("k")
     assert not task.done()
@@ -80,18 +87,19 @@ async def test_min_version(store):
             await ts.wait("k", min_version=wrong)
 
 
-async def test_a_deleted_key_is_not_there(store):
+async def test_a_deleted_key_is_not_there(shared):
+    before = await _asked()
     ref = await ts.put("k", 1)
     await ts.delete("k")
     task = asyncio.create_task(ts.wait("k", timeout=30))
-    await _waits(1)
+    await _until_asked(before + 1)
     assert not task.done()
     again = await ts.put("k", 2)
     assert await task == {"k": again}
     assert again.version > ref.version
 
 
-async def test_timeout(store):
+async def test_timeout(shared):
     start = time.monotonic()
     with pytest.raises(ts.StoreTimeoutError, match=r"0\.2 s.*'never'") as caught:
         await ts.wait(["never", "nor this"], timeout=0.2)
@@ -105,7 +113,7 @@ async def test_timeout(store):
     assert await ts.wait("never") == {"never": ref}
 
 
-async def test_the_default_timeout_holds_and_is_named(store):
+async def test_the_default_timeout_holds_and_is_named(shared):
     client = await ts.connect(await ts.address(), store_name="impatient", timeout=0.2)
     try:
         with pytest.raises(ts.StoreTimeoutError, match=r"within 0\.2 s"):
@@ -114,9 +122,10 @@ async def test_the_default_timeout_holds_and_is_named(store):
         await ts.shutdown("impatient")
 
 
-async def test_a_cancelled_wait_leaves_no_trace(store):
+async def test_a_cancelled_wait_leaves_no_trace(shared):
+    before = await _asked()
     task = asyncio.create_task(ts.wait("k", timeout=30))
-    await _waits(1)
+    await _until_asked(before + 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -124,7 +133,8 @@ async def test_a_cancelled_wait_leaves_no_trace(store):
     assert await ts.wait("k", timeout=5) == {"k": ref}
 
 
-async def test_woken_by_another_process(store):
+async def test_woken_by_another_process(shared):
+    before = await _asked()
     with Script(
         """
         await ts.wait("question", timeout=50)
@@ -133,19 +143,20 @@ async def test_woken_by_another_process(store):
         """
     ) as script:
         waiting = asyncio.create_task(ts.wait("answer", timeout=50))
-        await _waits(2)  # this one, and the script's
+        await _until_asked(before + 2)  # this one, and the script's
         await ts.put("question", 41)
         refs = await waiting
         assert torch.equal(await ts.get(refs["answer"]), torch.full((300_000,), 42))
         await script.output()
 
 
-async def test_many_waiters_with_different_wishes(store):
+async def test_many_waiters_with_different_wishes(shared):
+    before = await _asked()
     tasks = [
         asyncio.create_task(ts.wait(f"k{i % 10}", min_version=1 + i // 10, timeout=30))
         for i in range(100)
     ]
-    await _waits(100)
+    await _until_asked(before + 100)
     for version in range(1, 11):
         for key in range(10):
             await ts.put(f"k{key}", version)

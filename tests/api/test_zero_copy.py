@@ -36,7 +36,7 @@ async def _until_full(prefix: str, nbytes: int) -> int:
     raise AssertionError("the store is never full")
 
 
-async def test_a_large_get_is_an_ordinary_writable_tensor(store):
+async def test_a_large_get_is_an_ordinary_writable_tensor(shared):
     await ts.put("t", torch.arange(NUMEL).view(1024, 1024))
     tensor = await ts.get("t")
     assert type(tensor) is torch.Tensor
@@ -58,7 +58,7 @@ async def test_a_large_get_is_an_ordinary_writable_tensor(store):
     assert torch.equal(copy.deepcopy(tensor), tensor)
 
 
-async def test_writing_changes_nothing_for_anyone_else(store):
+async def test_writing_changes_nothing_for_anyone_else(shared):
     """The server, gets of before and after, and other processes keep the stored value."""
     original = torch.arange(NUMEL)
     await ts.put("t", original)
@@ -83,7 +83,7 @@ async def test_writing_changes_nothing_for_anyone_else(store):
     assert (mine == -1).all()
 
 
-async def test_values_of_one_batch_do_not_share_memory(store):
+async def test_values_of_one_batch_do_not_share_memory(shared):
     """Neighbours may share a mapping; a write to one must not show in another."""
     await ts.put_batch({f"t{i}": torch.full((50_000 + i,), i) for i in range(20)})
     got = await ts.get_batch([f"t{i}" for i in range(20)])
@@ -151,7 +151,7 @@ async def test_memory_is_not_reused_while_another_process_holds_it():
         assert await _until_full("all/", 1 << 20) == 32
 
 
-async def test_leased_bytes_rise_and_fall(store):
+async def test_leased_bytes_rise_and_fall(shared):
     nbytes = NUMEL * 8
     await ts.put_batch({"a": torch.zeros(NUMEL).long(), "b": torch.zeros(NUMEL).long()})
     assert await _leased() == 0
@@ -185,7 +185,7 @@ async def _leases_of(key: str, count: int) -> bool:
 
 
 @pytest.mark.parametrize("keep", ["view", "numpy", "storage", "slice", "cycle", "thread"])
-async def test_whatever_holds_the_memory_holds_the_lease(store, keep):
+async def test_whatever_holds_the_memory_holds_the_lease(shared, keep):
     await ts.put("t", torch.arange(NUMEL))
     tensor = await ts.get("t")
     holder: object
@@ -218,7 +218,7 @@ async def test_whatever_holds_the_memory_holds_the_lease(store, keep):
     await until(_nothing_leased)
 
 
-async def test_tensors_may_die_in_any_thread(store):
+async def test_tensors_may_die_in_any_thread(shared):
     await ts.put("t", torch.arange(NUMEL))
     tensors = [await ts.get("t") for _ in range(40)]
 
@@ -247,7 +247,7 @@ async def test_tensors_outlive_the_store_and_the_client(store):
     assert not tensor.any()
 
 
-async def test_small_and_in_place_gets_lease_nothing(store):
+async def test_small_and_in_place_gets_lease_nothing(shared):
     await ts.put_batch({"small": torch.ones(100), "large": torch.ones(NUMEL)})
     small = await ts.get("small")
     filled = await ts.get("large", torch.zeros(NUMEL))

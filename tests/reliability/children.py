@@ -189,6 +189,9 @@ def own(pipe: Connection, way: str) -> None:
     pipe.send((*started[0], forked))
     while pipe.recv() == "still there?":
         pipe.send(asyncio.run(ts.get("a")).tolist())
+    asyncio.run(ts.shutdown())
+    pipe.send("shut down")
+    pipe.recv()
 
 
 def _forked_sleeper() -> int:

@@ -1,27 +1,168 @@
-"""Clients that do not read, or say nothing, do not hurt the others; nor does a full store."""
+"""Clients that read no replies, stop, or say nothing, do not hurt the others."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
 import socket
+import time
 
+import pytest
+import torch
+from tests.reliability import children
+from tests.reliability.harness import (
+    MB,
+    Account,
+    Child,
+    account,
+    directory_of,
+    fds,
+    is_running,
+    rss,
+    settled,
+)
+from tests.support import running_store, until
+
+import torchstore_core as ts
 from torchstore_core import topology
 from torchstore_core.client_side.lane import client_facts, handshake
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+
+SMALL = 16 << 10
 
 
-async def connection(address: str) -> socket.socket:
+async def greeted(address: str) -> socket.socket:
     """A connection that has said hello, with nobody behind it."""
     here = topology.probe()
     sock, _ = await handshake(address, b"", client_facts({}, here), here, 5)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
     return sock
 
 
-def send_all_it_takes(sock: socket.socket, frame: bytes) -> int:
-    """Send a frame again and again until the other side takes no more; how many went out whole."""
+async def flood(sock: socket.socket) -> int:
+    """Send gets until the server takes no more of them; how many were sent, all whole."""
+    frame = encode(m.Locate(7, 7, [m.Want("small")], 1 << 20))
+    loop = asyncio.get_running_loop()
     sent = 0
-    try:
-        while sent < 100_000 * len(frame):
-            sent += sock.send(frame)
-    except BlockingIOError:
-        pass
-    return sent // len(frame)
+    while sent < 1_000_000:
+        try:
+            async with asyncio.timeout(0.3):
+                await loop.sock_sendall(sock, bytes(frame) * 100)
+        except TimeoutError:
+            return sent  # the last hundred went out in part, or not at all
+        sent += 100
+    raise AssertionError("the server reads for ever what it cannot answer")
+
+
+async def work_of_others() -> None:
+    """What everybody else does goes on, and fast."""
+    value = torch.arange(MB // 8)
+    mine = torch.empty_like(value)
+    slowest = 0.0
+    for number in range(100):
+        begun = time.monotonic()
+        await ts.put("mine", value)
+        assert torch.equal(await ts.get("mine"), value)
+        await ts.get("mine", mine)
+        await ts.put("mine too", number)
+        await ts.delete("mine too")
+        slowest = max(slowest, time.monotonic() - begun)
+    assert slowest < 1.0
+
+
+async def test_a_client_that_never_reads_its_replies():
+    async with running_store() as client:
+        await ts.put("small", bytes(SMALL))
+        server = (await ts.status()).controller_pid
+        before = rss(server)
+        with await greeted(client.address) as stuck:
+            sent = await flood(stuck)
+            assert sent * SMALL > 16 * MB
+            # The server neither answers into the void nor keeps the questions.
+            assert rss(server) < before + 8 * MB
+            await work_of_others()
+            # It was only slow: it reads on, and every answer is there, in order.
+            loop = asyncio.get_running_loop()
+            reader = FrameReader(m.MAX_FRAME)
+            answers = 0
+            while answers < sent:
+                async with asyncio.timeout(5):
+                    data = await loop.sock_recv(stuck, 1 << 20)
+                assert data
+                for body in reader.feed(data):
+                    reply = decode_reply(body)
+                    assert isinstance(reply, m.Located)
+                    assert reply.entries[0].nbytes > SMALL
+                    answers += 1
+            await flood(stuck)
+        await work_of_others()
+        await settled(Account(1, (await account()).used))
+
+
+async def test_a_stuck_client_that_holds_a_lease_and_goes():
+    async with running_store() as client:
+        await ts.put_batch({"small": bytes(SMALL), "large": torch.zeros(MB)})
+        used = (await account()).used
+        with await greeted(client.address) as stuck:
+            stuck.send(encode(m.Locate(2, 2, [m.Want("large")], 0)))
+            await flood(stuck)
+            await ts.delete("large")
+            assert await account() == Account(2, used, 4 * MB)
+        await settled(Account(1, used - 4 * MB))
+
+
+async def test_clients_that_say_nothing():
+    async with running_store() as client:
+        server = (await ts.status()).controller_pid
+        before = fds(server)
+        paths = sorted(directory_of(client.address).glob("*.sock"))
+        assert len(paths) >= 2  # the control socket, and that of the shm transport
+        half = bytes(encode(m.Status(1)))[:-1]
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                for said in (b"", b"\x00", half) * 30:
+                    silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    silent.connect(str(path))
+                    with contextlib.suppress(OSError):  # shm answers and hangs up at once
+                        silent.send(said)
+            await until(lambda: fds(server) >= before + 90)
+            await work_of_others()
+            with Child(children.add_one) as newcomer:
+                await ts.put("a", torch.zeros(4))
+                assert await newcomer.said() == client.address
+        await until(lambda: fds(server) <= before)
+
+
+async def test_a_client_that_is_stopped():
+    async with running_store() as client:
+        await ts.put("a", torch.zeros(16 * MB, dtype=torch.uint8))
+        with Child(children.read_for_ever, client.address, "a") as child:
+            assert await child.said() == "begins"
+            os.kill(child.pid, signal.SIGSTOP)
+            await work_of_others()
+            os.kill(child.pid, signal.SIGCONT)
+            await work_of_others()
+            assert not child.has_said()
+
+
+@pytest.mark.parametrize("end", ["shutdown", "killed owner"])
+async def test_the_server_ends_while_a_client_does_not_read(end: str):
+    with Child(children.own, "alone") as owner:
+        server, address, _ = await owner.said()
+        client = await ts.connect(address, store_name="theirs")
+        try:
+            await client.put("small", bytes(SMALL))
+            with await greeted(address) as stuck:
+                await flood(stuck)
+                if end == "shutdown":
+                    owner.tell("shut down")
+                    assert await owner.said() == "shut down"
+                    assert not is_running(server)
+                else:
+                    owner.kill()
+                    await until(lambda: not is_running(server), 1.0)
+                assert not directory_of(address).exists()
+        finally:
+            await ts.shutdown("theirs")

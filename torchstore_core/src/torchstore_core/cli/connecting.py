@@ -126,12 +126,8 @@ async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store
             raise type(error)(f"{error.message} (the address is that of {ADDRESS})") from error
         raise
     gone = f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}) is gone"
-    lane = Lane(sock, asyncio.get_running_loop(), _ignore, gone)
+    lane = Lane(sock, asyncio.get_running_loop(), gone)
     try:
         yield Store(where, welcome, lane, timeout)
     finally:
         lane.close()
-
-
-def _ignore(message: m.Message) -> None:
-    """What a server tells lanes unasked is of no use here."""

@@ -205,5 +205,3 @@ def cancel_wait(lane: Lane, request_id: int) -> None:
         lane.send(m.Cancel(request_id))
     except TorchStoreError:
         return  # the server is gone, and the wait with it
-
-

@@ -63,10 +63,13 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
         UnsupportedValueError: names what the tensor is and what to do instead.
     """
     kind = type(tensor)
-    if kind in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided:
-        # The usual case, on the path of every small put: as few calls into torch as will do.
-        if not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()):
-            return tensor.detach() if tensor.requires_grad else tensor
+    if (
+        kind in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    ):  # The usual case, on the path of every small put: as few calls into torch as will do.
+        return tensor.detach() if tensor.requires_grad else tensor
     if kind not in _PLAIN and _is_wrapper(kind):
         hint = "put its local tensor (.to_local())" if kind.__name__ == "DTensor" else "unwrap it"
         raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", hint)

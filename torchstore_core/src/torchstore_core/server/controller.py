@@ -139,9 +139,7 @@ class Controller:
                 return volume, offsets
         if not order:
             raise PluginError(f"strategy {type(self.strategy).__name__} named no volume")
-        raise full_error(
-            placed + inline, self.volumes, self.sessions.values(), self.index.values()
-        )
+        raise full_error(placed + inline, self.volumes, self.sessions.values(), self.index.values())
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         """Flip all keys of a put at once; their new versions, in order."""

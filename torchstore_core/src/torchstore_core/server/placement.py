@@ -85,9 +85,7 @@ def full_error(
     for session in sessions:
         leased, unfinished = session_bytes(session)
         if leased or unfinished:
-            holders.append(
-                {"pid": session.facts.pid, "leased": leased, "unfinished": unfinished}
-            )
+            holders.append({"pid": session.facts.pid, "leased": leased, "unfinished": unfinished})
     largest = sorted(values, key=lambda v: -v.nbytes)[:5]
     leased = sum(v.leased for v in volumes)
     unfinished = sum(v.unfinished for v in volumes)

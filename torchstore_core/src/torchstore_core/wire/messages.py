@@ -372,7 +372,10 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Warmed(Message, frozen=True, tag="warmed"):
-    """Unasked, to anchors: pool memory became warm: (volume, segment, bytes from the segment's start)."""
+    """Unasked, to anchors: pool memory became warm.
+
+    Each item: volume, segment, bytes from the segment's start.
+    """
 
     warm: list[tuple[int, int, int]]
 
