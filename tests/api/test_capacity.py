@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 
 import pytest
 import torch
@@ -120,7 +119,6 @@ async def test_leased_memory_is_used_memory(small):
         await ts.put("b", _megabytes(13))
     assert (held == 1).all()
     del held
-    gc.collect()
 
     async def free() -> bool:
         return await _used() == 0

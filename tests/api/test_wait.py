@@ -48,13 +48,12 @@ async def test_all_keys_must_be_there(shared):
     before = await _asked()
     task = asyncio.create_task(ts.wait(["a", "b", "c"], timeout=30))
     await _until_asked(before + 1)
-    await ts.put("a", 1)
-    await ts.put("c", 1)
+    refs = {"a": await ts.put("a", 1), "c": await ts.put("c", 1)}
     # Its own answer would have come before this one's.
     assert await ts.exists("c")
     assert not task.done()
-    await ts.put("b", 1)
-    assert await task == {key: ts.ObjectRef(key, 1) for key in "abc"}
+    refs["b"] = await ts.put("b", 1)
+    assert await task == refs
 
 
 async def test_a_batch_wakes_them_at_once(shared):
@@ -67,21 +66,21 @@ async def test_a_batch_wakes_them_at_once(shared):
 
 async def test_min_version(shared):
     before = await _asked()
-    await ts.put("k", 1)
-    task = asyncio.create_task(ts.wait("k", min_version=3, timeout=30))
+    first = (await ts.put("k", 1)).version
+    task = asyncio.create_task(ts.wait("k", min_version=first + 2, timeout=30))
     await _until_asked(before + 1)
     await ts.put("k", 2)
     assert await ts.exists("k")
     assert not task.done()
     third = await ts.put("k", 3)
     assert await task == {"k": third}
-    assert third.version == 3
+    assert third.version == first + 2
     # A later version is as good; min_version is for every key.
-    await ts.put("k", 4)
-    assert await ts.wait("k", min_version=3) == {"k": ts.ObjectRef("k", 4)}
-    await ts.put("other", 1)
+    fourth = await ts.put("k", 4)
+    assert await ts.wait("k", min_version=first + 2) == {"k": fourth}
+    other = await ts.put("other", 1)
     with pytest.raises(ts.StoreTimeoutError):
-        await ts.wait(["k", "other"], min_version=3, timeout=0.05)
+        await ts.wait(["k", "other"], min_version=other.version + 1, timeout=0.05)
     for wrong in ("3", 2.0):
         with pytest.raises(ts.UnsupportedValueError, match="min_version"):
             await ts.wait("k", min_version=wrong)
@@ -152,15 +151,17 @@ async def test_woken_by_another_process(shared):
 
 async def test_many_waiters_with_different_wishes(shared):
     before = await _asked()
+    first = (await ts.put_batch({f"k{key}": 0 for key in range(10)}))["k0"].version
     tasks = [
-        asyncio.create_task(ts.wait(f"k{i % 10}", min_version=1 + i // 10, timeout=30))
+        asyncio.create_task(ts.wait(f"k{i % 10}", min_version=first + 1 + i // 10, timeout=30))
         for i in range(100)
     ]
     await _until_asked(before + 100)
-    for version in range(1, 11):
+    assert not any(task.done() for task in tasks)
+    for _ in range(10):
         for key in range(10):
-            await ts.put(f"k{key}", version)
+            await ts.put(f"k{key}", 1)
     for i, task in enumerate(tasks):
         ((key, ref),) = (await task).items()
         assert key == f"k{i % 10}"
-        assert ref.version >= 1 + i // 10
+        assert ref.version >= first + 1 + i // 10

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.reliability import children
@@ -18,6 +23,7 @@ from tests.reliability.harness import (
     account,
     children_of,
     directory_of,
+    fds,
     is_running,
     kill,
 )
@@ -129,3 +135,26 @@ async def test_the_server_ends_when_its_owner_is_killed(way: str):
             for pid in forked:
                 kill(pid)
     assert not directory_of(address).exists()
+
+
+async def test_a_server_that_comes_back_at_its_address(tmp_path: Path):
+    """A member needs no new connect, and keeps nothing of the servers that are gone."""
+    config = msgspec.json.encode({"directory": str(tmp_path), "capacity": 64 * MB, "prefault": 0})
+    command = [sys.executable, "-P", "-m", "torchstore_core.server", config.decode()]
+    seen: list[tuple[int, int]] = []
+    for number in range(5):
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+            try:
+                assert server.stdout is not None
+                assert await asyncio.to_thread(server.stdout.readline)
+                if not number:
+                    client = await ts.connect(f"unix:{tmp_path}/control.sock")
+                await client.put("a", torch.full((MB,), number))
+                assert children.uniform(await client.get("a")) == number
+                seen.append((fds(), threading.active_count()))
+            finally:
+                server.kill()
+        with pytest.raises(ts.StoreClosedError):
+            await client.get("a")
+    await ts.shutdown()
+    assert seen[1:] == [seen[1]] * 4

@@ -26,7 +26,7 @@ from torchstore_core.cli.bench_peer import Job, Measured, pattern
 from torchstore_core.cli.connecting import given_address
 from torchstore_core.cli.reports import BenchReport, Floors, Large, Small
 from torchstore_core.client_side.client import Client
-from torchstore_core.errors import ObjectLostError, StoreTimeoutError, TorchStoreError
+from torchstore_core.errors import TransportError, StoreTimeoutError, TorchStoreError
 from torchstore_core.server.memory import open_memory
 from torchstore_core.virtual_memory import map_shared, unmap
 
@@ -53,7 +53,7 @@ async def measure(address: str | None, timeout: float, nbytes: int) -> BenchRepo
         nbytes: of the large value, rounded down to elements of 4 bytes, at least one.
 
     Raises:
-        ObjectLostError: the other process got other bytes.
+        TransportError: the other process got other bytes.
         StoreFullError: the store has no room for the value twice.
     """
     elements = max(nbytes // 4, 1)
@@ -84,7 +84,7 @@ async def measure(address: str | None, timeout: float, nbytes: int) -> BenchRepo
             await client.delete_batch(await client.keys(keys))
         await api.shutdown(_STORE_NAME)
     if not measured.same:
-        raise ObjectLostError(
+        raise TransportError(
             f"another process got other bytes than were put under {job.key!r}: please report this",
             key=job.key,
         )

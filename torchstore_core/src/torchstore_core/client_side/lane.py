@@ -10,6 +10,8 @@ import asyncio
 import itertools
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -125,6 +127,7 @@ class Lane:
         self._gone = gone
         self._reader = FrameReader(m.MAX_FRAME)
         self._pending: dict[int, tuple[asyncio.Future[m.Message], float | None]] = {}
+        self._limits: set[asyncio.Timeout] = set()
         self._unsent = bytearray()
         self._buffer = memoryview(bytearray(_RECEIVE))
         self._timer: asyncio.TimerHandle | None = None
@@ -267,6 +270,19 @@ class Lane:
             self._unsent += memoryview(frame)[sent:]
             self._loop.add_writer(self._sock.fileno(), self._writable)
 
+    @contextmanager
+    def ending(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """End what runs under ``limit``, with the lane's error, when the server is gone."""
+        self._limits.add(limit)
+        try:
+            yield
+        except TimeoutError:
+            if self._lost is not None and limit.expired():
+                raise self._lost_error() from None
+            raise
+        finally:
+            self._limits.discard(limit)
+
     def close(self) -> None:
         """Close now; what waits gets StoreClosedError."""
         self._lose(StoreClosedError("this client was closed"))
@@ -338,6 +354,9 @@ class Lane:
             for future, _ in list(self._pending.values()):
                 if not future.done():
                     future.set_exception(type(error)(error.message))
+            for limit in self._limits:
+                if not limit.expired():
+                    limit.reschedule(0.0)
             if self._timer is not None:
                 self._timer.cancel()
         self._sock.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,14 +51,19 @@ class Clock:
             raise self._over()
         return left
 
-    async def within(self, work: Awaitable[T]) -> T:
-        """Await ``work``; cancel it, and raise StoreTimeoutError, when no time is left."""
-        if self._deadline is None:
-            return await work
-        limit = asyncio.timeout(max(0.0, self._deadline - time.perf_counter()))
+    async def within(self, work: Awaitable[T], lane: Lane | None = None) -> T:
+        """Await ``work``; cancel it, and raise StoreTimeoutError, when no time is left.
+
+        Given a lane, cancel it, and raise the lane's error, also when that is lost.
+        """
+        left = None
+        if self._deadline is not None:
+            left = max(0.0, self._deadline - time.perf_counter())
+        limit = asyncio.timeout(left)
         try:
-            async with limit:
-                return await work
+            with nullcontext() if lane is None else lane.ending(limit):
+                async with limit:
+                    return await work
         except TimeoutError as error:
             if limit.expired():
                 raise self._over() from error
@@ -117,7 +123,7 @@ async def put_sources(
     try:
         granted = await _begin(session, lane, txn, items, m.Granted, clock)
         clock.phase("plan")
-        transport = await clock.within(writing.write(session, placed, granted.grants))
+        transport = await clock.within(writing.write(session, placed, granted.grants), lane)
         clock.phase("copy")
         commit = m.Commit(lane.next_id(), txn)
         quick = len(items) <= _QUICK_ENTRIES

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _DEFAULT_PREFAULT = 1 * _GIB
-_SHUTDOWN_GRACE_S = 1.0
+_SHUTDOWN_GRACE_S = 0.5
 
 
 class ServerOptions(msgspec.Struct, frozen=True):

@@ -271,7 +271,7 @@ class Controller:
             value = index.get(want.key)
             if want.version:
                 if value is None or value.version != want.version:
-                    now = "it was deleted" if value is None else f"it is at {value.version} now"
+                    now = "no such key" if value is None else f"it is at {value.version} now"
                     raise VersionGoneError(
                         f"version {want.version} of {want.key!r} is gone: {now}",
                         key=want.key,
