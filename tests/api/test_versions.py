@@ -124,7 +124,7 @@ async def test_no_version_is_used_twice_whatever_is_deleted(store):
 async def test_a_ref_does_not_come_back_to_life(store):
     old = await ts.put("k", "old")
     await ts.delete("k")
-    with pytest.raises(ts.VersionGoneError, match="deleted"):
+    with pytest.raises(ts.VersionGoneError, match="'k' is gone"):
         await ts.get(old)
     with pytest.raises(ts.KeyNotFoundError):
         await ts.get("k")

@@ -123,10 +123,14 @@ async def read_zero_copy(pipe: Connection, address: str, elements: int, seconds:
 # ---- clients that are killed --------------------------------------------------------------
 
 
-async def put_once(pipe: Connection, address: str, keys: list[str], nbytes: int, fill: int) -> None:
-    """Say when a put of all keys begins, and when it has ended."""
+async def put_once(
+    pipe: Connection, address: str, keys: list[str], side: int, fill: int, slow: bool
+) -> None:
+    """Say when a put of all keys begins, and when it has ended; transposed bytes copy slowly."""
     await ts.connect(address)
-    items = {key: torch.full((nbytes,), fill, dtype=torch.uint8) for key in keys}
+    items = {key: torch.full((side, side), fill, dtype=torch.uint8) for key in keys}
+    if slow:
+        items = {key: tensor.t() for key, tensor in items.items()}
     pipe.send("begins")
     if len(keys) == 1:
         await ts.put(keys[0], items[keys[0]])

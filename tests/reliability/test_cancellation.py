@@ -212,7 +212,10 @@ async def test_wait(way: Way):
         await ts.wait("never", timeout=0.01)
     for seconds in [0.0, 1e-5, 1e-4, 1e-3] * 50:
         assert await way(lambda **how: ts.wait(["never", "later"], **how), seconds) is None
-    # Nobody waits any more, so nobody is told; those who come now are.
+    # The server has forgotten them all but the bystander.
+    operations = (await ts.status()).operations
+    assert operations["Wait"] > 50
+    assert operations["Wait"] - operations["Cancel"] <= 1
     waiting = asyncio.ensure_future(ts.wait(["never", "later"], timeout=10))
     await ts.put_batch({"never": 1, "later": 2})
     assert set(await waiting) == {"never", "later"}

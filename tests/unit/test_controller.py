@@ -532,6 +532,10 @@ class ControllerMachine(RuleBasedStateMachine):
             assert volume.unfinished == sum(s.taken for s in unfinished)
             assert volume.facts().free_bytes == volume.info.capacity_bytes - volume.used
         for client in self.clients:
+            record = client.record
+            assert set(record.txns) == set(client.txns)
+            assert set(record.leases) == set(client.leases)
+            assert record.given_back == client.given_back
             leased = [s for held in client.leases.values() for s in held if s is not None]
             open_puts = [s for values in client.txns.values() for s in values]
             assert session_bytes(client.record) == (

@@ -26,7 +26,7 @@ from torchstore_core.cli.bench_peer import Job, Measured, pattern
 from torchstore_core.cli.connecting import given_address
 from torchstore_core.cli.reports import BenchReport, Floors, Large, Small
 from torchstore_core.client_side.client import Client
-from torchstore_core.errors import TransportError, StoreTimeoutError, TorchStoreError
+from torchstore_core.errors import StoreTimeoutError, TorchStoreError, TransportError
 from torchstore_core.server.memory import open_memory
 from torchstore_core.virtual_memory import map_shared, unmap
 

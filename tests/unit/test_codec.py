@@ -1,0 +1,322 @@
+"""Objects come back as what they were: same types, same values, all the way down."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import enum
+import math
+import struct
+import threading
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchstore_core.client_side.codec import decode_object, encode_object
+from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
+from torchstore_core.values import ObjectMeta, ObjectRef
+
+
+def exact(value: Any) -> Any:
+    """A form in which two objects are equal exactly if types and contents are, bit for bit."""
+    kind = type(value)
+    if kind is float:
+        return kind, struct.pack("d", value)
+    if kind is complex:
+        return kind, struct.pack("dd", value.real, value.imag)
+    if kind in (list, tuple):
+        return kind, [exact(x) for x in value]
+    if kind in (set, frozenset):
+        return kind, sorted((exact(x) for x in value), key=repr)
+    if kind is dict:  # order counts
+        return kind, [(exact(k), exact(v)) for k, v in value.items()]
+    return kind, value
+
+
+def through(value: Any, *, allow_pickle: bool = True) -> tuple[str, Any]:
+    """The codec that was used, and what came back."""
+    meta, data = encode_object("k", value, allow_pickle=allow_pickle)
+    assert type(data) is bytes
+    # Larger objects arrive in a bytearray that is reused by nobody.
+    result = decode_object("k", meta, bytearray(data), allow_pickle=allow_pickle)
+    assert exact(decode_object("k", meta, data, allow_pickle=allow_pickle)) == exact(result)
+    return meta.codec, result
+
+
+Scalar = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**200), 2**200)
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(max_size=6)
+    | st.binary(max_size=6)
+)
+Hashable = st.recursive(
+    Scalar,
+    lambda x: st.lists(x, max_size=3).map(tuple) | st.frozensets(x, max_size=3),
+    max_leaves=6,
+)
+Object = st.recursive(
+    Scalar | st.binary(max_size=6).map(bytearray) | Hashable,
+    lambda x: (
+        st.lists(x, max_size=4)
+        | st.lists(x, max_size=4).map(tuple)
+        | st.sets(Hashable, max_size=4)
+        | st.frozensets(Hashable, max_size=4)
+        | st.dictionaries(st.text(max_size=4), x, max_size=4)
+        | st.dictionaries(Hashable, x, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(Object)
+def test_plain_objects_are_exact_without_pickle(value: Any) -> None:
+    codec, result = through(value, allow_pickle=False)
+    assert codec == "msgpack"
+    assert exact(result) == exact(value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(Object, Object)
+def test_pickle_is_used_exactly_where_it_is_needed(plain: Any, other: Any) -> None:
+    """One reference used twice, deep inside otherwise plain objects, is enough."""
+    shared = [other]
+    for value in ([shared, plain, shared], {"a": shared, "b": (plain, shared)}):
+        codec, result = through(value)
+        assert codec == "pickle"
+        assert exact(result) == exact(value)
+        first, second = (
+            (result[0], result[2])
+            if type(value) is list
+            else (
+                result["a"],
+                result["b"][1],
+            )
+        )
+        assert first is second
+        with pytest.raises(UnsafeObjectError):
+            encode_object("k", value, allow_pickle=False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0,
+        -1,
+        2**63 - 1,
+        2**63,
+        2**64 - 1,
+        2**64,
+        -(2**63),
+        -(2**63) - 1,
+        10**400,
+        True,
+        0.0,
+        -0.0,
+        math.inf,
+        5e-324,
+        complex(-0.0, math.nan),
+        "",
+        "\0",
+        "ü\U0001f600",
+        b"",
+        bytearray(b"x"),
+        (),
+        [],
+        {},
+        set(),
+        frozenset(),
+        ((),),
+        {1, "1", 1.5, (1,), None},
+        {True: 1, "True": 2},
+        {1: "a", (2, 3): {"b": {4}}},
+        {None: None},
+        {"": {"": {"": []}}},
+        {frozenset({(1, 2)}): bytearray(b"")},
+        [[1, 2], (1, 2), {1, 2}, frozenset({1, 2}), {1: 2}],
+    ],
+    ids=repr,
+)
+def test_edges_are_exact_without_pickle(value: Any) -> None:
+    codec, result = through(value, allow_pickle=False)
+    assert codec == "msgpack"
+    assert exact(result) == exact(value)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclasses.dataclass
+class Config:
+    rate: float
+    names: list[str]
+
+
+class Text(str):
+    """A subclass is not its base."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Colour.RED,
+        Point(1, 2),
+        Config(0.1, ["a"]),
+        Text("x"),
+        collections.OrderedDict(a=1),
+        collections.defaultdict(list, a=[1]),
+        collections.Counter("abca"),
+        collections.deque([1, 2], maxlen=3),
+        range(3),
+        slice(1, 2),
+        datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+        ObjectRef("k", 3),
+        ValueError("x"),
+        int,
+        "\ud800",
+        {"\ud800": 1},
+        [("deep", {"\udfff"})],
+        {"key": Point(1, 2)},
+        [Colour.RED],
+        {Text("a"): 1},
+    ],
+    ids=ascii,
+)
+def test_what_msgpack_would_change_is_pickled(value: Any) -> None:
+    codec, result = through(value)
+    assert codec == "pickle"
+    assert type(result) is type(value)
+    assert repr(result) == repr(value)
+    if isinstance(value, (list, dict)):
+        assert [type(x) for x in result] == [type(x) for x in value]
+    with pytest.raises(UnsafeObjectError, match="'k'.*allow_pickle=False"):
+        encode_object("k", value, allow_pickle=False)
+
+
+def test_a_cycle_stays_a_cycle() -> None:
+    value: list[Any] = [1]
+    value.append({"self": value})
+    codec, result = through_cycle(value)
+    assert codec == "pickle"
+    assert result[1]["self"] is result
+
+
+def through_cycle(value: Any) -> tuple[str, Any]:
+    meta, data = encode_object("k", value, allow_pickle=True)
+    return meta.codec, decode_object("k", meta, data, allow_pickle=True)
+
+
+def test_immutable_objects_may_be_shared() -> None:
+    part = (1, frozenset({2}))
+    codec, result = through([part, part, {"x": part}], allow_pickle=False)
+    assert codec == "msgpack"
+    assert result == [part, part, {"x": part}]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_nesting_is_exact_however_deep(kind: type) -> None:
+    value: Any = 1
+    codecs = []
+    for _ in range(300):
+        value = {"x": value} if kind is dict else kind([value])
+        codec, result = through(value)
+        codecs.append(codec)
+        depth = 0
+        while type(result) is kind:
+            result = result["x"] if kind is dict else result[0]
+            depth += 1
+        assert (result, depth) == (1, len(codecs))
+    assert codecs[:60] == ["msgpack"] * 60
+    assert codecs[-1] == "pickle"
+
+
+def test_what_cannot_be_stored_says_so() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (threading.Lock(), lambda: 1, (x for x in ()), deep):
+        with pytest.raises(UnsupportedValueError, match="'k'.*cannot be stored") as caught:
+            encode_object("k", value, allow_pickle=True)
+        assert caught.value.key == "k"
+    while deep:  # a recursive destructor of this depth is not for every interpreter
+        deep = deep.pop()
+
+
+def test_a_pickled_object_is_not_loaded_against_the_users_word() -> None:
+    """Loading runs code, so it is refused before anything is looked at."""
+
+    meta, data = encode_object("k", Trap(), allow_pickle=True)
+    Trap.sprung = False
+    with pytest.raises(UnsafeObjectError, match="'k'"):
+        decode_object("k", meta, data, allow_pickle=False)
+    assert not Trap.sprung
+    decode_object("k", meta, data, allow_pickle=True)
+    assert Trap.sprung
+
+
+class Trap:
+    """Tells when it is loaded."""
+
+    sprung = False
+
+    def __reduce__(self) -> Any:
+        return spring, ()
+
+
+def spring() -> None:
+    Trap.sprung = True
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "pickle", "zip"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.binary(max_size=30))
+def test_bytes_that_nobody_encoded_raise_a_typed_error(codec: str, data: bytes) -> None:
+    """From a client of another version, say. (A pickle can be valid by chance, and harmless.)"""
+    try:
+        decode_object("k", ObjectMeta(codec), data, allow_pickle=codec != "pickle")
+    except (UnsupportedValueError, UnsafeObjectError) as error:
+        assert error.key == "k"
+    else:
+        assert codec == "msgpack"
+        msgspec.msgpack.decode(data)
+
+
+@pytest.mark.parametrize("tag", range(-3, 12))
+@pytest.mark.parametrize("inner", [b"", b"\xc0", b"\x93\x01\x02\x03", b"\x91\x90", b"\x91\xa1x"])
+def test_extensions_that_nobody_encoded_raise_a_typed_error(tag: int, inner: bytes) -> None:
+    data = msgspec.msgpack.encode([msgspec.msgpack.Ext(tag, inner)])
+    try:
+        result = decode_object("k", ObjectMeta("msgpack"), data, allow_pickle=False)
+    except UnsupportedValueError as error:
+        assert "cannot be rebuilt here" in error.message
+    else:
+        assert 1 <= tag <= 7
+        assert type(result) is list
+
+
+@settings(max_examples=200, deadline=None)
+@given(Object, st.data())
+def test_damaged_bytes_raise_a_typed_error_or_give_an_object(
+    value: Any, data: st.DataObject
+) -> None:
+    meta, whole = encode_object("k", value, allow_pickle=False)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    damaged = whole[:at] + data.draw(st.binary(max_size=3)) + whole[at + 1 :]
+    try:
+        decode_object("k", meta, damaged, allow_pickle=False)
+    except UnsupportedValueError as error:
+        assert "'k'" in error.message

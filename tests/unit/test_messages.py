@@ -1,0 +1,181 @@
+"""Every message of the wire round-trips, and nothing that is cut or changed passes for one."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import inspect as mi
+
+from torchstore_core.values import TensorMeta
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import HEADER, decode_reply, decode_request, encode
+
+REQUESTS: tuple[type[Any], ...] = typing.get_args(m.Request)
+REPLIES: tuple[type[Any], ...] = typing.get_args(m.Reply)
+NO_REPLY = (m.Abort, m.Release, m.Cancel)
+UNASKED = (m.Warmed,)
+
+Text = st.text(max_size=8)
+Integer = st.integers(-(2**63), 2**64 - 1)
+Plain = st.recursive(
+    st.none() | st.booleans() | Integer | st.floats(allow_nan=False) | Text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(Text, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def values(kind: mi.Type) -> st.SearchStrategy[Any]:
+    """Any value that a declared type allows."""
+    match kind:
+        case mi.NoneType():
+            return st.none()
+        case mi.BoolType():
+            return st.booleans()
+        case mi.IntType():
+            return Integer
+        case mi.FloatType():
+            return st.floats(allow_nan=False)
+        case mi.StrType():
+            return Text
+        case mi.BytesType():
+            return st.binary(max_size=8)
+        case mi.AnyType() | mi.CustomType(cls=builtins.object):
+            return Plain
+        case mi.ListType():
+            return st.lists(values(kind.item_type), max_size=3)
+        case mi.VarTupleType():
+            return st.lists(values(kind.item_type), max_size=3).map(tuple)
+        case mi.TupleType():
+            return st.tuples(*map(values, kind.item_types))
+        case mi.DictType():
+            return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=3)
+        case mi.UnionType():
+            return st.one_of(*map(values, kind.types))
+        case mi.StructType():
+            return st.builds(kind.cls, **{f.name: values(f.type) for f in kind.fields})
+    raise NotImplementedError(f"{kind} on the wire: say here what it may be")
+
+
+def messages_of(cls: type[Any]) -> st.SearchStrategy[Any]:
+    return values(mi.type_info(cls))
+
+
+def body_of(message: Any) -> bytes:
+    return bytes(encode(message))[HEADER:]
+
+
+def decoder(cls: type[Any]) -> Any:
+    return decode_request if cls in REQUESTS else decode_reply
+
+
+@pytest.mark.parametrize("cls", REQUESTS + REPLIES, ids=lambda cls: cls.__name__)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_round_trip(cls: type[Any], data: st.DataObject) -> None:
+    message = data.draw(messages_of(cls))
+    again = decoder(cls)(body_of(message))
+    assert type(again) is cls
+    assert again == message
+    assert body_of(again) == body_of(message)
+
+
+@pytest.mark.parametrize("cls", REQUESTS + REPLIES, ids=lambda cls: cls.__name__)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_what_is_cut_or_continued_is_refused(cls: type[Any], data: st.DataObject) -> None:
+    body = body_of(data.draw(messages_of(cls)))
+    decode = decoder(cls)
+    cut = data.draw(st.integers(0, len(body) - 1))
+    with pytest.raises(msgspec.DecodeError):
+        decode(body[:cut])
+    with pytest.raises(msgspec.DecodeError):
+        decode(body + data.draw(st.binary(min_size=1, max_size=5)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_wrong_type_in_a_field_is_refused(data: st.DataObject) -> None:
+    """Whatever a field does not declare, it does not take; least of all silently converted."""
+    cls = data.draw(st.sampled_from(REQUESTS))
+    fields = mi.type_info(cls).fields  # type: ignore[union-attr]
+    plain = msgspec.msgpack.decode(body_of(data.draw(messages_of(cls))))
+    at = data.draw(st.integers(0, len(fields) - 1))
+    wrong: dict[type[mi.Type], list[Any]] = {
+        mi.IntType: ["1", 1.5, None, True, [1]],
+        mi.StrType: [1, b"x", None, ["x"]],
+        mi.BytesType: ["x", 1, None],
+        mi.BoolType: [0, 1, "true", None],
+        mi.ListType: [None, 5, "ab", {"a": 1}, [[[None]]], [{}]],
+        mi.StructType: [None, 5, "ab", {}, []],
+    }
+    plain[1 + at] = data.draw(st.sampled_from(wrong[type(fields[at].type)]))
+    with pytest.raises(msgspec.ValidationError):
+        decode_request(msgspec.msgpack.encode(plain))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc0",
+        b"\x90",
+        msgspec.msgpack.encode([]),
+        msgspec.msgpack.encode({}),
+        msgspec.msgpack.encode(["no-such-message", 1]),
+        msgspec.msgpack.encode([1, 1]),
+        msgspec.msgpack.encode(["status"]),
+        msgspec.msgpack.encode({"type": "status", "id": 1}),
+        msgspec.msgpack.encode(["welcome", 1, 1, b"", "", None, [], []]),
+        b"\xdd\xff\xff\xff\xff",
+        b"\x92\xa5abort\xdd\xff\xff\xff\xff",
+    ],
+    ids=repr,
+)
+def test_what_is_no_request_is_refused(body: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_request(body)
+
+
+def test_requests_carry_an_id_and_say_so() -> None:
+    """The reply repeats it; only the messages without a reply have none."""
+    for cls in REQUESTS:
+        assert ("id" in cls.__struct_fields__) is (cls not in NO_REPLY), cls
+    for cls in REPLIES:
+        assert ("id" in cls.__struct_fields__) is (cls not in UNASKED), cls
+
+
+def test_every_message_is_in_one_union_under_one_tag() -> None:
+    declared = {
+        cls
+        for cls in vars(m).values()
+        if isinstance(cls, type) and issubclass(cls, m.Message) and cls is not m.Message
+    }
+    assert declared == {*REQUESTS, *REPLIES}
+    tags = [cls.__struct_config__.tag for cls in REQUESTS + REPLIES]
+    assert len(set(tags)) == len(tags)
+    assert all(isinstance(tag, str) for tag in tags)
+
+
+def test_messages_are_immutable() -> None:
+    with pytest.raises(AttributeError):
+        m.Status(1).id = 2  # type: ignore[misc]
+
+
+def test_a_small_put_stays_small() -> None:
+    """What a put costs beside its bytes: it is in every small put's time."""
+    item = m.PutItem("layer.0.weight", TensorMeta("float32", (256,)), 1024, bytes(1024))
+    assert len(encode(m.Put(7, 7, [item]))) < 1024 + 64
+
+
+def test_numbers_survive_exactly() -> None:
+    for number in (0.1, math.pi, 5e-324, -0.0, math.inf):
+        body = body_of(m.Failure(1, "x", "x", None, {"n": number}))
+        assert math.copysign(1, decode_reply(body).details["n"]) == math.copysign(1, number)
+        assert decode_reply(body).details["n"] == number
