@@ -16,6 +16,7 @@ from tests.support import until
 import torchstore_core as ts
 
 __all__ = [
+    "FAST",
     "MB",
     "Account",
     "Child",
@@ -34,8 +35,7 @@ MB = 1 << 20
 
 # A fork server that has imported torch makes a child in some 20 ms. It has never joined a store, so
 # its children are as fresh as spawned ones.
-_fast = multiprocessing.get_context("forkserver")
-_fast.set_forkserver_preload(["torch", "torchstore_core.api"])
+FAST = multiprocessing.get_context("forkserver")
 
 
 class Child:
@@ -47,7 +47,7 @@ class Child:
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, start: str = "fast") -> None:
-        context = _fast if start == "fast" else multiprocessing.get_context(start)
+        context = FAST if start == "fast" else multiprocessing.get_context(start)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=children.run, args=(function, theirs, *args), daemon=True

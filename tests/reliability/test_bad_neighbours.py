@@ -129,9 +129,9 @@ async def test_clients_that_say_nothing():
                         silent.send(said)
             await until(lambda: fds(server) >= before + 90)
             await work_of_others()
-            with Child(children.add_one) as newcomer:
-                await ts.put("a", torch.zeros(4))
-                assert await newcomer.said() == client.address
+            await ts.put("a", torch.full((4,), 3))
+            with Child(children.hold, client.address, ["a"]) as newcomer:
+                assert await newcomer.said() == [3]
         await until(lambda: fds(server) <= before)
 
 

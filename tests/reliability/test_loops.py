@@ -198,6 +198,46 @@ def test_ending_in_one_thread_ends_the_calls_of_another(
         assert time.monotonic() - begun < 5
 
 
+def test_resetting_while_others_work():
+    """Who is in the middle of a call gets its value or StoreClosedError; nothing stays behind."""
+    asyncio.run(ts.put("a", torch.full((4 * MB,), 3, dtype=torch.uint8)))
+    before = asyncio.run(open_fds())
+    over = threading.Event()
+
+    async def work() -> int:
+        mine = torch.empty(4 * MB, dtype=torch.uint8)
+        done = 0
+        while not over.is_set():
+            try:
+                held = await ts.get("a")
+                await ts.put(f"{threading.get_ident()}", mine)
+                await ts.get("a", mine)
+            except ts.StoreClosedError:
+                continue
+            assert children.uniform(held) == children.uniform(mine) == 3
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(3) as pool:
+        working = [pool.submit(asyncio.run, work()) for _ in range(3)]
+        try:
+            for _ in range(30):
+                asyncio.run(ts.reset_client())
+                asyncio.run(ts.exists("a"))
+        finally:
+            over.set()
+        assert all(future.result(10) for future in working)
+    gc.collect()
+
+    async def quiet() -> bool:
+        seen = await account()
+        return (seen.sessions, seen.leased, seen.unfinished) == (1, 0, 0) and (
+            await open_fds() <= before
+        )
+
+    asyncio.run(until(quiet))
+
+
 # ---- abandoned ----------------------------------------------------------------------------
 
 
@@ -205,7 +245,7 @@ LARGE = 48 * MB
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
-@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.003, 0.01])
+@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01])
 def test_a_run_that_ends_in_the_middle_of_calls_leaves_nothing_behind(
     new_loop: NewLoop, seconds: float
 ):
@@ -234,7 +274,7 @@ def test_a_run_that_ends_in_the_middle_of_calls_leaves_nothing_behind(
 # What a loop strands in the middle of connecting, the collector closes, with a ResourceWarning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("new_loop", LOOPS)
-@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.003, 0.01])
+@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.01])
 def test_a_loop_that_is_closed_in_the_middle_of_calls_leaves_nothing_behind(
     new_loop: NewLoop, seconds: float, caplog: pytest.LogCaptureFixture
 ):

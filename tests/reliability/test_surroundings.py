@@ -68,7 +68,7 @@ async def test_one_openmp_thread_does_not_matter(monkeypatch: pytest.MonkeyPatch
     assert out.split() == ["1", "True"]
 
 
-@pytest.mark.parametrize("start", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("start", ["spawn", "fork"])
 async def test_children_find_the_store_through_the_environment(start: str):
     async with running_store() as client:
         value = torch.arange(MB)

@@ -61,15 +61,15 @@ def decode_object(
         UnsafeObjectError: it was pickled and that is not allowed.
         UnsupportedValueError: it cannot be rebuilt here (its class is missing, say).
     """
-    if meta.codec == MSGPACK:
-        return msgspec.msgpack.decode(data, ext_hook=_extension)
-    if meta.codec != PICKLE:
+    if meta.codec not in (MSGPACK, PICKLE):
         raise UnsupportedValueError(f"{key!r} is encoded as {meta.codec!r}, unknown here", key=key)
-    if not allow_pickle:
+    if meta.codec == PICKLE and not allow_pickle:
         raise UnsafeObjectError(
             f"{key!r} was stored with pickle, which allow_pickle=False forbids to load", key=key
         )
     try:
+        if meta.codec == MSGPACK:
+            return msgspec.msgpack.decode(data, ext_hook=_extension)
         return pickle.loads(data)
     except Exception as error:
         raise UnsupportedValueError(
@@ -127,5 +127,7 @@ def _extension(tag: int, data: memoryview) -> Any:
     if tag == _FROZENSET:
         return frozenset(inner)
     if tag == _COMPLEX:
-        return complex(inner[0], inner[1])
-    return dict(inner)
+        return complex(*inner)
+    if tag == _PAIRS:
+        return dict(inner)
+    raise ValueError(f"extension {tag} is unknown here")

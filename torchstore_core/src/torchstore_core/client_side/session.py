@@ -156,6 +156,9 @@ class Session:
         if raced is not None:
             sock.close()
             return raced
+        if self.lost or self._retiring:
+            sock.close()
+            raise StoreClosedError(self._gone)
         lane = Lane(sock, loop, self._gone)
         self._lanes[loop] = lane
         return lane

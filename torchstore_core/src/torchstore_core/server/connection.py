@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from torchstore_core.errors import ProtocolError, TorchStoreError
+from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
 from torchstore_core.server.records import SessionRecord, Waiter
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_request, encode
@@ -72,6 +72,8 @@ class Connection(asyncio.Protocol):
                 self._handle(decode_request(self._backlog.popleft()))
         except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._refuse(str(error))
+        except StoreClosedError as error:
+            self._refuse(error.message, error.code)
         except RecursionError:
             self._refuse("message is nested too deeply")
 
@@ -118,8 +120,8 @@ class Connection(asyncio.Protocol):
         """Whether it is a session's anchor (its janitor thread reads it), not a lane."""
         return self._anchor
 
-    def _refuse(self, why: str) -> None:
-        self.send(m.Failure(0, ProtocolError.code, f"{why}; closing this connection"))
+    def _refuse(self, why: str, code: str = ProtocolError.code) -> None:
+        self.send(m.Failure(0, code, f"{why}; closing this connection"))
         self.close()
 
     def _handle(self, request: m.Request) -> None:
@@ -130,7 +132,7 @@ class Connection(asyncio.Protocol):
             raise ProtocolError("the first message must be a Hello")
         if self._session.token not in self._server.controller.sessions:
             # The anchor is gone, and what the session held with it: nothing new may be held.
-            raise ProtocolError("this session has ended")
+            raise StoreClosedError("this session has ended")
         try:
             reply = self._answer(request, self._session)
         except TorchStoreError as error:
