@@ -91,10 +91,12 @@ class Script:
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         if self._process.poll() is None:
             self._process.kill()
-        self._process.communicate()
+        _, err = self._process.communicate()
+        if failed is not None and err:  # what it says may be why the test waited in vain
+            print(err, file=sys.stderr)
 
     @property
     def pid(self) -> int:

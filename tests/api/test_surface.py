@@ -235,7 +235,7 @@ async def test_the_default_timeout_is_the_one_of_initialize():
                 await asyncio.wait_for(quick.get("k"), 20)
             assert 0.15 < time.monotonic() - start < 3
             with pytest.raises(ts.StoreTimeoutError):
-                await client.get("k", timeout=0.1)
+                await asyncio.wait_for(client.get("k", timeout=0.1), 20)
         finally:
             os.kill(pid, signal.SIGCONT)
         await ts.shutdown("quick")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
-
 from tests.reliability import harness
 
 

@@ -283,7 +283,8 @@ async def test_connecting(way: Way):
     for i in range(40):
         joined += await way(connect, chance.uniform(0, took) if i % 4 else 1e-9) is not None
         await ts.shutdown("other")
-    assert joined < 40
+    # Joining may be over before a timeout of microseconds is looked at.
+    assert joined < 40 or way is give_up
 
     async def as_before() -> bool:
         return (fds(), threading.active_count()) == before

@@ -137,6 +137,21 @@ async def test_the_server_ends_when_its_owner_is_killed(way: str):
     assert not directory_of(address).exists()
 
 
+async def test_the_next_server_tidies_up_what_nobody_else_could():
+    with Child(children.own, "alone") as owner:
+        server, address, _ = await owner.said()
+        directory = directory_of(address)
+        os.kill(owner.pid, signal.SIGSTOP)
+        kill(server)
+        owner.kill()
+    async with running_store():
+        # A server that starts at this moment may look like that.
+        assert directory.exists()
+    os.utime(directory / "control.sock", (0, 0))
+    async with running_store():
+        assert not directory.exists()
+
+
 async def test_a_server_that_comes_back_at_its_address(tmp_path: Path):
     """A member needs no new connect, and keeps nothing of the servers that are gone."""
     config = msgspec.json.encode({"directory": str(tmp_path), "capacity": 64 * MB, "prefault": 0})

@@ -7,7 +7,9 @@ when it is asked for by name; two distributions that claim one name are an error
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -20,6 +22,8 @@ from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import PluginError
 
 __all__ = ["GROUPS", "Registry", "load_class"]
+
+log = logging.getLogger(__name__)
 
 #: Entry-point group of each kind of plug-in, and the hook its modules implement.
 GROUPS = {
@@ -48,8 +52,8 @@ def load_class(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise PluginError(f"cannot import {path!r}: {error}") from error
+    except Exception as error:
+        raise PluginError(f"cannot import {path!r}: {error!r}") from error
 
 
 def _distribution(entry: metadata.EntryPoint) -> str:
@@ -62,10 +66,15 @@ def _installed() -> Iterator[metadata.EntryPoint]:
     """
     seen: set[str] = set()
     for distribution in metadata.distributions():
-        name = str(distribution.metadata["Name"] or "").lower().replace("_", "-")
+        try:
+            name = str(distribution.metadata["Name"] or "").lower().replace("_", "-")
+            entries = distribution.entry_points
+        except Exception:
+            log.warning("unreadable metadata of an installed package", exc_info=True)
+            continue
         if name not in seen:
             seen.add(name)
-            yield from distribution.entry_points
+            yield from entries
 
 
 def _identity(entry: metadata.EntryPoint) -> tuple[str, str]:
@@ -162,19 +171,36 @@ class Registry:
         try:
             self._manager.register(plugin, name=unique)
             self._manager.check_pending()
+            return self._ask(hook, name, plugin, origin)
         except (pluggy.PluginValidationError, ValueError) as error:
-            if self._manager.has_plugin(unique):
-                self._manager.unregister(name=unique)
+            self._forget(unique)
             raise PluginError(f"{origin} is not a valid plug-in: {error}") from error
+        except PluginError:
+            self._forget(unique)
+            raise
+
+    def _ask(self, hook: str, name: str, plugin: Any, origin: str) -> Any:
+        """What a registered plug-in's own hook returns."""
+        found = [
+            implementation.function
+            for implementation in getattr(self._manager.hook, hook).get_hookimpls()
+            if implementation.plugin is plugin
+        ]
+        if not found:
+            raise PluginError(f"{origin} does not implement the hook {hook}")
+        if inspect.iscoroutinefunction(found[0]):
+            raise PluginError(f"{origin}: {hook} must be a plain function, not async")
         if hook == "torchstore_operation":
             return plugin
-        others = [p for p in self._manager.get_plugins() if p is not plugin]
-        caller = self._manager.subset_hook_caller(hook, remove_plugins=others)
         try:
-            results = caller()
+            result = found[0]()
         except Exception as error:
             raise PluginError(f"{origin}: its hook {hook} failed: {error!r}") from error
-        return _checked(hook, name, results, origin)
+        return _checked(hook, name, result, origin)
+
+    def _forget(self, unique: str) -> None:
+        if self._manager.has_plugin(unique):
+            self._manager.unregister(name=unique)
 
     # ---- typed doors ----------------------------------------------------------------------
 
@@ -219,20 +245,20 @@ class Registry:
         spec: RuntimeSpec = self.load("torchstore.runtimes", name)
         return spec
 
-    def observers(self) -> list[Any]:
-        """Every observer plug-in that loads."""
-        found = []
+    def observers(self) -> list[Callable[..., Any]]:
+        """The hook ``torchstore_operation`` of every observer plug-in that loads, one by one: none
+        of them can keep the others from being called.
+        """
+        found: list[Callable[..., Any]] = []
         for name in self.names("torchstore.plugins"):
             try:
-                found.append(self.load("torchstore.plugins", name))
+                plugin = self.load("torchstore.plugins", name)
             except PluginError:
                 continue
+            others = [p for p in self._manager.get_plugins() if p is not plugin]
+            hook = self._manager.subset_hook_caller("torchstore_operation", remove_plugins=others)
+            found.append(hook)
         return found
-
-    @property
-    def hook(self) -> Any:
-        """pluggy's hook relay, to call observers with."""
-        return self._manager.hook
 
     def load_all(self) -> None:
         """Load every plug-in of every group, so that :meth:`errors` is complete."""
@@ -244,10 +270,7 @@ class Registry:
                     continue
 
 
-def _checked(hook: str, name: str, results: list[Any], origin: str) -> Any:
-    if len(results) != 1:
-        raise PluginError(f"{origin} does not implement the hook {hook}")
-    result = results[0]
+def _checked(hook: str, name: str, result: Any, origin: str) -> Any:
     if hook == "torchstore_strategy":
         if not (isinstance(result, type) and issubclass(result, Strategy)):
             raise PluginError(f"{origin}: {hook} must return a subclass of Strategy")
@@ -259,11 +282,7 @@ def _checked(hook: str, name: str, results: list[Any], origin: str) -> Any:
         return result
     expected = TransportSpec if hook == "torchstore_transport" else RuntimeSpec
     if not isinstance(result, expected):
-        if hasattr(result, "close"):
-            result.close()  # an async hook's coroutine would warn that it was never awaited
-        raise PluginError(
-            f"{origin}: {hook} must return a {expected.__name__} (a plain function, not async)"
-        )
+        raise PluginError(f"{origin}: {hook} must return a {expected.__name__}")
     if result.name != name:
         raise PluginError(f"{origin}: it calls itself {result.name!r}; the names must be equal")
     return result

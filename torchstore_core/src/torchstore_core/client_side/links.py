@@ -12,7 +12,12 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torchstore_core.contracts.transport import Link, LinkContext, SupportsWindow
-from torchstore_core.errors import StoreClosedError, TransportError
+from torchstore_core.errors import (
+    PluginError,
+    StoreClosedError,
+    TransportError,
+    TransportUnavailableError,
+)
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.ranking import Candidate, Policy, Ranking, rank
 from torchstore_core.topology import Topology
@@ -109,7 +114,10 @@ class VolumeLinks:
             links = self._loop_links.setdefault(asyncio.get_running_loop(), {})
         link = links.get(spec.name)
         if link is None:
-            cls: type[Link] = load_class(str(spec.client))
+            try:
+                cls: type[Link] = load_class(str(spec.client))
+            except PluginError as error:  # a broken transport is a link that fails
+                raise TransportUnavailableError(error.message) from error
             made = await cls.connect(self.info.offers[spec.name], self.context)
             with self._lock:
                 link = links.setdefault(spec.name, made)

@@ -118,15 +118,16 @@ class Membership:
 
 
 def _observer(session: Session) -> Callable[[Operation], None] | None:
-    if not session.registry.observers():
+    observers = session.registry.observers()
+    if not observers:
         return None
-    hook = session.registry.hook.torchstore_operation
 
     def observe(operation: Operation) -> None:
-        try:
-            hook(operation=operation)
-        except Exception:  # foreign code must not break the operation it watches
-            log.exception("an observer plug-in failed")
+        for observer in observers:
+            try:
+                observer(operation=operation)
+            except Exception:  # foreign code must not break the operation it watches
+                log.exception("an observer plug-in failed")
 
     return observe
 

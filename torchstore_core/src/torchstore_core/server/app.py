@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _DEFAULT_PREFAULT = 1 * _GIB
 _SHUTDOWN_GRACE_S = 0.5
+_STALE_AFTER_S = 10.0
 
 
 class ServerOptions(msgspec.Struct, frozen=True):
@@ -98,7 +99,11 @@ def remove_stale(base: Path) -> None:
     """Remove directories of servers that are gone (killed): their socket refuses connections."""
     for path in base.iterdir():
         control = path / "control.sock"
-        if not control.exists():
+        try:
+            age = time.time() - control.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if age < _STALE_AFTER_S:  # bound, but maybe not listening yet
             continue
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(0.2)
