@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,26 +297,28 @@ async def test_connecting(way: Way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_starting(way: Way):
+async def test_starting(way: Way, monkeypatch: pytest.MonkeyPatch):
     chance = random.Random(4)
     before = children_of(os.getpid())
-    directories = directory_of(await ts.address()).parent
-    entries = set(os.listdir(directories))
 
     async def initialize(**how: float) -> ts.Client:
         return await ts.initialize(store_name="other", capacity=MB, prefault=0, **how)
 
-    begun = time.perf_counter()
-    await initialize()
-    took = time.perf_counter() - begun
-    await ts.shutdown("other")
-    for _ in range(8):
-        if await way(initialize, chance.uniform(0, took)) is not None:
-            await ts.shutdown("other")
-        await until(lambda: children_of(os.getpid()) == before)
-    await until(lambda: set(os.listdir(directories)) <= entries)
-    await initialize()
-    await ts.shutdown("other")
+    with tempfile.TemporaryDirectory() as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        begun = time.perf_counter()
+        client = await initialize()
+        took = time.perf_counter() - begun
+        directories = directory_of(client.address).parent
+        assert directories == Path(runtime, "torchstore")
+        await ts.shutdown("other")
+        for _ in range(8):
+            if await way(initialize, chance.uniform(0, took)) is not None:
+                await ts.shutdown("other")
+            await until(lambda: children_of(os.getpid()) == before)
+        await until(lambda: not os.listdir(directories))
+        await initialize()
+        await ts.shutdown("other")
 
 
 async def test_shutting_down():

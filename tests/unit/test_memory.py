@@ -122,6 +122,17 @@ def test_controller_trims_only_when_idle_and_never_what_is_used(memory):
     assert backed(memory.fd) == MIB < before
 
 
+def test_nothing_is_trimmed_while_a_client_page_locks(memory):
+    controller = make_controller(memory)
+    session = controller.open_session(m.ClientFacts(1, "h", "h"), probe())
+    put(controller, session, 1, 2 * MIB)
+    controller.delete(["k"], strict=True)
+    session.keeps_memory = True
+    assert controller.trim(0.0, 0) == 0
+    controller.close_session(session)
+    assert controller.trim(0.0, 0) > 0
+
+
 def test_a_put_makes_room_for_its_successor_warm(memory):
     controller = make_controller(memory)
     session = controller.open_session(m.ClientFacts(1, "h", "h"), probe())

@@ -103,7 +103,7 @@ def test_what_is_cut_or_continued_is_refused(cls: type[Any], data: st.DataObject
 @given(data=st.data())
 def test_a_wrong_type_in_a_field_is_refused(data: st.DataObject) -> None:
     """Whatever a field does not declare, it does not take; least of all silently converted."""
-    cls = data.draw(st.sampled_from(REQUESTS))
+    cls = data.draw(st.sampled_from([cls for cls in REQUESTS if cls.__struct_fields__]))
     fields = mi.type_info(cls).fields  # type: ignore[union-attr]
     plain = msgspec.msgpack.decode(body_of(data.draw(messages_of(cls))))
     at = data.draw(st.integers(0, len(fields) - 1))

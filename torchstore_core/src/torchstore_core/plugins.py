@@ -171,13 +171,11 @@ class Registry:
         try:
             self._manager.register(plugin, name=unique)
             self._manager.check_pending()
-            return self._ask(hook, name, plugin, origin)
         except (pluggy.PluginValidationError, ValueError) as error:
-            self._forget(unique)
+            if self._manager.has_plugin(unique):
+                self._manager.unregister(name=unique)
             raise PluginError(f"{origin} is not a valid plug-in: {error}") from error
-        except PluginError:
-            self._forget(unique)
-            raise
+        return self._ask(hook, name, plugin, origin)
 
     def _ask(self, hook: str, name: str, plugin: Any, origin: str) -> Any:
         """What a registered plug-in's own hook returns."""
@@ -197,10 +195,6 @@ class Registry:
         except Exception as error:
             raise PluginError(f"{origin}: its hook {hook} failed: {error!r}") from error
         return _checked(hook, name, result, origin)
-
-    def _forget(self, unique: str) -> None:
-        if self._manager.has_plugin(unique):
-            self._manager.unregister(name=unique)
 
     # ---- typed doors ----------------------------------------------------------------------
 
@@ -249,16 +243,17 @@ class Registry:
         """The hook ``torchstore_operation`` of every observer plug-in that loads, one by one: none
         of them can keep the others from being called.
         """
-        found: list[Callable[..., Any]] = []
+        plugins = []
         for name in self.names("torchstore.plugins"):
             try:
-                plugin = self.load("torchstore.plugins", name)
+                plugins.append(self.load("torchstore.plugins", name))
             except PluginError:
                 continue
-            others = [p for p in self._manager.get_plugins() if p is not plugin]
-            hook = self._manager.subset_hook_caller("torchstore_operation", remove_plugins=others)
-            found.append(hook)
-        return found
+        everybody = self._manager.get_plugins()
+        return [
+            self._manager.subset_hook_caller("torchstore_operation", everybody - {plugin})
+            for plugin in plugins
+        ]
 
     def load_all(self) -> None:
         """Load every plug-in of every group, so that :meth:`errors` is complete."""

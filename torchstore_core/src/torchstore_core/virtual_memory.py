@@ -11,8 +11,17 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 
-__all__ = ["map_private", "map_shared", "populate_read", "populate_write", "punch_hole", "unmap"]
+__all__ = [
+    "before_unmap",
+    "map_private",
+    "map_shared",
+    "populate_read",
+    "populate_write",
+    "punch_hole",
+    "unmap",
+]
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _MADV_POPULATE_WRITE = 23
@@ -37,6 +46,7 @@ _fallocate = _libc.fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _PUNCH_HOLE_KEEP_SIZE = 3
 _FAILED = ctypes.c_void_p(-1).value
+_before_unmap: list[Callable[[int, int], None]] = []
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -54,8 +64,15 @@ def map_shared(fd: int, nbytes: int, offset: int = 0) -> int:
     return _map(fd, offset, nbytes, mmap.MAP_SHARED | _MAP_NORESERVE)
 
 
+def before_unmap(call: Callable[[int, int], None]) -> None:
+    """Have ``call(address, nbytes)`` called before :func:`unmap` undoes a mapping."""
+    _before_unmap.append(call)
+
+
 def unmap(address: int, nbytes: int) -> None:
     """Undo a mapping."""
+    for call in _before_unmap:
+        call(address, nbytes)
     _munmap(address, nbytes)
 
 

@@ -6,6 +6,7 @@ Never executed where torch has no CUDA; its tests carry the ``gpu`` mark.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import warnings
 from collections.abc import Sequence
@@ -13,15 +14,16 @@ from collections.abc import Sequence
 import torch
 
 from torchstore_core.contracts.transport import Window
+from torchstore_core.virtual_memory import before_unmap
 
 __all__ = ["transfer"]
 
 # Memory is page-locked by aligned blocks of this many bytes, counted from the window's
 # start, once for the life of the process.
-_BLOCK = 64 << 20
+_BLOCK = 16 << 20
 
 _lock = threading.Lock()
-_pinned: set[int] = set()
+_pinned: dict[int, int] = {}  # address of a block -> pid of the process that locked it
 _pinning_works = True
 _streams: dict[int, torch.cuda.Stream] = {}
 
@@ -100,7 +102,7 @@ def _pin(block: int, nbytes: int) -> None:
         runtime = torch.cuda.cudart()
         result = runtime.cudaHostRegister(block, nbytes, 0)
         if int(result) == 0:
-            _pinned.add(block)
+            _pinned[block] = os.getpid()
             return
         _pinning_works = False
     warnings.warn(
@@ -109,6 +111,18 @@ def _pin(block: int, nbytes: int) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def _unpin(address: int, nbytes: int) -> None:
+    """Before a window is unmapped: another one may be mapped at its address."""
+    # No lock: in a forked child a thread that does not exist there may hold it. Nobody pins a
+    # window that is being closed.
+    for block in [b for b in _pinned if address <= b < address + nbytes]:
+        if _pinned.pop(block, None) == os.getpid():  # the locks are the parent's, not a child's
+            torch.cuda.cudart().cudaHostUnregister(block)
+
+
+before_unmap(_unpin)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -122,6 +122,8 @@ async def read(
             link: Link, candidate: Candidate, group: list[Target] = group
         ) -> list[_Run]:
             names.add(candidate.spec.name)
+            if any(target.tensor is not None and target.tensor.is_cuda for target in group):
+                session.keep_memory()
             runs, rest = _map_runs(link, group)
             values.update(await _read_copies(link, rest, allow_pickle))
             return runs

@@ -86,6 +86,8 @@ class Session:
         self._held: dict[int, Held] = {}
         self._dead: deque[tuple[int, Held]] = deque()
         self._aborted: deque[int] = deque()
+        self._anchor_says: deque[m.Message] = deque()
+        self._keeps_memory = False
         self._waking = False
         self._asking: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
         self._deferred: list[tuple[int, Held]] = []
@@ -202,6 +204,13 @@ class Session:
         self._wake()
         await asyncio.wait([done], timeout=_LET_GO_S)
 
+    def keep_memory(self) -> None:
+        """Before page-locking pool memory: see ``messages.Keep``."""
+        if not self._keeps_memory:
+            self._keeps_memory = True
+            self._anchor_says.append(m.Keep())
+            self._wake()
+
     def _wake(self) -> None:
         if self._waking:
             return
@@ -277,6 +286,8 @@ class Session:
                 parts.append((lease, positions))
         if whole or parts:
             self._anchor.sendall(encode(m.Release(whole, parts)))
+        while self._anchor_says:
+            self._anchor.sendall(encode(self._anchor_says.popleft()))
         aborted: list[int] = []
         while self._aborted:
             aborted.append(self._aborted.popleft())

@@ -96,6 +96,8 @@ async def write(session: Session, sources: Sequence[Source], grants: Sequence[m.
             segment: int = segment,
         ) -> None:
             names.add(candidate.spec.name)
+            if any(source.tensor is not None and source.tensor.is_cuda for source, _ in items):
+                session.keep_memory()
             if isinstance(link, SupportsWindow):
                 await _write_window(link, segment, items, nbytes)
             else:
@@ -119,7 +121,7 @@ async def _write_window(
         if tensor is None:
             pieces.append((address, _address_of(source.data or b""), source.nbytes))
         elif tensor.device.type == "cuda":
-            device.append((_window_tensor(source, address), tensor))
+            device.append((byte_like(_window_tensor(source, address)), byte_like(tensor)))
         elif tensor.is_contiguous():
             pieces.append((address, tensor.data_ptr(), source.nbytes))
         else:

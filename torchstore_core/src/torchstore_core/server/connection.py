@@ -190,6 +190,8 @@ class Connection(asyncio.Protocol):
                 controller.release(session, request.leases, request.parts, remember=self._anchor)
             case m.Abort():
                 controller.abort(session, request.txns, remember=self._anchor)
+            case m.Keep():
+                session.keeps_memory = True
             case m.Delete():
                 return m.Deleted(request.id, controller.delete(request.keys, request.strict))
             case m.Exists():

@@ -221,6 +221,8 @@ class Controller:
         """
         if time.monotonic() - self._last_put < idle_s:
             return 0
+        if any(session.keeps_memory for session in self.sessions.values()):
+            return 0
         return sum(
             volume.memory.trim(max(volume.allocator.used_end, keep)) for volume in self.volumes
         )

@@ -67,7 +67,17 @@ class Txn:
 class SessionRecord:
     """One client process and everything it holds."""
 
-    __slots__ = ("facts", "given_back", "lanes", "leases", "opened", "token", "topology", "txns")
+    __slots__ = (
+        "facts",
+        "given_back",
+        "keeps_memory",
+        "lanes",
+        "leases",
+        "opened",
+        "token",
+        "topology",
+        "txns",
+    )
 
     def __init__(self, token: bytes, facts: ClientFacts, topology: Topology) -> None:
         self.token = token
@@ -77,6 +87,7 @@ class SessionRecord:
         self.leases: dict[int, list[Value | None]] = {}
         # Ids given back before the request that makes them was seen (it came by another pipe).
         self.given_back: set[int] = set()
+        self.keeps_memory = False  # see messages.Keep
         self.lanes = 0
         self.opened = time.monotonic()
 

@@ -106,6 +106,12 @@ class Release(Message, frozen=True, tag="release"):
     parts: list[tuple[int, list[int]]] = []
 
 
+class Keep(Message, frozen=True, tag="keep"):
+    """No reply. This process page-locks pool memory: none of it may go back to the system while
+    the session lives, or the device would go on reading and writing the old pages.
+    """
+
+
 class Delete(Message, frozen=True, tag="delete"):
     """Delete keys; ``strict``: all must exist, else nothing is deleted. Reply :class:`Deleted`."""
 
@@ -180,6 +186,7 @@ Request = (
     | Abort
     | Locate
     | Release
+    | Keep
     | Delete
     | Exists
     | Keys

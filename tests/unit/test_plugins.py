@@ -1,0 +1,392 @@
+"""Plug-ins: real packages with real metadata, most of them broken in one way or another."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchstore_core.contracts.observer import Operation
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.contracts.transport import TransportSpec
+from torchstore_core.errors import PluginError
+from torchstore_core.plugins import GROUPS, Registry, load_class
+
+TRANSPORTS, STRATEGIES, RUNTIMES, OBSERVERS = GROUPS
+
+HEAD = """
+from torchstore_core.contracts.hooks import hookimpl
+from torchstore_core.contracts.transport import Bid, TransportSpec
+from torchstore_core.contracts.runtime import RuntimeSpec
+from torchstore_core.contracts.strategy import Strategy
+"""
+TRANSPORT = """
+@hookimpl
+def torchstore_transport():
+    return TransportSpec({name!r}, bid=lambda context: Bid(1e-6, 1e9, "always"), in_band=True)
+"""
+STRATEGY = """
+class Mine(Strategy, frozen=True, tag={name!r}):
+    pass
+
+@hookimpl
+def torchstore_strategy():
+    return Mine
+"""
+RUNTIME = """
+@hookimpl
+def torchstore_runtime():
+    return RuntimeSpec({name!r}, "nowhere:Class", lambda mesh: 1)
+"""
+
+
+class Site:
+    """A folder on ``sys.path`` that packages are installed into."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.modules: list[str] = []
+
+    def install(self, distribution: str, group: str, **plugins: str) -> None:
+        """One distribution, with one module for each plug-in (its name, its source)."""
+        package = f"site_{distribution.replace('-', '_')}"
+        lines = [f"[{group}]"]
+        for name, source in plugins.items():
+            module = f"{package}_{name}"
+            self.modules.append(module)
+            code = HEAD + textwrap.dedent(source.replace("{name!r}", repr(name)))
+            (self.path / f"{module}.py").write_text(code)
+            lines.append(f"{name} = {module}")
+        self.describe(distribution, "\n".join(lines))
+
+    def describe(self, distribution: str, entry_points: str, *, version: str = "1.0") -> None:
+        info = self.path / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+        (info / "METADATA").write_text(text)
+        (info / "entry_points.txt").write_text(entry_points)
+        importlib.invalidate_caches()
+
+    def registry(self, *, block: tuple[str, ...] = ()) -> Registry:
+        """Of what is installed here, and of nothing else."""
+        found = metadata.distributions(path=[str(self.path)])
+        return Registry([e for d in found for e in d.entry_points], block=block)
+
+    def imported(self) -> set[str]:
+        return {module for module in self.modules if module in sys.modules}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield made
+    for module in made.modules:
+        sys.modules.pop(module, None)
+
+
+def test_what_is_installed_is_found(site: Site) -> None:
+    """In every group, by nothing but its metadata, and imported only when asked for."""
+    before = Registry()
+    site.install("some-transport", TRANSPORTS, quick=TRANSPORT)
+    site.install("some-strategy", STRATEGIES, mine=STRATEGY)
+    site.install("some-runtime", RUNTIMES, cluster=RUNTIME)
+    registry = Registry()
+    for group, name in ((TRANSPORTS, "quick"), (STRATEGIES, "mine"), (RUNTIMES, "cluster")):
+        assert name not in before.names(group)
+        assert name in registry.names(group)
+    assert registry.source(TRANSPORTS, "quick") == "some-transport"
+    assert site.imported() == set()
+    spec = registry.transport("quick")
+    assert isinstance(spec, TransportSpec)
+    assert registry.transport("quick") is spec
+    assert site.imported() == {"site_some_transport_quick"}
+    assert issubclass(registry.strategy("mine"), Strategy)
+    assert registry.runtime("cluster").factory == "nowhere:Class"
+    assert "quick" in [s.name for s in registry.transports()]
+    assert "cluster" in [s.name for s in registry.runtimes()]
+    assert registry.errors() == {}
+
+
+def test_the_built_ins_come_through_the_same_door() -> None:
+    registry = Registry()
+    assert {"shm", "inline", "inprocess"} <= set(registry.names(TRANSPORTS))
+    assert {"singleton", "local-rank", "host"} <= set(registry.names(STRATEGIES))
+    assert "local" in registry.names(RUNTIMES)
+    assert registry.source(TRANSPORTS, "shm") == "torchstore-transports"
+    registry.load_all()
+    assert registry.errors() == {}
+
+
+BROKEN: dict[str, tuple[str, str, str]] = {
+    # name: group, source, what the error says
+    "no_module": (TRANSPORTS, "import surely_not_installed", "surely_not_installed"),
+    "syntax": (TRANSPORTS, "def (:", "SyntaxError"),
+    "raises": (TRANSPORTS, "raise RuntimeError('no driver')", "no driver"),
+    "exits": (TRANSPORTS, "1 / 0", "ZeroDivisionError"),
+    "empty": (TRANSPORTS, "", "does not implement the hook torchstore_transport"),
+    "undecorated": (
+        TRANSPORTS,
+        "def torchstore_transport(): return None",
+        "does not implement the hook torchstore_transport",
+    ),
+    "misspelt": (
+        TRANSPORTS,
+        TRANSPORT + "\n@hookimpl\ndef torchstore_transprot(): return None\n",
+        "torchstore_transprot",
+    ),
+    "only_misspelt": (
+        OBSERVERS,
+        "@hookimpl\ndef torchstore_operations(operation): pass\n",
+        "torchstore_operations",
+    ),
+    "wrong_argument": (
+        OBSERVERS,
+        "@hookimpl\ndef torchstore_operation(op): pass\n",
+        "op",
+    ),
+    "other_group": (STRATEGIES, TRANSPORT, "does not implement the hook torchstore_strategy"),
+    "hook_fails": (
+        TRANSPORTS,
+        "@hookimpl\ndef torchstore_transport(): raise OSError('no such card')\n",
+        "no such card",
+    ),
+    "asynchronous": (
+        TRANSPORTS,
+        "@hookimpl\nasync def torchstore_transport(): return None\n",
+        "must be a plain function, not async",
+    ),
+    "asynchronous_strategy": (
+        STRATEGIES,
+        "@hookimpl\nasync def torchstore_strategy(): return None\n",
+        "must be a plain function, not async",
+    ),
+    "asynchronous_observer": (
+        OBSERVERS,
+        "@hookimpl\nasync def torchstore_operation(operation): pass\n",
+        "must be a plain function, not async",
+    ),
+    "no_hook": (OBSERVERS, "", "does not implement the hook torchstore_operation"),
+    "wrong_type": (
+        TRANSPORTS,
+        "@hookimpl\ndef torchstore_transport(): return {'name': 'wrong_type'}\n",
+        "must return a TransportSpec",
+    ),
+    "nothing": (
+        TRANSPORTS,
+        "@hookimpl\ndef torchstore_transport(): return None\n",
+        "must return a TransportSpec",
+    ),
+    "wrong_runtime": (
+        RUNTIMES,
+        "@hookimpl\ndef torchstore_runtime(): return 'local'\n",
+        "must return a RuntimeSpec",
+    ),
+    "no_strategy": (
+        STRATEGIES,
+        "@hookimpl\ndef torchstore_strategy(): return dict\n",
+        "must return a subclass of Strategy",
+    ),
+    "instance": (
+        STRATEGIES,
+        STRATEGY.replace("return Mine", "return Mine()"),
+        "must return a subclass of Strategy",
+    ),
+    "other_name": (TRANSPORTS, TRANSPORT.replace("{name!r}", "'fast'"), "calls itself 'fast'"),
+    "other_tag": (STRATEGIES, STRATEGY.replace("{name!r}", "'x'"), "needs tag='other_tag'"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_one_is_recorded_and_raised_only_when_asked_for(site: Site, name: str) -> None:
+    group, source, says = BROKEN[name]
+    site.install("good-package", group, good={
+        TRANSPORTS: TRANSPORT,
+        STRATEGIES: STRATEGY,
+        RUNTIMES: RUNTIME,
+        OBSERVERS: "@hookimpl\ndef torchstore_operation(operation): pass\n",
+    }[group])  # fmt: skip
+    site.install("bad-package", group, **{name: source})
+    registry = site.registry()
+    assert registry.names(group) == sorted(["good", name])
+    several: dict[str, Callable[[], list[Any]]] = {
+        TRANSPORTS: registry.transports,
+        RUNTIMES: registry.runtimes,
+        OBSERVERS: registry.observers,
+        STRATEGIES: lambda: [registry.strategy("good"), registry.load_all()][:1],
+    }
+    assert len(several[group]()) == 1  # the good one, and no exception
+    for _ in range(2):  # it stays broken, and is not imported again and again
+        with pytest.raises(PluginError) as caught:
+            registry.load(group, name)
+        assert says in caught.value.message
+        assert repr(name) in caught.value.message
+        assert "bad-package" in caught.value.message
+    assert registry.errors() == {f"{group}:{name}": caught.value.message}
+    assert len(several[group]()) == 1
+    assert registry.load(group, "good") is not None
+    gc.collect()  # a coroutine that was never awaited would warn here, and warnings are errors
+
+
+def test_one_broken_plug_in_does_not_spoil_the_check_of_the_next(site: Site) -> None:
+    """pluggy checks all hooks at once: what was refused must not be there any more."""
+    site.install("bad", TRANSPORTS, a_bad=BROKEN["misspelt"][1])
+    site.install("good", TRANSPORTS, b_good=TRANSPORT, c_good=TRANSPORT)
+    registry = site.registry()
+    assert [spec.name for spec in registry.transports()] == ["b_good", "c_good"]
+
+
+@pytest.mark.parametrize("group", [TRANSPORTS, RUNTIMES])
+def test_two_distributions_that_claim_one_name_are_both_named(site: Site, group: str) -> None:
+    source = TRANSPORT if group == TRANSPORTS else RUNTIME
+    site.install("first-package", group, taken=source, fine=source)
+    site.install("second-package", group, taken=source)
+    registry = site.registry()
+    assert registry.source(group, "taken") == "first-package, second-package"
+    for ask in (lambda: registry.load(group, "taken"), lambda: all_of(registry, group)):
+        with pytest.raises(PluginError, match="first-package and second-package") as caught:
+            ask()
+        assert "'taken'" in caught.value.message
+    assert registry.load(group, "fine").name == "fine"
+    # Neither was imported: who knows which one the user meant.
+    assert not any(module.endswith("_taken") for module in site.imported())
+    # The user can decide.
+    assert [s.name for s in all_of(site.registry(block=("taken",)), group)] == ["fine"]
+
+
+def all_of(registry: Registry, group: str) -> list[Any]:
+    return registry.transports() if group == TRANSPORTS else registry.runtimes()
+
+
+def test_a_distribution_seen_twice_is_no_conflict(site: Site, tmp_path: Path) -> None:
+    """An editable install and built metadata beside it, say."""
+    site.install("twice", TRANSPORTS, quick=TRANSPORT)
+    again = tmp_path / "elsewhere"
+    again.mkdir()
+    other = Site(again)
+    other.describe("Twice", f"[{TRANSPORTS}]\nquick = site_twice_quick\n", version="1.1")
+    sys.path.append(str(again))
+    try:
+        registry = Registry()
+        assert registry.source(TRANSPORTS, "quick") == "twice"
+        assert registry.transport("quick").name == "quick"
+    finally:
+        sys.path.remove(str(again))
+
+
+def test_a_blocked_name_is_not_even_imported(site: Site) -> None:
+    site.install("package", TRANSPORTS, crashes="raise SystemExit(3)", fine=TRANSPORT)
+    registry = site.registry(block=("crashes",))
+    assert registry.names(TRANSPORTS) == ["fine"]
+    assert [spec.name for spec in registry.transports()] == ["fine"]
+    registry.load_all()
+    assert site.imported() == {"site_package_fine"}
+    with pytest.raises(PluginError, match="transport 'crashes' is blocked by configuration"):
+        registry.transport("crashes")
+    assert site.imported() == {"site_package_fine"}
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "says"),
+    [
+        (TRANSPORTS, "shm", "pip install torchstore-transports"),
+        (STRATEGIES, "host", "pip install torchstore-strategies"),
+        (RUNTIMES, "monarch", "pip install torchstore-monarch"),
+        (TRANSPORTS, "unheard-of", "is its package installed here?"),
+        (STRATEGIES, "unheard-of", "no strategy is called 'unheard-of'"),
+        (OBSERVERS, "unheard-of", "no plug-in is called 'unheard-of'"),
+    ],
+)
+def test_a_name_that_nobody_has_says_what_to_install(
+    site: Site, group: str, name: str, says: str
+) -> None:
+    site.install("package", TRANSPORTS, quick=TRANSPORT)
+    with pytest.raises(PluginError) as caught:
+        site.registry().load(group, name)
+    assert says in caught.value.message
+    installed = "quick" if group == TRANSPORTS else "none"
+    assert f"(installed: {installed})" in caught.value.message
+
+
+def test_metadata_that_cannot_be_read_spoils_nothing(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some other package's, of an install that was interrupted, say."""
+    (site.path / "nothing-1.0.dist-info").mkdir()
+    site.describe("garbled", "[torchstore.transports\nthis is = not = an entry\npoint")
+    site.describe("binary", "")
+    (site.path / "binary-1.0.dist-info" / "entry_points.txt").write_bytes(b"\xff\xfe[\x00")
+    site.install("good", TRANSPORTS, quick=TRANSPORT)
+    registry = Registry()
+    assert {"quick", "shm"} <= {spec.name for spec in registry.transports()}
+    assert "unreadable metadata" in caplog.text
+
+
+def test_entry_points_of_others_are_not_looked_at(site: Site) -> None:
+    site.describe("other", "[console_scripts]\nx = surely_not_installed:main\n")
+    registry = site.registry()
+    registry.load_all()
+    assert registry.errors() == {}
+
+
+def test_every_observer_is_called_whatever_the_others_do(site: Site) -> None:
+    source = """
+    seen = []
+
+    @hookimpl
+    def torchstore_operation(operation):
+        seen.append(operation.name)
+    """
+    site.install(
+        "watchers",
+        OBSERVERS,
+        a=source,
+        b="@hookimpl\ndef torchstore_operation(operation): raise ValueError('b')\n",
+        c=source,
+        d="import surely_not_installed",
+        e=source.replace("(operation)", "()").replace("operation.name", "'without'"),
+    )
+    registry = site.registry()
+    operation = Operation("put", "s", 1, 2, "shm", 0.1, {"plan": 0.1})
+    failed = 0
+    for observer in registry.observers():
+        try:
+            observer(operation=operation)
+        except ValueError:
+            failed += 1
+    assert failed == 1
+    assert [sys.modules[f"site_watchers_{name}"].seen for name in "ace"] == [
+        ["put"],
+        ["put"],
+        ["without"],
+    ]
+    assert list(registry.errors()) == [f"{OBSERVERS}:d"]
+
+
+# ---- classes that descriptors name ----------------------------------------------------------
+
+
+def test_a_class_is_found_by_its_path() -> None:
+    assert load_class("torchstore_core.plugins:Registry") is Registry
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["surely_not_installed:X", "torchstore_core.plugins:Missing", "torchstore_core.plugins", ":"],
+)
+def test_a_class_that_is_not_there_is_a_plugin_error(path: str) -> None:
+    with pytest.raises(PluginError, match=path):
+        load_class(path)
+
+
+def test_a_class_whose_module_is_broken_is_a_plugin_error(site: Site) -> None:
+    site.install("package", TRANSPORTS, half="raise ValueError('no library')")
+    with pytest.raises(PluginError, match="no library"):
+        load_class("site_package_half:Link")
