@@ -238,6 +238,68 @@ def test_resetting_while_others_work():
     asyncio.run(until(quiet))
 
 
+SIDE = 7168
+SLOW = SIDE * SIDE  # 49 MB; transposed, they take long to copy
+ROOM = 60 * MB  # for one such value
+
+
+async def put_into_freed_memory(key: str) -> None:
+    """Put a value of 9s as soon as there is room."""
+    value = torch.full((SIDE, SIDE), 9, dtype=torch.uint8)
+
+    async def fits() -> bool:
+        try:
+            await ts.put(key, value)
+        except ts.StoreFullError:
+            return False
+        return True
+
+    await until(fits)
+
+
+@pytest.mark.parametrize("end", ["reset", "leave"])
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_memory_is_not_reused_under_a_copy_of_another_thread(call: str, end: str):
+    """Leaving a store gives everything back, but not before the last byte is moved."""
+
+    async def put() -> torch.Tensor:
+        source = torch.full((SIDE, SIDE), 3, dtype=torch.uint8).t()
+        await ts.put("a", source, store_name="tight")
+        return source
+
+    async def get() -> torch.Tensor:
+        target = torch.zeros(SIDE, SIDE, dtype=torch.uint8).t()
+        return await ts.get("a", target, store_name="tight")
+
+    async def copying() -> bool:
+        volume = (await ts.status(store_name="tight")).volumes[0]
+        return volume.unfinished_bytes + volume.leased_bytes > 0
+
+    asyncio.run(ts.shutdown())
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(4):
+            address = asyncio.run(ts.initialize(capacity=ROOM, prefault=0)).address
+            asyncio.run(ts.connect(address, store_name="tight"))
+            if call == "get":
+                asyncio.run(ts.put("a", torch.full((SIDE, SIDE), 3, dtype=torch.uint8)))
+            other = pool.submit(asyncio.run, put() if call == "put" else get())
+            asyncio.run(until(copying))
+            if end == "reset":
+                asyncio.run(ts.reset_client("tight"))
+            else:
+                asyncio.run(ts.shutdown("tight"))
+            if call == "get":
+                asyncio.run(ts.delete("a"))
+            asyncio.run(put_into_freed_memory("b"))
+            try:
+                assert children.uniform(other.result(10)) == 3
+            except ts.StoreClosedError:
+                pass
+            assert children.uniform(asyncio.run(ts.get("b"))) == 9
+            asyncio.run(ts.shutdown("tight"))
+            asyncio.run(ts.shutdown())
+
+
 # ---- abandoned ----------------------------------------------------------------------------
 
 

@@ -36,6 +36,14 @@ def warm_up(memory: SegmentMemory, nbytes: int) -> None:
     assert done.wait(20)
 
 
+def settle() -> None:
+    """Wait for background prefaults to end."""
+    for thread in threading.enumerate():
+        if thread.name == "torchstore-prefault":
+            thread.join(20)
+            assert not thread.is_alive()
+
+
 def test_memory_is_sparse_and_unnamed(memory):
     assert os.fstat(memory.fd).st_size == 64 * MIB
     assert backed(memory.fd) == 0
@@ -64,10 +72,7 @@ def test_prefault_warms_exactly_what_was_asked_for(memory):
 def test_prefault_ends_at_a_target_that_is_no_whole_page(memory):
     warm_up(memory, MIB + 64)
     assert memory.warm == MIB + 64
-    for thread in threading.enumerate():
-        if thread.name == "torchstore-prefault":
-            thread.join(20)
-            assert not thread.is_alive()
+    settle()
 
 
 def test_prefault_does_not_disturb_bytes_that_are_there(memory):
@@ -112,6 +117,7 @@ def test_controller_trims_only_when_idle_and_never_what_is_used(memory):
     session = controller.open_session(m.ClientFacts(1, "h", "h"), probe())
     put(controller, session, 1, 2 * MIB)
     offset = put(controller, session, 2, 2 * MIB)
+    settle()
     controller.delete(["other"], strict=False)
     assert controller.trim(1000.0, 0) == 0, "a put has just come"
     before = backed(memory.fd)
@@ -126,6 +132,7 @@ def test_nothing_is_trimmed_while_a_client_page_locks(memory):
     controller = make_controller(memory)
     session = controller.open_session(m.ClientFacts(1, "h", "h"), probe())
     put(controller, session, 1, 2 * MIB)
+    settle()
     controller.delete(["k"], strict=True)
     session.keeps_memory = True
     assert controller.trim(0.0, 0) == 0
@@ -137,13 +144,9 @@ def test_a_put_makes_room_for_its_successor_warm(memory):
     controller = make_controller(memory)
     session = controller.open_session(m.ClientFacts(1, "h", "h"), probe())
     put(controller, session, 1, 8 * MIB)
-    for thread in threading.enumerate():
-        if thread.name == "torchstore-prefault":
-            thread.join(20)
+    settle()
     assert memory.warm == 16 * MIB
     put(controller, session, 2, 8 * MIB)
     put(controller, session, 3, 8 * MIB)
-    for thread in threading.enumerate():
-        if thread.name == "torchstore-prefault":
-            thread.join(20)
+    settle()
     assert backed(memory.fd) == 16 * MIB, "two versions alternate in the same memory"

@@ -19,7 +19,7 @@ from torchstore_core.wire.framing import HEADER, decode_reply, decode_request, e
 
 REQUESTS: tuple[type[Any], ...] = typing.get_args(m.Request)
 REPLIES: tuple[type[Any], ...] = typing.get_args(m.Reply)
-NO_REPLY = (m.Abort, m.Release, m.Cancel)
+NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel)
 UNASKED = (m.Warmed,)
 
 Text = st.text(max_size=8)
