@@ -154,11 +154,12 @@ def start(rank: int | None, options: argparse.Namespace) -> Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=worker_main, args=(theirs, rank, options), name=name)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a child inherits this
+    # A child inherits the mask; a Ctrl-C that comes meanwhile reaches this process afterwards.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process.start()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     return Worker(name, process, ours)
 

@@ -69,9 +69,9 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def ignores_sigint(pid: int) -> bool:
-    """Whether the process was started with SIGINT ignored, so that it prints nothing on Ctrl-C."""
+    """Whether the process was started with SIGINT blocked, so that it prints nothing on Ctrl-C."""
     status = Path(f"/proc/{pid}/status").read_text()
-    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
     return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
 
 

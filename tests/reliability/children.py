@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+from tests.support import until
 
 import torchstore_core as ts
 
@@ -317,3 +318,26 @@ async def cycle(pipe: Connection, address: str, cycles: int) -> None:
             gc.collect()
             pipe.send(turn + 1)
             await told(pipe)
+
+
+# ---- memory that is given back ------------------------------------------------------------
+
+
+async def replace(pipe: Connection, address: str, side: int) -> None:
+    """At the test's word, delete ``a`` and put 9s as ``b``, as soon as there is room."""
+    await ts.connect(address)
+    value = torch.full((side, side), 9, dtype=torch.uint8)
+    pipe.send("ready")
+    await told(pipe)
+    await ts.delete_batch(["a"])
+
+    async def fits() -> bool:
+        try:
+            await ts.put("b", value)
+        except ts.StoreFullError:
+            return False
+        return True
+
+    await until(fits)
+    pipe.send("replaced")
+    await told(pipe)

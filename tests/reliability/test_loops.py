@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib.util
 import threading
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tests.reliability import children
-from tests.reliability.harness import MB, Account, account, fds, settled
+from tests.reliability.harness import MB, Account, Child, account, fds, settled
 from tests.support import SMALL, until
 
 import torchstore_core as ts
@@ -243,20 +244,6 @@ SLOW = SIDE * SIDE  # 49 MB; transposed, they take long to copy
 ROOM = 60 * MB  # for one such value
 
 
-async def put_into_freed_memory(key: str) -> None:
-    """Put a value of 9s as soon as there is room."""
-    value = torch.full((SIDE, SIDE), 9, dtype=torch.uint8)
-
-    async def fits() -> bool:
-        try:
-            await ts.put(key, value)
-        except ts.StoreFullError:
-            return False
-        return True
-
-    await until(fits)
-
-
 @pytest.mark.parametrize("end", ["reset", "leave"])
 @pytest.mark.parametrize("call", ["put", "get"])
 def test_memory_is_not_reused_under_a_copy_of_another_thread(call: str, end: str):
@@ -276,28 +263,23 @@ def test_memory_is_not_reused_under_a_copy_of_another_thread(call: str, end: str
         return volume.unfinished_bytes + volume.leased_bytes > 0
 
     asyncio.run(ts.shutdown())
-    with ThreadPoolExecutor(1) as pool:
-        for _ in range(4):
-            address = asyncio.run(ts.initialize(capacity=ROOM, prefault=0)).address
-            asyncio.run(ts.connect(address, store_name="tight"))
-            if call == "get":
-                asyncio.run(ts.put("a", torch.full((SIDE, SIDE), 3, dtype=torch.uint8)))
+    for _ in range(4):
+        address = asyncio.run(ts.initialize(capacity=ROOM, prefault=0)).address
+        asyncio.run(ts.connect(address, store_name="tight"))
+        if call == "get":
+            asyncio.run(ts.put("a", torch.full((SIDE, SIDE), 3, dtype=torch.uint8)))
+        with ThreadPoolExecutor(1) as pool, Child(children.replace, address, SIDE) as child:
+            assert asyncio.run(child.said()) == "ready"
             other = pool.submit(asyncio.run, put() if call == "put" else get())
             asyncio.run(until(copying))
-            if end == "reset":
-                asyncio.run(ts.reset_client("tight"))
-            else:
-                asyncio.run(ts.shutdown("tight"))
-            if call == "get":
-                asyncio.run(ts.delete("a"))
-            asyncio.run(put_into_freed_memory("b"))
-            try:
+            asyncio.run(ts.reset_client("tight") if end == "reset" else ts.shutdown("tight"))
+            child.tell("go")
+            assert asyncio.run(child.said()) == "replaced"
+            with contextlib.suppress(ts.StoreClosedError):
                 assert children.uniform(other.result(10)) == 3
-            except ts.StoreClosedError:
-                pass
-            assert children.uniform(asyncio.run(ts.get("b"))) == 9
-            asyncio.run(ts.shutdown("tight"))
-            asyncio.run(ts.shutdown())
+        assert children.uniform(asyncio.run(ts.get("b"))) == 9
+        asyncio.run(ts.shutdown("tight"))
+        asyncio.run(ts.shutdown())
 
 
 # ---- abandoned ----------------------------------------------------------------------------

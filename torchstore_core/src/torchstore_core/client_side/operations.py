@@ -119,7 +119,7 @@ async def put_sources(
         return reply.versions, "inline" if nbytes else ""
     items = [m.PutItem(s.key, s.meta, s.nbytes, None if s.nbytes else b"") for s in sources]
     placed = [s for s in sources if s.nbytes]
-    txn = session.next_id()
+    txn = session.begin()
     try:
         granted = await _begin(session, lane, txn, items, m.Granted, clock)
         clock.phase("plan")
@@ -136,6 +136,8 @@ async def put_sources(
         except TorchStoreError:
             session.abort(txn)
         raise
+    finally:
+        session.end(txn)
     return done.versions, transport
 
 
@@ -163,7 +165,7 @@ async def get_wants(
     session: Session, lane: Lane, wants: Sequence[Want], clock: Clock, allow_pickle: bool
 ) -> tuple[reading.Result, int]:
     """Locate and lease, check everything, then move bytes; give back what is not mapped."""
-    lease = session.next_id()
+    lease = session.begin()
     mapped: set[int] = set()
     leased = True
     try:
@@ -193,6 +195,7 @@ async def get_wants(
     finally:
         if leased and len(mapped) < len(wants):
             _release(session, lane, lease, mapped, len(wants))
+        session.end(lease)
     return result, sum(target.nbytes for target in targets)
 
 

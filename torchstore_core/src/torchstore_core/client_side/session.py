@@ -83,6 +83,7 @@ class Session:
             f"{address}) is gone"
         )
         # Touched by finalizers, in any thread, at any moment: atomic operations only, no lock.
+        self._busy: set[int] = set()  # puts and gets under way
         self._held: dict[int, Held] = {}
         self._dead: deque[tuple[int, Held]] = deque()
         self._aborted: deque[int] = deque()
@@ -132,8 +133,28 @@ class Session:
         return not self.lost and not self._retiring
 
     def next_id(self) -> int:
-        """A fresh id for a put or a lease, unique in the session."""
+        """A fresh id, unique in the session."""
         return next(self._ids)
+
+    def begin(self) -> int:
+        """A fresh id for a put or a get. Until its :meth:`end` the session keeps what it holds, so
+        that no memory is given to others while a thread still copies.
+
+        Raises:
+            StoreClosedError: the session is over.
+        """
+        ident = next(self._ids)
+        self._busy.add(ident)
+        if self._retiring:  # looked at only now: the janitor may not have seen the id
+            self._busy.discard(ident)
+            raise StoreClosedError("this client was closed")
+        return ident
+
+    def end(self, ident: int) -> None:
+        """The put or get is over."""
+        self._busy.discard(ident)
+        if self._retiring:
+            self._wake()
 
     def lane_here(self) -> Lane | None:
         """The running loop's lane, if it is open."""
@@ -257,7 +278,8 @@ class Session:
             with contextlib.suppress(RuntimeError):  # that loop is closed
                 loop.call_soon_threadsafe(done.cancel)
         self._fill_page_tables()
-        return not (self._retiring and not self._held and not self._deferred and not self._dead)
+        holds = self._busy or self._held or self._deferred or self._dead
+        return not self._retiring or bool(holds)
 
     def _hear(self) -> bool:
         """Take in what the server says unasked; False when it has closed the connection."""
@@ -306,7 +328,9 @@ class Session:
     # ---- ending ---------------------------------------------------------------------------
 
     def retire(self) -> None:
-        """Close lanes and links. The anchor stays until the last zero-copy tensor has died."""
+        """Close lanes and links. The anchor stays until the last put and get has ended, and the
+        last zero-copy tensor has died.
+        """
         if self._retiring:
             return
         self._retiring = True
