@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -154,6 +155,7 @@ def start(rank: int | None, options: argparse.Namespace) -> Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=worker_main, args=(theirs, rank, options), name=name)
+    resource_tracker.ensure_running()  # its own start would unblock the signal
     # A child inherits the mask; a Ctrl-C that comes meanwhile reaches this process afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
