@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -191,6 +192,15 @@ class Raw:
             for chunk in chunks:
                 self.socket.sendall(chunk)
 
+    def greet(self) -> None:
+        """Say hello and be welcomed: only then a frame may be large."""
+        self.send(encode(HELLO))
+        reader = FrameReader(m.MAX_FRAME)
+        bodies: list[bytes] = []
+        while not bodies:
+            bodies = reader.feed(self.socket.recv(1 << 16))
+        assert isinstance(decode_reply(bodies[0]), m.Welcome)
+
     def finish(self) -> list[Any]:
         """Send no more; everything that still comes until the other side closes, too."""
         with contextlib.suppress(OSError):
@@ -226,7 +236,7 @@ def frame(body: bytes) -> bytes:
 
 def pieces(stream: bytes, cuts: Sequence[int]) -> list[bytes]:
     edges = [0, *sorted(c % (len(stream) + 1) for c in cuts), len(stream)]
-    return [stream[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
 Cuts = st.lists(st.integers(0, 1 << 16), max_size=4)
@@ -540,10 +550,12 @@ def joined(target: Target, token: bytes) -> str:
 
 def test_what_announces_too_much_is_refused_before_it_comes(target: Target) -> None:
     with target.unharmed():
-        for greeting, limit in (([], m.MAX_HELLO_FRAME), ([encode(HELLO)], m.MAX_FRAME)):
+        for greeted, limit in ((False, m.MAX_HELLO_FRAME), (True, m.MAX_FRAME)):
             for size in (limit + 1, 2**31, 2**32 - 1):
                 with Raw(target.address) as raw:
-                    raw.send(*greeting, size.to_bytes(HEADER, "little"))
+                    if greeted:
+                        raw.greet()
+                    raw.send(size.to_bytes(HEADER, "little"))
                     assert f"frame of {size} bytes" in raw.refused().message
 
 
@@ -553,7 +565,8 @@ def test_much_is_announced_and_little_comes(target: Target) -> None:
         before = target.rss()
         raws = [stack.enter_context(Raw(target.address)) for _ in range(20)]
         for raw in raws:
-            raw.send(encode(HELLO), m.MAX_FRAME.to_bytes(HEADER, "little"))
+            raw.greet()
+            raw.send(m.MAX_FRAME.to_bytes(HEADER, "little"))
         for _ in range(200):
             for raw in raws:
                 raw.send(b"\x91")
@@ -561,35 +574,36 @@ def test_much_is_announced_and_little_comes(target: Target) -> None:
         target.settle(lambda: target.neighbour.rounds > rounds + 5)
         assert target.rss() < before + (4 << 20)
         for raw in raws[:10]:
-            (welcome,) = raw.finish()  # half of a message is none
-            assert isinstance(welcome, m.Welcome)
+            assert raw.finish() == []  # half of a message is none
 
 
 def test_the_largest_frame_comes_whole(target: Target) -> None:
-    """As one value, as nothing the server knows, and as millions of entries."""
+    """As one value, as nothing the server knows, and as a million entries."""
     head = msgspec.msgpack.encode(["keys", 7, ""])[:-1]
     text = head + b"\xdb" + (m.MAX_FRAME - len(head) - 5).to_bytes(4, "big")
     text += b"z" * (m.MAX_FRAME - len(text))
     with target.unharmed(growth=24 << 20):
         with Raw(target.address) as raw:
-            raw.send(encode(HELLO), frame(text))
-            assert raw.finish()[1:] == [m.KeyList(7, [])]
+            raw.greet()
+            raw.send(frame(text))
+            assert raw.finish() == [m.KeyList(7, [])]
         with Raw(target.address) as raw:
-            raw.send(encode(HELLO), frame(bytes(m.MAX_FRAME)))
+            raw.greet()
+            raw.send(frame(bytes(m.MAX_FRAME)))
             raw.refused()
-        flags = m.Exists(8, ["k"] * 1_000_000)
         with Raw(target.address) as raw:
-            raw.send(encode(HELLO), encode(flags))
-            assert raw.finish()[1:] == [m.Flags(8, [False] * 1_000_000)]
+            raw.greet()
+            raw.send(encode(m.Exists(8, ["k"] * 1_000_000)))
+            assert raw.finish() == [m.Flags(8, [False] * 1_000_000)]
 
 
-@pytest.mark.parametrize("depth", [100, 100_000, 10_000_000])
+@pytest.mark.parametrize("depth", [100, 10_000, 5_000_000])
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1k", b"\x81\x91"])
 def test_deep_nesting(target: Target, depth: int, opening: bytes) -> None:
     """Where a message has a field, where it has none (fields of the future are skipped), and
     instead of a message.
     """
-    deep = opening * (depth if len(opening) == 1 else depth // 3)
+    deep = opening * depth
     with target.unharmed(growth=24 << 20):
         for body in (
             deep,
@@ -598,11 +612,9 @@ def test_deep_nesting(target: Target, depth: int, opening: bytes) -> None:
             b"\x94\xa7release\x90\x90" + deep,
         ):
             with Raw(target.address) as raw:
-                raw.send(encode(HELLO), frame(body), encode(m.Status(5)))
-                replies = raw.finish()
-                assert isinstance(replies[0], m.Welcome)
-                assert isinstance(replies[-1], m.Failure)
-                assert (replies[-1].id, replies[-1].code) == (0, "protocol")
+                raw.greet()
+                raw.send(frame(body), encode(m.Status(5)))
+                raw.refused()
 
 
 # ---- the socket -----------------------------------------------------------------------------
