@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torchstore_core.client_side.tensors import (
     tensor_at,
 )
 from torchstore_core.contracts.transport import Copy, Link, SupportsMap, SupportsWindow
-from torchstore_core.errors import LayoutMismatchError, TransportError
+from torchstore_core.errors import LayoutMismatchError, ProtocolError, TransportError
 from torchstore_core.ranking import Candidate
 from torchstore_core.values import TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
@@ -69,6 +70,7 @@ def resolve(
 
     Raises:
         LayoutMismatchError: the destination or the slice does not fit.
+        ProtocolError: the entry contradicts itself.
     """
     meta = entry.meta
     if not isinstance(meta, TensorMeta):
@@ -80,6 +82,13 @@ def resolve(
         return Target(at, key, entry, None, torch.uint8, (entry.nbytes,), None, None)
     dtype = dtype_of(meta, key)
     shape, box = meta.shape, None
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != entry.nbytes:
+        # Whoever put it is no client of ours: reading on would read what is not the value's.
+        raise ProtocolError(
+            f"{key!r} is described as {dtype} {list(shape)}, but has {entry.nbytes} bytes; "
+            "it was put by a broken client, delete it",
+            key=key,
+        )
     if wanted is not None:
         box = slice_box(key, wanted, shape)
         if box.shape == shape:
