@@ -438,10 +438,10 @@ def test_valid_messages_that_make_no_sense(target: Target) -> None:
 
 def test_what_a_connection_leaves_behind_goes_with_it(target: Target) -> None:
     """Unfinished puts, leases, waits that nothing will ever fulfil, ids given back too early."""
-    items = [m.PutItem("fuzz/left", TensorMeta("uint8", (5000,)), 5000)]
+    items = [m.PutItem("fuzz/left", TensorMeta("uint8", (500_000,)), 500_000)]
     left: list[Any] = [m.Put(1, 1, items), m.Commit(2, 1)]
     left += [m.Put(3, txn, items) for txn in range(2, 200)]
-    left += [m.Locate(4, lease, [m.Want("fuzz/left")] * 50, -1) for lease in range(1000, 1200)]
+    left += [m.Locate(4, lease, [m.Want("fuzz/left")] * 2, -1) for lease in range(1000, 1200)]
     left += [m.Wait(wait, ["fuzz/never" * 100, "fuzz/left"], 7) for wait in range(3000)]
     left += [m.Abort(list(range(5000, 25_000))), m.Release(list(range(30_000, 50_000)))]
     stream = b"".join(bytes(encode(message)) for message in left)

@@ -121,6 +121,12 @@ class Registry:
         """``"group:name"`` to what is wrong with it, for everything loaded so far."""
         return {f"{g}:{n}": str(e) for (g, n), e in sorted(self._errors.items())}
 
+    def left_out(self, group: str) -> dict[str, str]:
+        """Installed names of a group that cannot be used, and why: blocked, or broken."""
+        blocked = {n: "blocked by configuration" for n in self._entries[group] if n in self.block}
+        broken = {n: str(e) for (g, n), e in self._errors.items() if g == group}
+        return {**broken, **blocked}
+
     def source(self, group: str, name: str) -> str:
         """The distribution(s) that a name comes from."""
         return ", ".join(sorted(_distribution(e) for e in self._entries[group].get(name, [])))

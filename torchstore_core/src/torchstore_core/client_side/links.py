@@ -49,6 +49,7 @@ class VolumeLinks:
         self.info = info
         self.context = LinkContext(here, info.topology, same_host, offered=False)
         self.ranking: Ranking = rank(registry.transports(), self.context, info.offers, policy)
+        self.ranking.refusals.update(registry.left_out("torchstore.transports"))
         self._links: dict[str, Link] = {}
         self._loop_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = (
             weakref.WeakKeyDictionary()
