@@ -500,5 +500,5 @@ await ts.shutdown("seen")
         "wait 1 0 - - -",
         "delete 1 0 - - key-not-found",
         "delete 1 0 - - -",
-        "delete_batch 1 0 - - -",
+        "delete_batch 2 0 - - -",
     ]

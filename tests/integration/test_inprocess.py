@@ -1,260 +1,344 @@
-"""The example plug-in ``inprocess``: server and client in one process, by a transport that is
-neither shared memory nor in the message.
+"""The example transport ``inprocess``: a store in the test's own process, on a thread of its own.
+
+And observers: plug-ins that are told about every operation.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import logging
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support import bits, running_store
+from tests.support import bits, running_store, until
+from tests.unit.test_plugins import OBSERVERS, Site
 
 import torchstore_core as ts
-from torchstore_core import topology
-from torchstore_core.contracts.transport import Copy, LinkContext, SupportsMap, SupportsWindow
+import torchstore_inprocess.transport as inprocess
+from torchstore_core.contracts.observer import Operation
 from torchstore_core.server.app import Server, ServerOptions
-from torchstore_inprocess.transport import InProcessLink, InProcessServer
 
-MB = 1 << 20
-CAPACITY = 64 * MB
-NAME = "here"
+CAPACITY = 64 << 20
 
 
 class ServerThread:
-    """A server in a thread of this process, on an event loop of its own."""
+    """A server on an event loop of its own, in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self._options = ServerOptions(capacity=CAPACITY, prefault=0, **options)
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
-        self._error: BaseException | None = None
         self.address = ""
-        self.offer = b""
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self._ready.wait(20)
+        assert self.address
 
-    async def _main(self) -> None:
+    async def _run(self) -> None:
         try:
-            server = Server(ServerOptions(store_name=NAME, capacity=CAPACITY, prefault=0))
-            self.address = await server.start()
-            self.offer = server.controller.volumes[0].info.offers["inprocess"]
-            self._loop, self._server = asyncio.get_running_loop(), server
-        except BaseException as error:
-            self._error = error
-            raise
+            self._loop = asyncio.get_running_loop()
+            self.server = Server(self._options)
+            self.address = await self.server.start()
+            self._ready.set()
+            await self.server.serve()
+            await self.server.close()
         finally:
             self._ready.set()
-        try:
-            await server.serve()
-        finally:
-            await server.close()
 
-    async def start(self) -> None:
-        self._thread.start()
-        await asyncio.to_thread(self._ready.wait, 10)
-        if self._error is not None:
-            raise self._error
-
-    async def stop(self) -> None:
+    def stop(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._server.stop_soon)
-            await asyncio.to_thread(self._thread.join, 10)
+            self._loop.call_soon_threadsafe(self.server.stop_soon)
+            self._thread.join(20)
         assert not self._thread.is_alive()
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[ServerThread]:
-    thread = ServerThread()
-    await thread.start()
-    try:
-        yield thread
-    finally:
-        await thread.stop()
-
-
-@pytest.fixture
-async def client(server: ServerThread) -> AsyncIterator[ts.Client]:
-    made = await ts.connect(server.address, store_name=NAME, block=["shm"], timeout=10)
+def server() -> Iterator[ServerThread]:
+    made = ServerThread()
     try:
         yield made
     finally:
-        await ts.shutdown(NAME)
+        made.stop()
 
 
-def context() -> LinkContext:
-    here = topology.probe()
-    return LinkContext(here, here, same_host=True, offered=True)
-
-
-async def test_it_is_chosen(client: ts.Client):
-    (told,) = await client.explain(MB)
-    assert told["chosen"] == "inprocess"
-    (bid,) = [bid for bid in told["bids"] if bid["transport"] == "inprocess"]
-    assert bid["reason"] == "the volume is in this very process"
-    # The smallest values still ride in the message; all others take it.
-    assert 0 <= told["inline_up_to"] < MB
-    assert "shm" not in [bid["transport"] for bid in told["bids"]]
-
-
-async def test_it_refuses_a_volume_in_another_process():
-    async with running_store(store_name="elsewhere") as client:
-        (told,) = await client.explain(MB)
-    assert told["refusals"]["inprocess"] == "the volume is in another process"
-    assert told["chosen"] == "shm"
-
-
-TENSORS = {
-    "contiguous": torch.arange(300_000, dtype=torch.float32),
-    "bf16": torch.arange(200_000).to(torch.bfloat16).reshape(400, 500),
-    "transposed": torch.arange(250_000, dtype=torch.int32).reshape(500, 500).t(),
-    "every third": torch.arange(900_000, dtype=torch.int16)[::3],
-    "narrowed": torch.arange(400_000, dtype=torch.float64).reshape(400, 1000)[:, 100:900],
-    "expanded": torch.arange(1000).expand(500, 1000),
-    "offset": torch.arange(300_000, dtype=torch.uint8)[1:],
-}
-
-
-@pytest.mark.parametrize("name", TENSORS)
-async def test_bytes_are_right_both_ways(client: ts.Client, name: str):
-    value = TENSORS[name]
-    ref = await client.put("t", value)
-    got = await client.get(ref)
-    assert (got.dtype, got.shape) == (value.dtype, value.shape)
-    assert torch.equal(bits(got), bits(value))
-    got.zero_()  # it is the reader's own
-    assert torch.equal(bits(await client.get(ref)), bits(value))
-
-    frame = torch.full((2 * value.shape[0], *value.shape[1:]), 7, dtype=value.dtype)
-    view = frame[::2]
-    assert await client.get(ref, view) is view
-    assert torch.equal(bits(view), bits(value))
-    assert bool((frame[1::2] == 7).all())
-
-
-async def test_slices(client: ts.Client):
-    value = torch.arange(600 * 700, dtype=torch.int32).reshape(600, 700)
-    await client.put("t", value)
-    for offsets, shape in [((0, 0), (600, 700)), ((100, 0), (200, 700)), ((37, 41), (500, 601))]:
-        part = ts.TensorSlice(offsets=offsets, local_shape=shape, global_shape=(600, 700))
-        (row, column), (rows, columns) = offsets, shape
-        expected = value[row : row + rows, column : column + columns]
-        assert torch.equal(await client.get("t", tensor_slice_spec=part), expected)
-        into = torch.zeros(columns, rows, dtype=torch.int32).t()
-        await client.get("t", into, part)
-        assert torch.equal(into, expected)
-
-
-async def test_objects_and_batches(client: ts.Client):
-    items: dict[str, Any] = {
-        "large": {"text": "ü" * MB, "tuple": (1, {2, 3}), "bytes": bytes(range(256)) * 8192},
-        "small": 5,
-        "tensor": torch.arange(100_000),
-        "empty": torch.empty(0, 3),
-    }
-    refs = await client.put_batch(items)
-    got = await client.get_batch(list(refs.values()))
-    assert got["large"] == items["large"]
-    assert type(got["large"]["tuple"]) is tuple
-    assert got["small"] == 5
-    assert torch.equal(got["tensor"], items["tensor"])
-    assert got["empty"].shape == (0, 3)
-    await client.put("large", "now small")
-    assert await client.get("large") == "now small"
-    (volume,) = (await client.status()).volumes
-    assert volume.leased_bytes == volume.unfinished_bytes == 0
-
-
-async def test_it_is_what_moves_the_bytes(client: ts.Client, monkeypatch: pytest.MonkeyPatch):
-    moved = {"write": 0, "read": 0}
-
-    def counting(name: str) -> None:
-        original = getattr(InProcessLink, name)
-
-        async def method(self: InProcessLink, copies: list[Copy]) -> None:
-            await original(self, copies)
-            moved[name] += sum(copy.nbytes for copy in copies)
-
-        monkeypatch.setattr(InProcessLink, name, method)
-
-    counting("write")
-    counting("read")
-    value = torch.arange(MB, dtype=torch.uint8)
-    await client.put("t", value)
-    assert moved == {"write": MB, "read": 0}
-    assert torch.equal(await client.get("t"), value)
-    assert moved == {"write": MB, "read": MB}
-
-
-# ---- the link itself ----------------------------------------------------------------------
-
-
-async def test_only_what_the_segment_has_is_copied(server: ServerThread):
-    link = await InProcessLink.connect(server.offer, context())
-    assert not isinstance(link, (SupportsWindow, SupportsMap))
-    page = ctypes.create_string_buffer(bytes(range(256)) * 16, 4096)
-    back = ctypes.create_string_buffer(4096)
-    here, there = ctypes.addressof(page), ctypes.addressof(back)
-
-    await link.write([Copy(here, 0, CAPACITY - 4096, 4096)])  # the very end
-    await link.read([Copy(there, 0, CAPACITY - 4096, 4096)])
-    assert back.raw == page.raw
-    await link.write([Copy(here, 0, CAPACITY, 0)])
-
-    outside = [
-        Copy(there, 0, CAPACITY - 4095, 4096),
-        Copy(there, 0, CAPACITY, 1),
-        Copy(there, 0, -1, 1),
-        Copy(there, 0, -4096, 4096),
-        Copy(there, 0, 0, CAPACITY + 1),
-        Copy(there, 0, 10, -5),
-        Copy(there, 0, 2**63, 1),
-        Copy(there, 1, 0, 1),
-        Copy(there, -1, 0, 1),
-    ]
-    for copy in outside:
-        with pytest.raises(ts.TransportError):
-            await link.read([copy])
-        with pytest.raises(ts.TransportError):
-            await link.write([copy])
-    assert back.raw == page.raw
-    link.close()
-    link.close()
-    with pytest.raises(ts.TransportError):
-        await link.read([Copy(there, 0, 0, 1)])
-
-
-async def test_an_offer_of_nobody_is_no_link(server: ServerThread):
-    for offer in (b"", bytes(16), server.offer[:-1]):
-        with pytest.raises(ts.TransportUnavailableError):
-            await InProcessLink.connect(offer, context())
-
-
-async def test_a_closed_server_is_a_typed_error(server: ServerThread):
-    client = await ts.connect(server.address, store_name=NAME, block=["shm"], timeout=10)
+@asynccontextmanager
+async def connected(address: str, **arguments: Any) -> AsyncIterator[ts.Client]:
+    client = await ts.connect(address, store_name="here", timeout=20, **arguments)
     try:
-        await client.put("t", torch.ones(MB))
-        held = await client.get("t")
-        link = await InProcessLink.connect(server.offer, context())
-        waiting = asyncio.create_task(client.wait("never"))
-        await client.exists("t")
-        await server.stop()
-        memory = ctypes.create_string_buffer(16)
-        for move in (link.read, link.write):
-            with pytest.raises(ts.TransportError, match="not served in this process any more"):
-                await move([Copy(ctypes.addressof(memory), 0, 0, 16)])
-        with pytest.raises(ts.TransportUnavailableError):
-            await InProcessLink.connect(server.offer, context())
-        for work in (waiting, client.put("t", torch.ones(MB)), client.get("t")):
-            with pytest.raises(ts.StoreClosedError):
-                await work
-        assert bool((held == 1).all())  # what was read is the reader's
+        yield client
     finally:
-        await ts.shutdown(NAME)
+        await ts.shutdown("here")
 
 
-async def test_closing_the_server_half_twice_is_closing_it_once():
-    half = InProcessServer()
-    await half.close()
-    await half.close()
+async def chosen(client: ts.Client, nbytes: int = 1 << 30) -> tuple[str | None, dict[str, str]]:
+    """Who would move that many bytes, and who refused."""
+    (volume,) = await client.explain(nbytes)
+    return volume["chosen"], volume["refusals"]
+
+
+# ---- the choice -----------------------------------------------------------------------------
+
+
+async def test_it_bids_only_for_a_volume_of_this_process(server: ServerThread) -> None:
+    async with connected(server.address) as client:
+        name, refusals = await chosen(client)
+        assert name == "inprocess"
+        assert "inprocess" not in refusals
+    async with running_store() as client:
+        name, refusals = await chosen(client)
+        assert name == "shm"
+        assert refusals["inprocess"] == "the volume is in another process"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"block": ["shm"]}, "inprocess"),
+        ({"prefer": ["inprocess"]}, "inprocess"),
+        ({"prefer": ["inprocess"], "block": ["shm", "inline"]}, "inprocess"),
+        ({"prefer": ["shm"]}, "shm"),
+        ({"block": ["inprocess"]}, "shm"),
+        ({"prefer": ["inprocess"], "block": ["inprocess"]}, "shm"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["arguments", "environment"])
+async def test_the_users_word_decides(
+    server: ServerThread,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, list[str]],
+    expected: str,
+    how: str,
+) -> None:
+    if how == "environment":
+        for name, value in arguments.items():
+            monkeypatch.setenv(f"TORCHSTORE_{name.upper()}", ",".join(value))
+        arguments = {}
+    async with connected(server.address, **arguments) as client:
+        assert (await chosen(client))[0] == expected
+        await client.put("k", torch.arange(100_000))
+        assert torch.equal(await client.get("k"), torch.arange(100_000))
+
+
+async def test_with_every_way_blocked_the_error_says_who_and_why(server: ServerThread) -> None:
+    async with connected(server.address, block=["shm", "inprocess", "inline"]) as client:
+        with pytest.raises(ts.TransportUnavailableError) as caught:
+            await client.put("k", torch.arange(100_000))
+        assert {"shm", "inprocess", "inline"} <= {
+            *caught.value.details["refusals"],
+            *(n for n in ("shm", "inprocess", "inline") if n in caught.value.message),
+        }
+        assert not await client.exists("k")
+        assert (await client.status()).volumes[0].used_bytes == 0
+
+
+async def test_a_server_that_blocks_it_does_not_offer_it() -> None:
+    server = ServerThread(block=("inprocess",))
+    try:
+        async with connected(server.address) as client:
+            name, refusals = await chosen(client)
+            assert name == "shm"
+            assert "does not offer" in refusals["inprocess"]
+    finally:
+        server.stop()
+
+
+# ---- the bytes ------------------------------------------------------------------------------
+
+
+async def test_bytes_are_right_both_ways(server: ServerThread) -> None:
+    """Without a window or a map: packed, moved, spread; every layout and kind."""
+    big = torch.randn(300, 400)
+    values = {
+        "contiguous": big,
+        "transposed": big.t(),
+        "strided": big[::3, 5:300:7],
+        "expanded": torch.arange(400).expand(200, 400),
+        "bfloat16": big.bfloat16(),
+        "bool": big > 0,
+        "complex": torch.complex(big, -big),
+        "float8": big.to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 5),
+        "grad": torch.randn(200, 300, requires_grad=True),
+    }
+    payload = {"text": "x" * 100_000, "parts": (1, {2}, b"3")}
+    async with connected(server.address, block=["shm", "inline"]) as client:
+        refs = await client.put_batch({**values, "object": payload})
+        got = await client.get_batch(list(refs))
+        assert got.pop("object") == payload
+        for name, value in values.items():
+            assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape)
+            assert torch.equal(bits(got[name]), bits(value))
+        await in_place_and_slices(client, big)
+
+
+async def in_place_and_slices(client: ts.Client, big: torch.Tensor) -> None:
+    """What a reader may ask for of the key ``contiguous``."""
+    room = torch.zeros(400, 600)
+    target = room.t()[::2, ::1][:300, :400]
+    assert not target.is_contiguous()
+    assert await client.get("contiguous", target) is target
+    assert torch.equal(target, big)
+    room[:400, :600:2] = 0
+    assert not room.any()  # nothing beside the destination was written
+    for offsets, shape in (((10, 20), (30, 40)), ((0, 0), (5, 400)), ((299, 0), (1, 400))):
+        part = ts.TensorSlice(offsets, shape, (300, 400))
+        wanted = big[offsets[0] :, offsets[1] :][: shape[0], : shape[1]]
+        assert torch.equal(await client.get("contiguous", tensor_slice_spec=part), wanted)
+        into = torch.zeros(shape[1], shape[0]).t()
+        assert torch.equal(await client.get("contiguous", into, part), wanted)
+    with pytest.raises(ts.LayoutMismatchError):
+        await client.get("contiguous", torch.empty(400, 300))
+
+
+async def test_what_was_got_is_the_readers_own(server: ServerThread) -> None:
+    async with connected(server.address, block=["shm", "inline"]) as client:
+        await client.put("k", torch.zeros(100_000))
+        first = await client.get("k")
+        first.fill_(7)
+        assert not (await client.get("k")).any()
+        await client.put("k", torch.ones(100_000))
+        assert (first == 7).all()
+        status = await client.status()
+        assert status.volumes[0].leased_bytes == 0  # nothing is mapped, nothing stays leased
+
+
+async def test_it_ends_with_its_server_and_leaves_nothing(server: ServerThread) -> None:
+    async with connected(server.address, block=["shm", "inline"]) as client:
+        await client.put("k", torch.zeros(100_000))
+        assert len(inprocess._served) == 1
+        server.stop()
+        assert inprocess._served == {}
+        with pytest.raises(ts.StoreClosedError):
+            await client.put("k", torch.zeros(100_000))
+
+
+# ---- observers ------------------------------------------------------------------------------
+
+WATCH = """
+operations = []
+
+@hookimpl
+def torchstore_operation(operation):
+    operations.append(operation)
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield made
+    for module in made.modules:
+        sys.modules.pop(module, None)
+
+
+def seen(distribution: str = "watcher", name: str = "w") -> list[Operation]:
+    return list(sys.modules[f"site_{distribution}_{name}"].operations)
+
+
+async def test_an_observer_sees_every_operation_with_its_phases(site: Site) -> None:
+    site.install("watcher", OBSERVERS, w=WATCH)
+    async with running_store() as client:
+        await client.put("small", 5)
+        await client.put_batch({"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 18)})
+        into = torch.empty(1 << 20)
+        await client.get("a", into)
+        await client.get_batch(["a", "b", "small"])
+        await client.exists("a")
+        await client.keys()
+        await client.wait(["a", "b"])
+        with pytest.raises(ts.StoreTimeoutError):
+            await client.wait("never", timeout=0.01)
+        with pytest.raises(ts.KeyNotFoundError):
+            await client.get("missing")
+        with pytest.raises(ts.UnsupportedValueError):
+            await client.put("meta", torch.empty(3, device="meta"))
+        await client.delete("a")
+        await client.delete_batch(["b", "missing"])
+    operations = seen()
+    assert [(o.name, o.entries, o.error) for o in operations] == [
+        ("put", 1, ""),
+        ("put_batch", 2, ""),
+        ("get", 1, ""),
+        ("get_batch", 3, ""),
+        ("exists", 1, ""),
+        ("keys", 1, ""),
+        ("wait", 2, ""),
+        ("wait", 1, "timeout"),
+        ("get", 1, "key-not-found"),
+        ("put", 1, "unsupported-value"),
+        ("delete", 1, ""),
+        ("delete_batch", 2, ""),
+    ]
+    assert all(o.store_name == "torchstore" for o in operations)
+    small, batch, get, several = operations[:4]
+    assert (small.transport, set(small.phases)) == ("inline", {"plan"})
+    assert (batch.transport, set(batch.phases)) == ("shm", {"plan", "copy", "commit"})
+    assert (get.transport, set(get.phases)) == ("shm", {"plan", "copy"})
+    assert batch.nbytes == (5 << 20) and get.nbytes == 4 << 20  # noqa: PT018
+    assert several.nbytes >= 5 << 20
+    for operation in operations:
+        assert 0 <= sum(operation.phases.values()) <= operation.seconds < 20
+    assert batch.phases["copy"] > 0
+    assert operations[8].transport == ""
+
+
+async def test_an_observer_is_told_which_transport_moved_the_bytes(
+    site: Site, server: ServerThread
+) -> None:
+    site.install("watcher", OBSERVERS, w=WATCH)
+    for blocked, expected in ((["shm"], "inprocess"), (["inprocess"], "shm")):
+        async with connected(server.address, block=blocked) as client:
+            await client.put("k", torch.zeros(1 << 18))
+            await client.get("k", torch.empty(1 << 18))
+        assert [(o.name, o.transport, o.store_name) for o in seen()[-2:]] == [
+            ("put", expected, "here"),
+            ("get", expected, "here"),
+        ]
+
+
+async def test_an_observer_that_fails_breaks_nothing(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = "@hookimpl\ndef torchstore_operation(operation): raise ValueError('my fault')\n"
+    site.install("watcher", OBSERVERS, w=WATCH)
+    site.install("another", OBSERVERS, x=broken)
+    site.install("third", OBSERVERS, a=WATCH)
+    with caplog.at_level(logging.ERROR):
+        async with running_store() as client:
+            await client.put("k", 1)
+            assert await client.get("k") == 1
+    assert [o.name for o in seen()] == ["put", "get"]
+    assert [o.name for o in seen("third", "a")] == ["put", "get"]
+    assert caplog.text.count("ValueError: my fault") == 2
+
+
+async def test_a_blocked_observer_sees_nothing(site: Site) -> None:
+    site.install("watcher", OBSERVERS, w=WATCH)
+    async with running_store(block=["w"]) as client:
+        await client.put("k", 1)
+    assert "site_watcher_w" not in sys.modules
+
+
+async def test_a_cancelled_operation_is_observed_as_such(site: Site) -> None:
+    site.install("watcher", OBSERVERS, w=WATCH)
+    async with running_store() as client:
+        waiting = asyncio.create_task(client.wait("never"))
+        await until(lambda: sessions_waiting(client))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        waits = [operation for operation in seen() if operation.name == "wait"]
+        assert [operation.error for operation in waits] == ["CancelledError"]
+
+
+async def sessions_waiting(client: ts.Client) -> bool:
+    """Whether the server has seen the Wait."""
+    return (await client.status()).operations.get("Wait", 0) > 0

@@ -134,7 +134,7 @@ def test_the_runtime_directory_is_made_private(base: Path) -> None:
         os.umask(previous)
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777], ids=oct)
 def test_a_directory_that_others_can_enter_is_refused(base: Path, mode: int) -> None:
     base.mkdir()
     base.chmod(mode)

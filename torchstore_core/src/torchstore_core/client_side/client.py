@@ -20,7 +20,6 @@ from torchstore_core.contracts.observer import Operation
 from torchstore_core.errors import (
     ConfigurationError,
     StoreTimeoutError,
-    TorchStoreError,
     UnsupportedValueError,
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
@@ -255,7 +254,9 @@ class Client:
             return 0
         for key in keys:
             writing.check_key(key)
-        reply = await self._call(name, m.Deleted, m.Delete, timeout, keys, strict)
+        reply = await self._call(
+            name, m.Deleted, m.Delete, timeout, keys, strict, entries=len(keys)
+        )
         return reply.count
 
     async def exists(self, key: str, *, timeout: float | None = None) -> bool:
@@ -299,13 +300,24 @@ class Client:
         if not names:
             return {}
         clock = self._clock(timeout)
+        error = ""
+        try:
+            versions = await self._wait(names, min_version or 1, clock)
+        except BaseException as caught:
+            error = getattr(caught, "code", type(caught).__name__)
+            raise
+        finally:
+            self._observe("wait", clock, len(names), 0, "", error)
+        return {k: ObjectRef(k, v) for k, v in zip(names, versions, strict=True)}
+
+    async def _wait(self, names: list[str], min_version: int, clock: Clock) -> list[int]:
         _, lane = self._here() or await self._join(clock)
-        request = m.Wait(lane.next_id(), names, min_version or 1)
+        request = m.Wait(lane.next_id(), names, min_version)
         try:
             reply = await lane.call(request, m.Committed, clock.left())
         except StoreTimeoutError as caught:
             cancel_wait(lane, request.id)
-            least = f" with version {min_version} or newer" if min_version else ""
+            least = f" with version {min_version} or newer" if min_version > 1 else ""
             raise StoreTimeoutError(
                 f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
                 key=names[0],
@@ -313,8 +325,7 @@ class Client:
         except BaseException:
             cancel_wait(lane, request.id)
             raise
-        self._observe("wait", clock, len(names), 0, "", "")
-        return {k: ObjectRef(k, v) for k, v in zip(names, reply.versions, strict=True)}
+        return reply.versions
 
     # ---- looking --------------------------------------------------------------------------
 
@@ -360,19 +371,25 @@ class Client:
         return Clock(timeout)
 
     async def _call(
-        self, name: str, expect: type[R], message: type[Any], timeout: float | None, *args: Any
+        self,
+        name: str,
+        expect: type[R],
+        message: type[Any],
+        timeout: float | None,
+        *args: Any,
+        entries: int = 1,
     ) -> R:
         clock = self._clock(timeout)
-        _, lane = self._here() or await self._join(clock)
         error = ""
         try:
+            _, lane = self._here() or await self._join(clock)
             request = message(lane.next_id(), *args)
             return await lane.call(request, expect, clock.left(), quick=name in _QUICK)
-        except TorchStoreError as caught:
-            error = caught.code
+        except BaseException as caught:
+            error = getattr(caught, "code", type(caught).__name__)
             raise
         finally:
-            self._observe(name, clock, 1, 0, "", error)
+            self._observe(name, clock, entries, 0, "", error)
 
     def _observe(
         self, name: str, clock: Clock, entries: int, nbytes: int, transport: str, error: str

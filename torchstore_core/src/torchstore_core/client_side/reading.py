@@ -307,9 +307,8 @@ async def _copy_window(
             for to, of in split_rows(byte_like(result), byte_like(part), copying.CHUNK):
                 tasks.append(_strided(to, of))
     stream = total >= copying.STREAM_MIN
-    tasks.extend(
-        _chunk(link, segment, window.address, chunk, stream) for chunk in copying.plan(pieces)
-    )
+    chunks = copying.plan(pieces, copying.chunk_size(total))
+    tasks.extend(_chunk(link, segment, window.address, chunk, stream) for chunk in chunks)
     await copying.run(tasks, total)
     if device:
         await cuda.transfer(device, window)

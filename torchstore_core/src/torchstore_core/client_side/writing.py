@@ -129,7 +129,8 @@ async def _write_window(
             for to, of in split_rows(target, byte_like(tensor), copying.CHUNK):
                 tasks.append(_strided(to, of))
     stream = nbytes >= copying.STREAM_MIN
-    tasks.extend(_chunk(link, segment, base, chunk, stream) for chunk in copying.plan(pieces))
+    chunks = copying.plan(pieces, copying.chunk_size(nbytes))
+    tasks.extend(_chunk(link, segment, base, chunk, stream) for chunk in chunks)
     await copying.run(tasks, nbytes)
     if device:
         await cuda.transfer(device, link.window(segment))

@@ -85,7 +85,7 @@ class ShmLink(Link):
         stream = total >= copying.STREAM_MIN
         tasks = [
             lambda chunk=chunk: copying.copy_pieces(chunk, stream=stream)
-            for chunk in copying.plan(pieces)
+            for chunk in copying.plan(pieces, copying.chunk_size(total))
         ]
         await copying.run(tasks, total)
 
