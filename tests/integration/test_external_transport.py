@@ -1,7 +1,8 @@
-"""A transport and an observer from a package that the repository does not know.
+"""Installing a package is all it takes: a transport that nobody in this repository knows.
 
-It is written here, built as a wheel and installed by pip into a folder of its own. A process that
-has the folder on its path has the transport; one that has not, has not.
+The package ``torchstore-procfd`` is written, built as a wheel and installed by the test. Its server
+half says in which process, and under which number, the segment's descriptor is open; its client
+half opens that through /proc and moves bytes with preadv and pwritev. It has no window and no map.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,489 +18,410 @@ from tests.support import run_script
 
 PYPROJECT = """
 [build-system]
-requires = ["setuptools"]
+requires = ["setuptools>=77"]
 build-backend = "setuptools.build_meta"
 
 [project]
-name = "acme-procfd"
-version = "1.0"
-dependencies = ["torchstore-core"]
+name = "torchstore-procfd"
+version = "0.1.0"
+requires-python = ">=3.11"
+dependencies = ["torchstore-core>=0.1"]
 
 [project.entry-points."torchstore.transports"]
-procfd = "acme_procfd.plugin"
-
-[project.entry-points."torchstore.plugins"]
-acme-observer = "acme_procfd.observer"
+procfd = "torchstore_procfd.plugin"
 
 [tool.setuptools.packages.find]
 where = ["src"]
 """
 
-PLUGIN = """
+PLUGIN = '''
+"""Descriptor of ``procfd``."""
+
 from torchstore_core.contracts.hooks import hookimpl
-from torchstore_core.contracts.transport import Bid, Refusal, TransportSpec
+from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 
 
-def bid(context):
+def _bid(context: LinkContext) -> Bid | Refusal:
     if not context.same_host:
-        return Refusal("/proc is another machine's")
-    return Bid(500e-6, 2e9, "the descriptors in /proc are reachable")
+        return Refusal("/proc is another host's")
+    return Bid(400e-6, 3e9, "system calls on the server's descriptor")
 
 
 @hookimpl
-def torchstore_transport():
+def torchstore_transport() -> TransportSpec:
     return TransportSpec(
         "procfd",
-        bid=bid,
-        client="acme_procfd.link:ProcLink",
-        server="acme_procfd.server:ProcServer",
+        bid=_bid,
+        client="torchstore_procfd.link:ProcFdLink",
+        server="torchstore_procfd.server:ProcFdServer",
     )
-"""
+'''
 
-SERVER = """
+SERVER = '''
+"""Server half: nothing to serve, only something to say."""
+
 import os
+from collections.abc import Sequence
 
 import msgspec
 
-from torchstore_core.contracts.transport import TransportServer
+from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
+
+SAYS = os.environ.get("PROCFD_SERVER", "")
 
 
-class ProcServer(TransportServer):
-    async def start(self, context, segments):
-        return msgspec.msgpack.encode((os.getpid(), [(s.id, s.fd) for s in segments]))
+class ProcFdServer(TransportServer):
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        if SAYS == "raise":
+            raise ValueError("no descriptors today")
+        if SAYS == "nonsense":
+            return {"pid": os.getpid()}
+        return msgspec.msgpack.encode([os.getpid(), {s.id: s.fd for s in segments}])
 
-    async def close(self):
+    async def close(self) -> None:
         pass
-"""
+'''
 
-LINK = """
+LINK = '''
+"""Client half. Fails on demand, in the middle of its work: PROCFD_FAIL=what:after-how-many."""
+
 import ctypes
 import os
+from collections.abc import Sequence
 
 import msgspec
 
-from torchstore_core.contracts.transport import Link
+from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TransportError, TransportUnavailableError
 
-calls = []  # (what, bytes) of every batch, failed ones too
+FAIL, _, AFTER = os.environ.get("PROCFD_FAIL", "").partition(":")
+if FAIL == "import":
+    raise RuntimeError("this build lacks libprocfd")
 
 
-class ProcLink(Link):
-    def __init__(self, fds):
+class ProcFdLink(Link):
+    moved = {"read": 0, "write": 0}  # pieces, in all links of this process
+
+    def __init__(self, fds: dict[int, int]) -> None:
         self._fds = fds
 
     @classmethod
-    async def connect(cls, offer, context):
-        pid, segments = msgspec.msgpack.decode(offer)
-        fds = {}
+    async def connect(cls, offer: bytes, context: LinkContext) -> "ProcFdLink":
+        if FAIL == "connect":
+            raise OSError(5, "cable")
+        pid, fds = msgspec.msgpack.decode(offer, type=tuple[int, dict[int, int]])
         try:
-            for segment, fd in segments:
-                fds[segment] = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            return cls({i: os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR) for i, fd in fds.items()})
         except OSError as error:
-            for fd in fds.values():
-                os.close(fd)
-            raise TransportUnavailableError(f"cannot open the segments: {error}") from error
-        return cls(fds)
+            raise TransportUnavailableError(f"cannot open the segment: {error}") from error
 
-    async def write(self, copies):
+    async def write(self, copies: Sequence[Copy]) -> None:
         self._move("write", os.pwritev, copies)
 
-    async def read(self, copies):
+    async def read(self, copies: Sequence[Copy]) -> None:
         self._move("read", os.preadv, copies)
 
-    def _move(self, what, move, copies):
-        calls.append((what, sum(copy.nbytes for copy in copies)))
-        fails = os.environ.get("ACME_FAILS") == what
-        for address, segment, offset, nbytes in copies:
-            if fails:
-                nbytes //= 2  # it breaks in the middle
-            buffer = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            done = 0
-            while done < nbytes:
-                count = move(self._fds[segment], [buffer[done:]], offset + done)
-                if count <= 0:
-                    raise TransportError("the segment is shorter than it was said to be")
-                done += count
-            if fails:
-                raise TransportError("the wire was cut")
+    def _move(self, what, call, copies: Sequence[Copy]) -> None:
+        for number, (address, segment, offset, nbytes) in enumerate(copies):
+            if what == FAIL and number == int(AFTER):
+                raise TransportError("the cable was pulled")
+            memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+            while memory:
+                done = call(self._fds[segment], [memory], offset)
+                memory, offset = memory[done:], offset + done
+            type(self).moved[what] += 1
 
-    def close(self):
-        fds, self._fds = self._fds, {}
-        for fd in fds.values():
-            os.close(fd)
-"""
-
-OBSERVER = """
-import os
-
-from torchstore_core.contracts.hooks import hookimpl
-
-seen = []
-
-
-@hookimpl
-def torchstore_operation(operation):
-    seen.append(operation)
-    if os.environ.get("ACME_OBSERVER_FAILS"):
-        raise RuntimeError("an observer that fails")
-"""
-
-FILES = {
-    "pyproject.toml": PYPROJECT,
-    "src/acme_procfd/__init__.py": "",
-    "src/acme_procfd/plugin.py": PLUGIN,
-    "src/acme_procfd/server.py": SERVER,
-    "src/acme_procfd/link.py": LINK,
-    "src/acme_procfd/observer.py": OBSERVER,
-}
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+'''
 
 
 def pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir"]
     done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that pip installed the package into."""
-    root = tmp_path_factory.mktemp("acme")
-    for name, text in FILES.items():
-        path = root / "package" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    wheels = root / "wheels"
-    build = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
-    pip("wheel", *build, "--wheel-dir", str(wheels), str(root / "package"))
-    (wheel,) = wheels.iterdir()
-    assert wheel.suffix == ".whl"
-    target = root / "site"
-    pip("install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel))
-    assert (target / "acme_procfd").is_dir()
-    return target
+    """The folder that the package was installed into."""
+    pytest.importorskip("setuptools", reason="the wheel is built without isolation")
+    root = tmp_path_factory.mktemp("procfd")
+    package = root / "torchstore-procfd"
+    source = package / "src" / "torchstore_procfd"
+    source.mkdir(parents=True)
+    (package / "pyproject.toml").write_text(PYPROJECT)
+    for name, text in (("__init__", ""), ("plugin", PLUGIN), ("server", SERVER), ("link", LINK)):
+        (source / f"{name}.py").write_text(text)
+    wheels, site = root / "wheels", root / "site"
+    built = ("--no-build-isolation", "--no-deps", "--no-index")
+    pip("wheel", *built, "--wheel-dir", str(wheels), str(package))
+    (wheel,) = wheels.glob("torchstore_procfd-0.1.0-*.whl")
+    pip("install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+    assert (site / "torchstore_procfd-0.1.0.dist-info").is_dir()
+    return site
 
 
 @pytest.fixture
-def package(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes have the package."""
+def with_package(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started from now on, servers too, have the package."""
     before = os.environ.get("PYTHONPATH")
-    path = [str(installed), *([before] if before else [])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(installed), before])))
 
 
-#: What children find: the package, and a store that is shut down whatever happens.
-BEGIN = """
-import warnings
-from acme_procfd import link
-from acme_procfd.observer import seen
-MB = 1 << 20
-SMALL = dict(capacity=128 * MB, prefault=0, timeout=20)
+# What every script begins with: a store, and who moved how much.
+HEAD = """
+import os, warnings
+
+async def volume(nbytes=1 << 30):
+    (only,) = await ts.explain(nbytes)
+    return only
+
+def moved():
+    from torchstore_procfd.link import ProcFdLink
+    return dict(ProcFdLink.moved)
+
+def bits(tensor):
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.reshape(-1).view(torch.uint8)
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+big = torch.randn(400, 500)
 """
 
-MOVES = (
-    BEGIN
-    + """
-how = {how}
-client = await ts.initialize(**SMALL, **how)
-try:
-    (told,) = await ts.explain(16 * MB)
-    assert told["chosen"] == "procfd", told
-    (bid,) = [bid for bid in told["bids"] if bid["transport"] == "procfd"]
-    assert (bid["latency_s"], bid["bytes_per_s"]) == (500e-6, 2e9)
-    assert bid["reason"] == "the descriptors in /proc are reachable"
-    assert bid["preferred"] is ("prefer" in how)
-    assert abs(bid["cost_s"] - (500e-6 + 16 * MB / 2e9)) < 1e-9
 
-    def moved(what):
-        return sum(nbytes for kind, nbytes in link.calls if kind == what)
-
-    value = torch.arange(3 * MB, dtype=torch.int32).reshape(1024, 3072)
-    values = {{
-        "contiguous": value,
-        "transposed": value.t(),
-        "every second": value[:, ::2],
-        "bf16": value.to(torch.bfloat16),
-    }}
-    for key, stored in values.items():
-        link.calls.clear()
-        size = stored.numel() * stored.element_size()
-        ref = await ts.put(key, stored)
-        assert moved("write") == size
-        got = await ts.get(ref)
-        assert moved("read") == size
-        assert torch.equal(got, stored), key
-        got.zero_()
-        assert torch.equal(await ts.get(ref), stored), key
-        frame = torch.full((2 * stored.shape[0], stored.shape[1]), 7, dtype=stored.dtype)
-        into = frame[::2]
-        assert await ts.get(ref, into) is into
-        assert torch.equal(into, stored), key
-        assert bool((frame[1::2] == 7).all()), key
-
-    # Slices: runs, and rows that are far apart; only they are moved.
-    for (row, column), (rows, columns) in [((100, 0), (500, 3072)), ((13, 17), (900, 1001))]:
-        part = ts.TensorSlice((row, column), (rows, columns), (1024, 3072))
-        expected = value[row : row + rows, column : column + columns]
-        link.calls.clear()
-        assert torch.equal(await ts.get("contiguous", tensor_slice_spec=part), expected)
-        assert moved("read") == rows * columns * 4
-        into = torch.zeros(columns, rows, dtype=torch.int32).t()
-        await ts.get("contiguous", into, part)
-        assert torch.equal(into, expected)
-
-    # Objects, and a batch of everything.
-    thing = {{"bytes": bytes(range(256)) * 8192, "tuple": (1, {{2, 3}}, "ü")}}
-    link.calls.clear()
-    await ts.put("thing", thing)
-    assert moved("write") > 2 * MB
-    assert await ts.get("thing") == thing
-    assert moved("read") > 2 * MB
-    batch = {{"a": value, "b": thing, "c": value[::2, ::3], "d": torch.empty(0), "e": 5}}
-    refs = await ts.put_batch(batch)
-    got = await ts.get_batch(list(refs.values()))
-    assert torch.equal(got["a"], value) and torch.equal(got["c"], batch["c"])
-    assert got["b"] == thing and got["d"].shape == (0,) and got["e"] == 5
-
-    # The server half is there too, in a process that imports neither this script nor torch.
-    (volume,) = (await ts.status()).volumes
-    assert "procfd" in volume.transports
-    assert volume.leased_bytes == volume.unfinished_bytes == 0
-    assert (await ts.status()).plugin_errors == {{}}
-    transports = {{(o.name, o.transport) for o in seen if o.name in ("put", "get")}}
-    assert transports == {{("put", "procfd"), ("get", "procfd")}}, transports
-finally:
-    await ts.shutdown()
-print("moved")
-"""
-)
+async def run(body: str) -> str:
+    code = textwrap.dedent(HEAD) + textwrap.dedent(body)
+    return await run_script(code + '\nprint("done")\n')
 
 
-@pytest.mark.parametrize("how", ['dict(block=["shm"])', 'dict(prefer=["procfd"])'])
-@pytest.mark.usefixtures("package")
-async def test_installing_the_package_is_all_it_takes(how: str):
-    assert await run_script(MOVES.format(how=how)) == "moved\n"
+USE = """
+await ts.initialize(capacity=64 << 20, prefault=0, {arguments})
+only = await volume()
+assert only["chosen"] == "procfd", only
+(bid,) = [b for b in only["bids"] if b["transport"] == "procfd"]
+assert (bid["latency_s"], bid["bytes_per_s"]) == (400e-6, 3e9), bid
+assert bid["reason"] == "system calls on the server's descriptor", bid
+assert bid["preferred"] is {preferred}, bid
 
+values = {{
+    "contiguous": big,
+    "transposed": big.t(),
+    "strided": big[::3, 5:400:7],
+    "half": big.bfloat16(),
+    "float8": big.to(torch.float8_e4m3fn),
+    "complex": torch.complex(big, -big),
+    "bool": big > 0,
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+}}
+thing = {{"text": "x" * 200_000, "parts": (1, {{2}}, b"3"), "pickled": ValueError}}
+refs = await ts.put_batch({{**values, "thing": thing}})
+assert moved() == {{"read": 0, "write": len(values)}}  # all but the empty one, and the object
+got = await ts.get_batch(list(refs))
+assert got.pop("thing") == thing
+for name, value in values.items():
+    assert same(got[name], value), name
+assert moved()["read"] == len(values)
 
-async def test_without_the_package_it_is_unknown():
-    out = await run_script(
-        """
-        from torchstore_core.plugins import Registry
-        try:
-            Registry().transport("procfd")
-        except ts.PluginError as error:
-            print(error)
-        await ts.initialize(capacity=16 << 20, prefault=0, prefer=["procfd"])
-        (told,) = await ts.explain()
-        print(told["chosen"], "procfd" in str(told), (await ts.status()).volumes[0].transports)
-        await ts.shutdown()
-        """
-    )
-    error, told = out.splitlines()
-    assert error.startswith("no transport is called 'procfd' (installed: ")
-    assert told == "shm False ['inprocess', 'shm']"
+room = torch.zeros(500, 900)
+target = room.t()[::2, ::1][:400, :500]
+assert await ts.get("contiguous", target) is target
+assert same(target, big)
+room[:500, :800:2] = 0
+assert not room.any()
+for offsets, shape in (((10, 20), (30, 40)), ((0, 0), (7, 500)), ((399, 0), (1, 500))):
+    part = ts.TensorSlice(offsets, shape, (400, 500))
+    wanted = big[offsets[0]:, offsets[1]:][:shape[0], :shape[1]]
+    assert same(await ts.get("contiguous", tensor_slice_spec=part), wanted)
+    into = torch.zeros(shape[1], shape[0]).t()
+    assert same(await ts.get("contiguous", into, part), wanted)
 
-
-@pytest.mark.usefixtures("package")
-async def test_shm_wins_by_its_bid_when_nobody_asks_for_the_package():
-    out = await run_script(
-        BEGIN
-        + """
-await ts.initialize(**SMALL)
-(told,) = await ts.explain(16 * MB)
-await ts.put("a", torch.ones(MB))
-await ts.get("a")
-print(told["chosen"], [bid["transport"] for bid in told["bids"]], link.calls)
-print({o.transport for o in seen if o.name in ("put", "get")})
+first = await ts.get("contiguous")
+await ts.put("contiguous", big + 1)
+assert same(first, big)
+assert same(await ts.get("contiguous"), big + 1)
+await ts.delete_batch(list(refs))
+status = await ts.status()
+assert status.volumes[0].used_bytes == 0
+assert "procfd" in status.volumes[0].transports
+assert status.plugin_errors == {{}}
 await ts.shutdown()
 """
-    )
-    assert out.splitlines() == ["shm ['shm', 'procfd'] []", "{'shm'}"]
 
 
-@pytest.mark.parametrize("what", ["write", "read"])
-@pytest.mark.usefixtures("package")
-async def test_a_link_that_fails_is_followed_by_the_next_bid_once(
-    what: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("ACME_FAILS", what)
-    out = await run_script(
-        BEGIN
-        + f"""
-what = {what!r}
-await ts.initialize(**SMALL, prefer=["procfd"])
-values = {{
-    "contiguous": torch.arange(MB, dtype=torch.int32),
-    "strided": torch.arange(2 * MB, dtype=torch.int32)[::2],
-    "object": {{"bytes": bytes(range(256)) * 8192}},
-}}
-try:
+@pytest.mark.usefixtures("with_package")
+@pytest.mark.parametrize(
+    ("arguments", "preferred"),
+    [('block=["shm"]', False), ('prefer=["procfd"]', True)],
+    ids=["shm blocked", "preferred"],
+)
+async def test_an_installed_transport_moves_tensors(arguments: str, preferred: bool) -> None:
+    out = await run(USE.format(arguments=arguments, preferred=preferred))
+    assert out == "done\n"
+
+
+async def test_where_it_is_not_installed_it_is_gone(installed: Path) -> None:
+    assert str(installed) not in os.environ.get("PYTHONPATH", "")
+    out = await run("""
+    await ts.initialize(capacity=64 << 20, prefault=0, prefer=["procfd"])
+    only = await volume()
+    assert only["chosen"] == "shm", only
+    assert "procfd" not in str(only)
+    assert (await ts.status()).volumes[0].transports == ["inprocess", "shm"]
+    await ts.put("k", big)
+    assert same(await ts.get("k"), big)
+    await ts.shutdown()
+    """)
+    assert out == "done\n"
+
+
+@pytest.mark.usefixtures("with_package")
+async def test_without_a_word_of_the_user_its_bid_loses() -> None:
+    out = await run("""
+    await ts.initialize(capacity=64 << 20, prefault=0)
+    only = await volume()
+    assert only["chosen"] == "shm"
+    assert [b["transport"] for b in only["bids"]] == ["shm", "procfd"], only
+    await ts.put("k", big)
+    assert same(await ts.get("k"), big)
+    assert moved() == {"read": 0, "write": 0}
+    await ts.shutdown()
+    """)
+    assert out == "done\n"
+
+
+@pytest.mark.usefixtures("with_package")
+async def test_one_side_without_it_is_enough_to_do_without() -> None:
+    """A volume whose server blocks it does not offer it."""
+    out = await run("""
+    os.environ["TORCHSTORE_BLOCK"] = "procfd"
+    await ts.initialize(capacity=64 << 20, prefault=0)
+    del os.environ["TORCHSTORE_BLOCK"]
+    client = await ts.connect(await ts.address(), store_name="second", prefer=["procfd"])
+    (only,) = await client.explain()
+    assert only["chosen"] == "shm"
+    assert "does not offer it" in only["refusals"]["procfd"]
+    await ts.shutdown("second")
+    await ts.shutdown()
+    """)
+    assert out == "done\n"
+
+
+# ---- failing --------------------------------------------------------------------------------
+
+FALL_BACK = """
+tensors = {{f"k{{i}}": torch.full((100_000,), i) for i in range(6)}}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    await ts.initialize(capacity=64 << 20, prefault=0, prefer=["procfd"])
+    await ts.put_batch(tensors)
+    for _ in range(2):
+        got = await ts.get_batch(list(tensors))
+        into = {{k: torch.zeros(100_000, dtype=torch.int64) for k in tensors}}
+        await ts.get_batch(into)
+        for k, wanted in tensors.items():
+            assert same(got[k], wanted) and same(into[k], wanted), k
+    await ts.put_batch({{k: t + 1 for k, t in tensors.items()}})
+    for k, wanted in tensors.items():
+        assert same(await ts.get(k), wanted + 1)
+about = [w for w in caught if "procfd" in str(w.message)]
+(warning,) = about
+assert warning.category is RuntimeWarning
+text = str(warning.message)
+assert {reason!r} in text and "not used any more" in text and "shm" in text, text
+only = await volume()
+assert only["chosen"] == "shm"
+assert {reason!r} in only["refusals"]["procfd"], only
+assert [b["transport"] for b in only["bids"]] == ["shm"]
+print({count})
+status = await ts.status()
+assert status.volumes[0].unfinished_bytes == 0
+await ts.shutdown()
+"""
+
+
+@pytest.mark.usefixtures("with_package")
+@pytest.mark.parametrize(
+    ("fail", "reason", "count", "expected"),
+    [
+        # In the middle of the first put: three of its six pieces were written, then the rest
+        # (and those three once more) by the next bid.
+        ("write:3", "the cable was pulled", "moved()", "{'read': 0, 'write': 3}"),
+        ("read:2", "the cable was pulled", "moved()", "{'read': 2, 'write': 6}"),
+        ("connect", "it cannot connect: OSError(5, 'cable')", "moved()", "{'read': 0, 'write': 0}"),
+        ("import", "this build lacks libprocfd", "None", "None"),
+    ],
+    ids=["write", "read", "connect", "import"],
+)
+async def test_a_link_that_fails_gives_way_to_the_next_once_and_loudly(
+    monkeypatch: pytest.MonkeyPatch, fail: str, reason: str, count: str, expected: str
+) -> None:
+    monkeypatch.setenv("PROCFD_FAIL", fail)
+    out = await run(FALL_BACK.format(reason=reason, count=count))
+    assert out == f"{expected}\ndone\n"
+
+
+@pytest.mark.usefixtures("with_package")
+async def test_when_the_last_link_fails_nothing_was_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PROCFD_FAIL", "write:1")
+    out = await run("""
+    await ts.initialize(capacity=64 << 20, prefault=0, block=["shm"])
+    await ts.put("k0", torch.arange(3))  # rides in the message
+    await ts.put("k1", big)              # one piece: the failure comes with the second
+    before = (await ts.status()).volumes[0].used_bytes
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            for key, value in values.items():
-                await ts.put(key, value)
-                got = await ts.get(key)
-                same = got == value if key == "object" else torch.equal(got, value)
-                assert same, key
-                if key != "object":
-                    into = torch.zeros(2 * MB, dtype=torch.int32)[1::2]
-                    await ts.get(key, into)
-                    assert torch.equal(into, value), key
-    # Loudly, and once: it is not tried again, by puts and gets alike.
-    (warning,) = [w for w in caught if "procfd" in str(w.message)]
-    assert warning.category is RuntimeWarning
-    assert "the wire was cut" in str(warning.message)
-    assert "shm" in str(warning.message).partition("what is left:")[2]
-    assert len([kind for kind, _ in link.calls if kind == what]) == 1, link.calls
-    (told,) = await ts.explain(MB)
-    assert told["chosen"] == "shm"
-    assert told["refusals"]["procfd"] == "its link failed: the wire was cut"
-    (volume,) = (await ts.status()).volumes
-    assert volume.unfinished_bytes == 0
-finally:
-    await ts.shutdown()
-print("fell back")
-"""
-    )
-    assert out == "fell back\n"
-
-
-@pytest.mark.usefixtures("package")
-async def test_when_it_fails_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ACME_FAILS", "write")
-    out = await run_script(
-        BEGIN
-        + """
-await ts.initialize(**SMALL, block=["shm"])
-await ts.put("a", "before")
-with warnings.catch_warnings(record=True):
-    warnings.simplefilter("always")
-    for _ in range(2):
         try:
-            await ts.put("a", torch.ones(MB))
+            await ts.put_batch({"k0": big + 1, "k1": big + 2})
         except ts.TransportUnavailableError as error:
-            assert error.details["refusals"]["procfd"] == "its link failed: the wire was cut"
-            assert "procfd: its link failed" in str(error), error
+            assert "its link failed: the cable was pulled" in str(error), error
+            assert "procfd" in error.details["refusals"]
         else:
-            raise AssertionError("it was put")
-assert await ts.get("a") == "before"
-(volume,) = (await ts.status()).volumes
-print(volume.unfinished_bytes, [kind for kind, _ in link.calls])
-print([o.error for o in seen if o.name == "put"])
-await ts.shutdown()
-"""
-    )
-    assert out.splitlines() == [
-        "0 ['write']",
-        "['', 'transport-unavailable', 'transport-unavailable']",
-    ]
-
-
-async def test_when_everything_is_blocked_the_error_says_who_refused():
-    """Without the package: what is left is the example transport, which refuses."""
-    out = await run_script(
-        """
-        await ts.initialize(capacity=16 << 20, prefault=0, block=["shm", "inline"])
-        for value in (5, torch.ones(3), torch.ones(1 << 20)):
-            try:
-                await ts.put("a", value)
-            except ts.TransportUnavailableError as error:
-                print(error.code, sorted(error.details["refusals"]), "|", error)
-        print(await ts.keys(), (await ts.status()).volumes[0].used_bytes)
-        (told,) = await ts.explain()
-        print(told["chosen"], told["bids"], sorted(told["refusals"]))
-        await ts.shutdown()
-        """
-    )
-    *errors, left, told = out.splitlines()
-    assert len(errors) == 3
-    for error in errors:
-        assert error.startswith("transport-unavailable ['inline', 'inprocess', 'shm'] | ")
-        assert "inprocess: the volume is in another process" in error
-        assert "shm: blocked by configuration" in error
-        assert "inline: blocked by configuration" in error
-    assert left == "[] 0"
-    assert told == "None [] ['inline', 'inprocess', 'shm']"
-
-
-@pytest.mark.parametrize("fails", ["", "1"])
-@pytest.mark.usefixtures("package")
-async def test_the_observer_sees_every_operation(fails: str, monkeypatch: pytest.MonkeyPatch):
-    """Also one that fails itself: it is told of the next one nevertheless, and harms nobody."""
-    monkeypatch.setenv("ACME_OBSERVER_FAILS", fails)
-    out = await run_script(
-        BEGIN
-        + """
-import logging
-logging.disable(logging.CRITICAL)
-client = await ts.initialize(**SMALL, store_name="seen", block=["shm"])
-
-async def one(work):
-    del seen[:]
-    error = ""
+            raise SystemExit("it should have failed")
+    assert len(caught) == 1
+    assert same(await ts.get("k0"), torch.arange(3))
+    refs = await ts.wait(["k0", "k1"])
+    assert [r.version for r in refs.values()] == [1, 1]
+    volume = (await ts.status()).volumes[0]
+    assert (volume.used_bytes, volume.unfinished_bytes) == (before, 0)
     try:
-        await work
-    except ts.TorchStoreError as caught:
-        error = caught.code
-    (operation,) = seen
-    assert operation.error == error, (operation, error)
-    assert operation.store_name == "seen"
-    assert 0 < operation.seconds < 10
-    # The phases are parts of the whole, in order.
-    assert all(part >= 0 for part in operation.phases.values())
-    assert sum(operation.phases.values()) <= operation.seconds
-    print(
-        operation.name, operation.entries, operation.nbytes, operation.transport or "-",
-        "+".join(operation.phases) or "-", operation.error or "-",
-    )
+        await ts.get("k1")
+    except ts.TransportUnavailableError:
+        pass
+    assert (await ts.status()).volumes[0].leased_bytes == 0
+    await ts.put("k0", 5)
+    assert await ts.get("k0") == 5
+    await ts.reset_client()  # new connections: it may be tried again
+    assert same(await ts.get("k1"), big)
+    await ts.shutdown()
+    """)
+    assert out == "done\n"
 
-big = torch.ones(MB)
-await one(client.put("a", big))
-await one(client.put("b", b"xyz"))
-await one(client.put_batch({"c": big, "d": big[::2]}))
-await one(client.get("a"))
-await one(client.get("a", torch.empty(MB)))
-await one(client.get("b"))
-await one(client.get_batch(["a", "c", "d"]))
-await one(client.get("nothing"))
-await one(client.get("a", torch.empty(3)))
-await one(client.get(ts.ObjectRef("a", 99)))
-await one(client.put("e", torch.empty(3, device="meta")))
-await one(client.put("e", torch.empty(256 * MB, dtype=torch.uint8)))
-await one(client.exists("a"))
-await one(client.keys())
-await one(client.wait("a"))
-await one(client.delete("nothing"))
-await one(client.delete("a"))
-await one(client.delete_batch(["b", "nothing"]))
-await ts.shutdown("seen")
-"""
-    )
-    lines = out.splitlines()
-    small = lines.pop(1).split(), lines.pop(4).split()
-    for line, name in zip(small, ("put", "get"), strict=True):
-        assert line[:2] == [name, "1"]
-        assert 3 <= int(line[2]) < 16  # as it was encoded
-        assert line[3] == "inline"
-        assert line[5] == "-"
-    big = 4 << 20
-    assert lines == [
-        f"put 1 {big} procfd plan+copy+commit -",
-        f"put_batch 2 {big + big // 2} procfd plan+copy+commit -",
-        f"get 1 {big} procfd plan+copy -",
-        f"get 1 {big} procfd plan+copy -",
-        f"get_batch 3 {2 * big + big // 2} procfd plan+copy -",
-        "get 1 0 - - key-not-found",
-        "get 1 0 - plan layout-mismatch",
-        "get 1 0 - - version-gone",
-        "put 1 0 - - unsupported-value",
-        f"put 1 {256 << 20} - - store-full",
-        "exists 1 0 - - -",
-        "keys 1 0 - - -",
-        "wait 1 0 - - -",
-        "delete 1 0 - - key-not-found",
-        "delete 1 0 - - -",
-        "delete_batch 2 0 - - -",
-    ]
+
+@pytest.mark.usefixtures("with_package")
+@pytest.mark.parametrize("says", ["raise", "nonsense"])
+async def test_a_server_half_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    monkeypatch.setenv("PROCFD_SERVER", says)
+    out = await run("""
+    await ts.initialize(capacity=64 << 20, prefault=0, prefer=["procfd"])
+    only = await volume()
+    assert only["chosen"] == "shm"
+    assert "does not offer it" in only["refusals"]["procfd"]
+    await ts.put("k", big)
+    assert same(await ts.get("k"), big)
+    await ts.shutdown()
+    """)
+    assert out == "done\n"

@@ -107,9 +107,6 @@ class Target:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
-                # The C library would keep up to 64 MB of what was freed, in a way that depends on
-                # the order of everything: give it back, so that what the server keeps is seen.
-                env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},
             )
         assert self.process.stdout is not None
         ready = msgspec.json.decode(self.process.stdout.readline())

@@ -184,6 +184,33 @@ def test_every_refusal_is_kept_with_its_reason() -> None:
     }
 
 
+def fails(*_: object) -> Bid:
+    raise OSError("no such device")
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (
+            TransportSpec("bad", bid=fails, in_band=True),
+            "its bid failed: OSError('no such device')",
+        ),
+        (
+            TransportSpec("bad", bid=lambda c: bid(0, 1), probe=fails, in_band=True),
+            "its bid failed: OSError('no such device')",
+        ),
+        (spec("bad", bid(0.0, 0.0)), "makes no sense"),
+        (spec("bad", bid(-1.0, 1e9)), "makes no sense"),
+        (spec("bad", bid(math.nan, 1e9)), "makes no sense"),
+        (spec("bad", None), "its bid failed"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_transport_that_answers_nonsense_spoils_no_other(made: TransportSpec, says: str) -> None:
+    ranking = ranked(made, spec("good", bid(1.0, 1.0)))
+    assert names(ranking, 1 << 20) == ["good"]
+    assert says in ranking.refusals["bad"]
+
+
 def test_a_bid_is_made_from_the_facts_of_the_link() -> None:
     seen: list[LinkContext] = []
 

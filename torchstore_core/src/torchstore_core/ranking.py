@@ -116,6 +116,17 @@ class Ranking:
         )
 
 
+def _answer(spec: TransportSpec, context: LinkContext) -> Bid | Refusal:
+    """What a transport says to a link; nonsense is a refusal, for the others are there."""
+    try:
+        reason = spec.probe() if spec.probe is not None else None
+        answer = spec.bid(context) if reason is None else Refusal(reason)
+        sane = isinstance(answer, Refusal) or (answer.latency_s >= 0 and answer.bytes_per_s > 0)
+    except Exception as error:  # noqa: BLE001 - said to whoever asks why it was not chosen
+        return Refusal(f"its bid failed: {error!r}")
+    return answer if sane else Refusal(f"its bid makes no sense: {answer}")
+
+
 def rank(
     specs: Iterable[TransportSpec], context: LinkContext, offers: Iterable[str], policy: Policy
 ) -> Ranking:
@@ -130,11 +141,7 @@ def rank(
         if spec.client is not None and spec.name not in offered:
             refusals[spec.name] = "the volume does not offer it (not installed there, or refused)"
             continue
-        reason = spec.probe() if spec.probe is not None else None
-        if reason is not None:
-            refusals[spec.name] = reason
-            continue
-        answer = spec.bid(msgspec.structs.replace(context, offered=spec.name in offered))
+        answer = _answer(spec, msgspec.structs.replace(context, offered=spec.name in offered))
         if isinstance(answer, Refusal):
             refusals[spec.name] = answer.reason
         else:

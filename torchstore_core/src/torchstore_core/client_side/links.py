@@ -15,6 +15,7 @@ from torchstore_core.contracts.transport import Link, LinkContext, SupportsWindo
 from torchstore_core.errors import (
     PluginError,
     StoreClosedError,
+    TorchStoreError,
     TransportError,
     TransportUnavailableError,
 )
@@ -119,7 +120,12 @@ class VolumeLinks:
                 cls: type[Link] = load_class(str(spec.client))
             except PluginError as error:  # a broken transport is a link that fails
                 raise TransportUnavailableError(error.message) from error
-            made = await cls.connect(self.info.offers[spec.name], self.context)
+            try:
+                made = await cls.connect(self.info.offers[spec.name], self.context)
+            except TorchStoreError:
+                raise
+            except Exception as error:
+                raise TransportUnavailableError(f"it cannot connect: {error!r}") from error
             with self._lock:
                 link = links.setdefault(spec.name, made)
             if link is not made:  # another loop was faster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import msgspec
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.app import Ready, Server, ServerOptions
 
+_M_MMAP_THRESHOLD = -3
 _OWNER_POLL_S = 0.2
 
 
@@ -25,6 +27,7 @@ def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | 
         say: told once: that it is ready, or ``error`` (a code) and ``message`` if it cannot start.
             By default that is a line of JSON on stdout.
     """
+    _return_large_blocks()
     try:
         import uvloop
     except ImportError:
@@ -33,6 +36,15 @@ def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | 
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with runner:
         return runner.run(_main(options, say or _say))
+
+
+def _return_large_blocks() -> None:
+    """Have glibc give freed message buffers back: its threshold for doing so grows with the first
+    large one, and the server would keep tens of megabytes for ever.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 
 async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None]) -> int:

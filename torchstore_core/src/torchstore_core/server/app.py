@@ -18,7 +18,7 @@ import msgspec
 from torchstore_core import topology
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
-from torchstore_core.errors import ConfigurationError, PluginError, TransportError
+from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.server.connection import Connection
 from torchstore_core.server.controller import Controller
@@ -213,15 +213,19 @@ class Server:
         context = ServerContext(options.store_name, volume_id, str(self._directory), self.topology)
         offers: dict[str, bytes] = {}
         for spec in self.registry.transports():
-            if spec.server is None or (spec.probe is not None and spec.probe() is not None):
+            if spec.server is None:
                 continue
             try:
+                if spec.probe is not None and spec.probe() is not None:
+                    continue
                 half: TransportServer = load_class(spec.server)()
-                offers[spec.name] = await half.start(context, [Segment(0, memory.fd, capacity)])
-            except (TransportError, PluginError, OSError) as error:
-                log.warning("transport %s is not served: %s", spec.name, error)
-                continue
-            self._halves.append(half)
+                offer: object = await half.start(context, [Segment(0, memory.fd, capacity)])
+                self._halves.append(half)
+                if not isinstance(offer, bytes):
+                    raise PluginError(f"its offer is a {type(offer).__qualname__}, not bytes")
+                offers[spec.name] = offer
+            except Exception as error:  # noqa: BLE001 - a broken transport must not end the others
+                log.warning("transport %s is not served: %r", spec.name, error)
         pid = os.getpid()
         info = m.VolumeInfo(volume_id, index, pid, self.topology, capacity, offers)
         return VolumeRecord(info, memory)
