@@ -290,3 +290,35 @@ async def test_the_store_ends_with_its_owner():
         pid, path = (await script.output()).split()
     await until(lambda: not _exists(int(pid)))
     await until(lambda: not os.path.exists(path))
+
+
+async def test_connecting_again_changes_no_earlier_client():
+    async with running_store(allow_pickle=False, timeout=30) as hardened:
+        other = await ts.connect(hardened.address, timeout=0.2, allow_pickle=True)
+        with pytest.raises(ts.UnsafeObjectError):
+            await hardened.put("k", Path())
+        await other.put("k", Path())
+        with pytest.raises(ts.StoreTimeoutError, match=r"0\.2 s"):
+            await other.wait("never")
+        assert hardened._clock(None).timeout == 30
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_storage_volumes": "2"},
+        {"num_storage_volumes": True},
+        {"capacity": "1GB"},
+        {"capacity": 1e9},
+        {"prefault": 0.5},
+        {"timeout": "x"},
+        {"store_name": 3},
+        {"prefer": "shm"},
+        {"block": "shm"},
+    ],
+    ids=repr,
+)
+async def test_arguments_of_a_wrong_type_are_refused_before_anything_starts(arguments):
+    with pytest.raises(ts.ConfigurationError):
+        await ts.initialize(**{**SMALL, **arguments})
+    assert not _server_children()

@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
 from multiprocessing.connection import Connection
 
 import torch
@@ -194,3 +199,61 @@ async def test_a_fork_in_the_middle_of_a_put():
             assert await child.said() == [7]
         del held
         await settled(Account(1, 64 * MB + VALUE))
+
+
+async def test_a_killed_parents_unfinished_put_goes_though_its_child_lives_on():
+    """The child keeps what it inherited; what only the parent could have committed is given up."""
+    code = textwrap.dedent(
+        """
+        import asyncio, os, signal, sys
+        import torch
+        import torchstore_core as ts
+        from torchstore_core.values import TensorMeta
+        from torchstore_core.wire import messages as m
+
+        async def main():
+            client = await ts.connect(sys.argv[1])
+            await client.put("held", torch.zeros(1 << 20))
+            held = await client.get("held")
+            child = os.fork()
+            if not child:
+                signal.pause()
+            session, lane = client._here()
+            item = m.PutItem("never", TensorMeta("uint8", (1 << 20,)), 1 << 20)
+            request = m.Put(lane.next_id(), session.next_id(), [item])
+            await lane.call(request, m.Granted, 10)
+            print(child, flush=True)
+            signal.pause()
+
+        asyncio.run(main())
+        """
+    )
+    async with running_store() as client:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code, client.address], stdout=subprocess.PIPE
+        )
+        assert parent.stdout is not None
+        child = int(await asyncio.to_thread(parent.stdout.readline))
+        try:
+            volume = (await ts.status()).volumes[0]
+            assert (volume.unfinished_bytes, volume.leased_bytes) == (1 << 20, 4 << 20)
+            parent.kill()
+            parent.wait()
+
+            async def unfinished() -> int:
+                return (await ts.status()).volumes[0].unfinished_bytes
+
+            deadline = time.monotonic() + 1
+            while await unfinished() and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            assert await unfinished() == 0
+            assert (await ts.status()).volumes[0].leased_bytes == 4 << 20
+        finally:
+            os.kill(child, signal.SIGKILL)
+            parent.kill()
+            parent.wait()
+            parent.stdout.close()
+        deadline = time.monotonic() + 5
+        while (await ts.status()).volumes[0].leased_bytes:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)

@@ -27,6 +27,7 @@ from torchstore_core.errors import (
     StoreFullError,
     VersionGoneError,
 )
+from torchstore_core.server import controller
 from torchstore_core.server.allocator import ALIGNMENT
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory import SegmentMemory
@@ -115,6 +116,8 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(controller, "_MAX_DELETED", 2)  # so that deleted keys are forgotten
         self.volumes_open = volumes(8192, 8192)
         records = self.volumes_open.__enter__()
         self.controller = Controller(records, Strategy(), prefault=False)
@@ -148,6 +151,7 @@ class ControllerMachine(RuleBasedStateMachine):
                 assert volume.allocator.free_ranges() == [(0, capacity)]
         finally:
             self.volumes_open.__exit__(None, None, None)
+            self.patch.undo()
 
     # ---- the model --------------------------------------------------------------------------
 
@@ -645,6 +649,8 @@ def test_the_error_of_a_full_store_says_who_holds_what(small: Controller) -> Non
         "capacity_bytes": 4096,
         "used_bytes": 1024 + 2048,
         "requested_bytes": 1152,
+        "free_bytes": 1024,
+        "largest_free_bytes": 1024,
         "leased_bytes": 1024,
         "unfinished_bytes": 2048,
         "holders": [
@@ -816,3 +822,19 @@ def test_one_put_may_name_a_key_twice(small: Controller) -> None:
     assert small.commit(session, 1) == [1, 2]
     assert small.index["k"].nbytes == 64
     assert small.volumes[0].used == 64
+
+
+def test_deleted_keys_are_remembered_one_by_one_up_to_a_bound(small: Controller) -> None:
+    """A key never seen starts at 1, whatever was deleted; only what was forgotten moves that."""
+    session = small.open_session(facts(), HERE)
+    txn = iter(range(1, 1_000_000))
+    for _ in range(100):
+        put(small, session, next(txn), inline("a", b"x"))
+    small.delete(["a"], True)
+    assert put(small, session, next(txn), inline("fresh", b"x")) == [1]
+    assert put(small, session, next(txn), inline("a", b"x")) == [101]
+    small.delete(["a"], True)
+    for i in range(5000):
+        put(small, session, next(txn), inline(f"k{i}", b"x"))
+        small.delete([f"k{i}"], True)
+    assert put(small, session, next(txn), inline("a", b"x"))[0] > 101, "forgotten, never repeated"

@@ -137,15 +137,18 @@ async def _start(
 def _check(
     volumes: int, store_name: str, capacity: int | None, prefault: int | None, timeout: float | None
 ) -> None:
-    if volumes < 1:
+    for name, number in (("capacity", capacity), ("prefault", prefault)):
+        if number is not None and type(number) is not int:
+            raise ConfigurationError(f"{name} is a whole number of bytes, not {number!r}")
+    if type(volumes) is not int or volumes < 1:
         raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
-    if not store_name:
+    if type(store_name) is not str or not store_name:
         raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
     if capacity is not None and capacity < 4096 * volumes:
         raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")
     if prefault is not None and prefault < 0:
         raise ConfigurationError(f"prefault is bytes, not {prefault!r}")
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
         raise ConfigurationError(f"timeout is seconds above 0, or None, not {timeout!r}")
 
 
@@ -194,9 +197,8 @@ async def connect(
     policy = Policy.make(prefer, block)
     if before is not None and (before.address, before.policy) == (address, policy):
         # The same store again: earlier clients of it stay what they are.
-        before.timeout, before.allow_pickle = timeout, allow_pickle
         await before.session(timeout)
-        return Client(before)
+        return Client(before, timeout=timeout, allow_pickle=allow_pickle)
     runtime = before.runtime if before is not None else None
     membership = Membership(store_name, address, policy, timeout, allow_pickle, runtime)
     await membership.session(timeout)

@@ -87,7 +87,8 @@ class ObjectLostError(TorchStoreError):
 class StoreFullError(TorchStoreError):
     """A put does not fit. Nothing was changed.
 
-    ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes``, ``leased_bytes``,
+    ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes``, ``free_bytes``,
+    ``largest_free_bytes`` (one value needs one free range), ``leased_bytes``,
     ``unfinished_bytes`` and ``holders`` (a list of who holds how much).
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
-from torchstore_core.errors import TransportUnavailableError
+from torchstore_core.errors import ConfigurationError, TransportUnavailableError
 
 __all__ = ["Candidate", "Policy", "Ranking", "rank"]
 
@@ -29,7 +29,13 @@ class Policy(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
-        """Arguments joined with TORCHSTORE_PREFER and TORCHSTORE_BLOCK (comma-separated)."""
+        """Arguments joined with TORCHSTORE_PREFER and TORCHSTORE_BLOCK (comma-separated).
+
+        Raises:
+            ConfigurationError: one str instead of a list of names.
+        """
+        if isinstance(prefer, str) or isinstance(block, str):
+            raise ConfigurationError("prefer and block are lists of names, not one str")
         return cls(
             (*prefer, *(n for n in _names("TORCHSTORE_PREFER") if n not in prefer)),
             (*block, *(n for n in _names("TORCHSTORE_BLOCK") if n not in block)),

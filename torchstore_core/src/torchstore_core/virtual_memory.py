@@ -54,7 +54,8 @@ def _map(fd: int, offset: int, nbytes: int, flags: int) -> int:
     address = _mmap(None, nbytes, _READ_WRITE, flags, fd, offset)
     if address is None or address == _FAILED:
         code = ctypes.get_errno()
-        hint = " (too many mappings: see vm.max_map_count)" if code == errno.ENOMEM else ""
+        out = code == errno.ENOMEM
+        hint = " (address space or mappings: see ulimit -v, vm.max_map_count)" if out else ""
         raise OSError(code, f"mmap of {nbytes} bytes: {os.strerror(code)}{hint}")
     return int(address)
 

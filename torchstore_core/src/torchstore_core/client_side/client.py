@@ -53,8 +53,16 @@ class Client:
     * ``ProtocolError``: too many keys for one message (64 MiB), or keys that are not Unicode.
     """
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> None:
         self._membership = membership
+        self._timeout = membership.timeout if timeout is None else timeout
+        self._allow_pickle = membership.allow_pickle if allow_pickle is None else allow_pickle
 
     def __repr__(self) -> str:
         return f"<Client of store {self._membership.store_name!r} at {self._membership.address}>"
@@ -123,7 +131,7 @@ class Client:
         allow_pickle: bool | None,
     ) -> list[int]:
         clock = self._clock(timeout)
-        pickle_too = self._membership.allow_pickle if allow_pickle is None else allow_pickle
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         nbytes = 0
         transport = ""
         error = ""
@@ -211,7 +219,7 @@ class Client:
         self, name: str, wants: Sequence[Want], timeout: float | None, allow_pickle: bool | None
     ) -> list[Any]:
         clock = self._clock(timeout)
-        pickle_too = self._membership.allow_pickle if allow_pickle is None else allow_pickle
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         nbytes = 0
         transport = ""
         error = ""
@@ -365,7 +373,7 @@ class Client:
 
     def _clock(self, timeout: float | None) -> Clock:
         if timeout is None:
-            timeout = self._membership.timeout
+            timeout = self._timeout
         elif not timeout >= 0:
             raise ConfigurationError(f"timeout is seconds, at least 0, not {timeout!r}")
         return Clock(timeout)

@@ -220,6 +220,11 @@ def inherited_address(store_name: str) -> str | None:
 
 def publish(store_name: str, address: str | None) -> None:
     """Put an address into the environment, for children; None takes it out."""
+    with _lock:
+        _publish(store_name, address)
+
+
+def _publish(store_name: str, address: str | None) -> None:
     if store_name == DEFAULT_NAME:
         if address is None:
             os.environ.pop(ADDRESS, None)

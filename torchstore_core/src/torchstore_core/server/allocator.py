@@ -55,6 +55,11 @@ class Allocator:
         return self.capacity - self.used
 
     @property
+    def largest_free(self) -> int:
+        """Bytes of the largest range that one allocation can get."""
+        return max(self._by_start.values(), default=0)
+
+    @property
     def used_end(self) -> int:
         """End of the highest range that is given out now."""
         return self._by_end.get(self.capacity, self.capacity)

@@ -41,6 +41,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._session: SessionRecord | None = None
         self._anchor = False
+        self._pidfd = -1
         self._waiters: dict[int, Waiter] = {}
         self._backlog: deque[bytes] = deque()
         self._paused = False
@@ -51,7 +52,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._server.connections.add(self)
-        uid = _peer_uid(transport.get_extra_info("socket"))
+        uid = _peer(transport)[1]
         if uid is not None and uid != os.getuid():
             log.warning("refused a connection of uid %d", uid)
             self._transport.abort()
@@ -89,7 +90,33 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not (self._paused or self._transport.is_closing()):
             self._transport.resume_reading()
 
+    def _watch_process(self) -> None:
+        """Give up a dead client's unfinished puts also while a forked child of it, which still
+        reads what it inherited, keeps the anchor open: nobody is left to commit them.
+        """
+        pid = _peer(self._transport)[0]
+        if not pid:
+            return
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except (OSError, AttributeError):  # an old kernel, or another pid namespace
+            return
+        asyncio.get_running_loop().add_reader(self._pidfd, self._process_died)
+
+    def _process_died(self) -> None:
+        self._unwatch()
+        session = self._session
+        if session is not None:
+            self._server.controller.abort(session, list(session.txns))
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
         self._server.disconnected(self)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
@@ -167,6 +194,8 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         self._session = session
+        if self._anchor:
+            self._watch_process()
         self._reader.limit = m.MAX_FRAME
         if self._hello_timer is not None:
             self._hello_timer.cancel()
@@ -229,10 +258,14 @@ class Connection(asyncio.Protocol):
             self._waiters[request.id] = waiter
 
 
-def _peer_uid(sock: socket.socket) -> int | None:
-    """The uid at the other end; None where the platform cannot tell (the directory mode guards)."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
+def _peer(transport: asyncio.BaseTransport | None) -> tuple[int, int | None]:
+    """Pid and uid at the other end; (0, None) where the platform cannot tell (the directory's mode
+    guards).
+    """
+    if transport is None or not hasattr(socket, "SO_PEERCRED"):
+        return 0, None
     size = struct.calcsize("3i")
+    sock = transport.get_extra_info("socket")
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return int(struct.unpack("3i", credentials)[1])
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return int(pid), int(uid)

@@ -27,6 +27,8 @@ from torchstore_core.wire import messages as m
 __all__ = ["Controller"]
 
 _MAX_GIVEN_BACK = 100_000
+# Deleted keys whose last version is remembered.
+_MAX_DELETED = 4096
 
 
 class Controller:
@@ -55,8 +57,10 @@ class Controller:
         self.operations: dict[type[m.Message], int] = defaultdict(int)
         self._prefault = prefault
         self._warmed = warmed
-        # A key that is put again after a delete goes on above every version ever deleted, so no
-        # (key, version) is ever used twice, and deleted keys need no memory.
+        # A key that is put again after a delete goes on above its last version, so no (key,
+        # version) is ever used twice. The last versions of the latest deleted keys are remembered;
+        # keys that are not go on above the highest version that was forgotten.
+        self._deleted: dict[str, int] = {}
         self._version_floor = 0
         self._last_put = time.monotonic()
         self._waiters: dict[str, set[Waiter]] = {}
@@ -160,7 +164,7 @@ class Controller:
         for value in values:
             old = index.get(value.key)
             if old is None:
-                value.version = self._version_floor + 1
+                value.version = self._deleted.pop(value.key, self._version_floor) + 1
             else:
                 value.version = old.version + 1
                 old.live = False
@@ -341,11 +345,17 @@ class Controller:
                 continue
             count += 1
             value.live = False
-            self._version_floor = max(self._version_floor, value.version)
+            self._bury(key, value.version)
             if not value.pins:
                 dead.append(value)
         self._free(dead)
         return count
+
+    def _bury(self, key: str, version: int) -> None:
+        self._deleted[key] = version
+        if len(self._deleted) > _MAX_DELETED:
+            forgotten = next(iter(self._deleted))
+            self._version_floor = max(self._version_floor, self._deleted.pop(forgotten))
 
     def keys(self, prefix: str) -> list[str]:
         """Sorted keys that start with ``prefix``."""

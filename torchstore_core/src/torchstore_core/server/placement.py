@@ -89,17 +89,22 @@ def full_error(
     largest = sorted(values, key=lambda v: -v.nbytes)[:5]
     leased = sum(v.leased for v in volumes)
     unfinished = sum(v.unfinished for v in volumes)
+    free = max(0, capacity - used)
+    largest_free = max((v.allocator.largest_free for v in volumes), default=0)
+    pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
     top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
     by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
     return StoreFullError(
         f"a put of {requested:,} bytes does not fit: {used:,} of {capacity:,} bytes are used "
         f"({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
-        f"unfinished puts) over {len(volumes)} volume(s); largest keys: {top}. Delete "
+        f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. Delete "
         "keys, drop tensors that zero-copy gets returned, or initialize with a larger capacity",
         details={
             "capacity_bytes": capacity,
             "used_bytes": used,
             "requested_bytes": requested,
+            "free_bytes": free,
+            "largest_free_bytes": largest_free,
             "leased_bytes": leased,
             "unfinished_bytes": unfinished,
             "holders": holders,
