@@ -43,6 +43,7 @@ class Target(NamedTuple):
         at: position in the Locate.
         box: the part of the stored tensor that is wanted; None: all of it.
         tensor: the user's tensor to fill; None: make one.
+        nbytes: bytes of the wanted part.
     """
 
     at: int
@@ -53,14 +54,7 @@ class Target(NamedTuple):
     shape: tuple[int, ...]
     box: boxes.Box | None
     tensor: torch.Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the wanted part."""
-        count = self.dtype.itemsize
-        for extent in self.shape:
-            count *= extent
-        return count
+    nbytes: int
 
 
 def resolve(
@@ -79,9 +73,9 @@ def resolve(
             raise LayoutMismatchError(
                 f"{key!r} is not a tensor, but {what} was given; nothing was written", key=key
             )
-        return Target(at, key, entry, None, torch.uint8, (entry.nbytes,), None, None)
+        return Target(at, key, entry, None, torch.uint8, (entry.nbytes,), None, None, entry.nbytes)
     dtype = dtype_of(meta, key)
-    shape, box = meta.shape, None
+    shape, box, nbytes = meta.shape, None, entry.nbytes
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != entry.nbytes:
         # Whoever put it is no client of ours: reading on would read what is not the value's.
         raise ProtocolError(
@@ -95,9 +89,10 @@ def resolve(
             box = None
         else:
             shape = box.shape
+            nbytes = box.numel * dtype.itemsize
     if destination is not None:
         destination = check_destination(key, destination, shape, dtype)
-    return Target(at, key, entry, meta, dtype, shape, box, destination)
+    return Target(at, key, entry, meta, dtype, shape, box, destination, nbytes)
 
 
 class Result(NamedTuple):
