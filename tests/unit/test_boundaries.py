@@ -172,10 +172,13 @@ async def main(directory):
 
     async def ask(request, expected):
         send.write(encode(request))
-        reply = m.Warmed([])
-        while type(reply) is m.Warmed:  # nobody asked for it
-            for body in reader.feed(await receive.read(1 << 16)):
-                reply = decode_reply(body)
+        replies = []
+        while not replies:
+            data = await receive.read(1 << 16)
+            assert data
+            replies = [decode_reply(body) for body in reader.feed(data)]
+            replies = [reply for reply in replies if type(reply) is not m.Warmed]
+        (reply,) = replies
         assert type(reply) is expected, reply
         return reply
 
