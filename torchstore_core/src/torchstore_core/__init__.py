@@ -24,6 +24,7 @@ from torchstore_core.errors import (
     KeyNotFoundError,
     LayoutMismatchError,
     ObjectLostError,
+    PartialPutError,
     PluginError,
     ProtocolError,
     StoreClosedError,
@@ -49,17 +50,23 @@ if TYPE_CHECKING:
         explain,
         get,
         get_batch,
+        get_state_dict,
         initialize,
         keys,
+        latest_version,
         put,
         put_batch,
+        put_state_dict,
         reset_client,
         shutdown,
         stat,
         status,
+        versions,
         wait,
     )
     from torchstore_core.client_side.client import Client
+    from torchstore_core.client_side.sharding import TensorShard
+    from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
 
 __version__ = "0.1.0"
 
@@ -70,12 +77,16 @@ __all__ = [
     "LayoutMismatchError",
     "ObjectLostError",
     "ObjectRef",
+    "PartialPutError",
+    "PendingPut",
     "PluginError",
     "ProtocolError",
     "Request",
+    "StateDictReport",
     "StoreClosedError",
     "StoreFullError",
     "StoreTimeoutError",
+    "TensorShard",
     "TensorSlice",
     "TorchStoreError",
     "TransportError",
@@ -92,22 +103,34 @@ __all__ = [
     "explain",
     "get",
     "get_batch",
+    "get_state_dict",
     "initialize",
     "keys",
+    "latest_version",
     "put",
     "put_batch",
+    "put_state_dict",
     "reset_client",
     "shutdown",
     "stat",
     "status",
+    "versions",
     "wait",
 ]
+
+
+_HOMES = {
+    "Client": "client_side.client",
+    "PendingPut": "client_side.state_dicts",
+    "StateDictReport": "client_side.state_dicts",
+    "TensorShard": "client_side.sharding",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "torchstore_core.client_side.client" if name == "Client" else "torchstore_core.api"
+    module = f"torchstore_core.{_HOMES.get(name, 'api')}"
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

@@ -25,6 +25,8 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     import torch
 
+    from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
+
 __all__ = [
     "address",
     "client",
@@ -35,14 +37,18 @@ __all__ = [
     "explain",
     "get",
     "get_batch",
+    "get_state_dict",
     "initialize",
     "keys",
+    "latest_version",
     "put",
     "put_batch",
+    "put_state_dict",
     "reset_client",
     "shutdown",
     "stat",
     "status",
+    "versions",
     "wait",
 ]
 
@@ -262,25 +268,35 @@ def _client(store_name: str) -> Client:
 async def put(
     key: str,
     value: Any,
+    tensor_slice_spec: TensorSlice | None = None,
     *,
+    version: int | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> ObjectRef:
     """See :meth:`Client.put`; raises the same."""
-    return await _client(store_name).put(key, value, timeout=timeout, allow_pickle=allow_pickle)
+    return await _client(store_name).put(
+        key,
+        value,
+        tensor_slice_spec,
+        version=version,
+        timeout=timeout,
+        allow_pickle=allow_pickle,
+    )
 
 
 async def put_batch(
     items: Mapping[str, Any],
     *,
+    version: int | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> dict[str, ObjectRef]:
     """See :meth:`Client.put_batch`; raises the same."""
     made = _client(store_name)
-    return await made.put_batch(items, timeout=timeout, allow_pickle=allow_pickle)
+    return await made.put_batch(items, version=version, timeout=timeout, allow_pickle=allow_pickle)
 
 
 async def get(
@@ -308,6 +324,78 @@ async def get_batch(
     """See :meth:`Client.get_batch`; raises the same."""
     made = _client(store_name)
     return await made.get_batch(keys, timeout=timeout, allow_pickle=allow_pickle)
+
+
+async def put_state_dict(
+    state_dict: Mapping[str, Any],
+    key: str,
+    *,
+    version: int | None = None,
+    participants: int | None = None,
+    participant: str | int | None = None,
+    transfer_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
+    partial: bool = False,
+    keep: int = 1,
+    blocking: bool = True,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+    allow_pickle: bool | None = None,
+) -> ObjectRef | PendingPut:
+    """See :meth:`Client.put_state_dict`; raises the same."""
+    return await _client(store_name).put_state_dict(
+        state_dict,
+        key,
+        version=version,
+        participants=participants,
+        participant=participant,
+        transfer_dtype=transfer_dtype,
+        partial=partial,
+        keep=keep,
+        blocking=blocking,
+        timeout=timeout,
+        allow_pickle=allow_pickle,
+    )
+
+
+async def get_state_dict(
+    key: str,
+    user_state_dict: Any = None,
+    strict: bool = True,
+    *,
+    version: int | None = None,
+    min_version: int | None = None,
+    cast: bool = False,
+    report: StateDictReport | None = None,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+    allow_pickle: bool | None = None,
+) -> Any:
+    """See :meth:`Client.get_state_dict`; raises the same."""
+    return await _client(store_name).get_state_dict(
+        key,
+        user_state_dict,
+        strict,
+        version=version,
+        min_version=min_version,
+        cast=cast,
+        report=report,
+        timeout=timeout,
+        allow_pickle=allow_pickle,
+    )
+
+
+async def versions(
+    key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> list[int]:
+    """See :meth:`Client.versions`; raises the same."""
+    return await _client(store_name).versions(key, timeout=timeout)
+
+
+async def latest_version(
+    key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
+) -> int:
+    """See :meth:`Client.latest_version`; raises the same."""
+    return await _client(store_name).latest_version(key, timeout=timeout)
 
 
 async def delete(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "KeyNotFoundError",
     "LayoutMismatchError",
     "ObjectLostError",
+    "PartialPutError",
     "PluginError",
     "ProtocolError",
     "StoreClosedError",
@@ -72,8 +73,18 @@ class KeyNotFoundError(TorchStoreError, KeyError):
     code = "key-not-found"
 
 
+class PartialPutError(KeyNotFoundError):
+    """No version of a key is whole yet: shards, or participants, of its first one are missing.
+
+    ``details``: ``version``, ``missing`` (a list of ``[key, offset, shape]``, boxes in elements),
+    ``participants`` (how many there are) and ``committed`` (who of them is done).
+    """
+
+    code = "partial-put"
+
+
 class VersionGoneError(TorchStoreError):
-    """The version an :class:`~torchstore_core.ObjectRef` names was overwritten or deleted."""
+    """A version is not there: overwritten, deleted, or (in a put) not newer than what is."""
 
     code = "version-gone"
 
@@ -160,6 +171,7 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
     for cls in (
         TorchStoreError,
         KeyNotFoundError,
+        PartialPutError,
         VersionGoneError,
         ObjectLostError,
         StoreFullError,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ObjectMeta", "ObjectRef", "Request", "TensorMeta", "TensorSlice", "ValueMeta"]
+__all__ = ["ObjectMeta", "ObjectRef", "Request", "StateDictMeta", "TensorMeta", "TensorSlice"]
+__all__ += ["ValueMeta"]
 
 
 class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
@@ -63,4 +64,10 @@ class ObjectMeta(msgspec.Struct, frozen=True, array_like=True, tag="o"):
     codec: str
 
 
-ValueMeta = TensorMeta | ObjectMeta
+class StateDictMeta(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """A state dict: a manifest of ``entries`` tensors and objects, one version together."""
+
+    entries: int
+
+
+ValueMeta = TensorMeta | ObjectMeta | StateDictMeta

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from torchstore_core.values import TensorMeta, ValueMeta
+from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
 __all__ = [
@@ -332,6 +332,8 @@ def _kind(
 ) -> tuple[str, str | None, tuple[int, ...] | None, str | None]:
     if isinstance(meta, TensorMeta):
         return "tensor", meta.dtype, meta.shape, None
+    if isinstance(meta, StateDictMeta):
+        return "state dict", None, None, None
     return "object", None, None, meta.codec
 
 

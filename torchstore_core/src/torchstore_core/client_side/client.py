@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from torchstore_core.client_side import writing
-from torchstore_core.client_side.lane import Lane
+from torchstore_core.client_side import state_dicts, writing
+from torchstore_core.client_side.key_operations import KeyOperations
 from torchstore_core.client_side.operations import (
     Clock,
+    Putting,
     Want,
-    cancel_wait,
-    get_wants,
+    asks_of,
+    check_version,
+    get_asks,
     put_sources,
 )
-from torchstore_core.client_side.session import Session
-from torchstore_core.contracts.observer import Operation
-from torchstore_core.errors import (
-    ConfigurationError,
-    StoreTimeoutError,
-    UnsupportedValueError,
-)
-from torchstore_core.values import ObjectRef, Request, TensorSlice
-from torchstore_core.wire import messages as m
+from torchstore_core.client_side.sharding import TensorShard
+from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
+from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
+from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
 
 if TYPE_CHECKING:
     import torch
 
-    from torchstore_core.client_side.stores import Membership
-
 __all__ = ["Client"]
 
-# Requests that the server answers faster than a task switch takes.
-_QUICK = frozenset(("delete", "exists", "stat"))
-R = TypeVar("R", bound=m.Message)
 
-
-class Client:
+class Client(KeyOperations):
     """A process's door to one store; made by ``initialize``, ``connect`` and ``client()``.
 
     Safe to use from several event loops and threads, over repeated ``asyncio.run``, and in a
@@ -53,100 +43,111 @@ class Client:
     * ``ProtocolError``: too many keys for one message (64 MiB), or keys that are not Unicode.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        *,
-        timeout: float | None = None,
-        allow_pickle: bool | None = None,
-    ) -> None:
-        self._membership = membership
-        self._timeout = membership.timeout if timeout is None else timeout
-        self._allow_pickle = membership.allow_pickle if allow_pickle is None else allow_pickle
-
-    def __repr__(self) -> str:
-        return f"<Client of store {self._membership.store_name!r} at {self._membership.address}>"
-
-    @property
-    def address(self) -> str:
-        """What other processes give to ``connect``."""
-        return self._membership.address
-
-    @property
-    def store_name(self) -> str:
-        """The store's name."""
-        return self._membership.store_name
-
     # ---- put ------------------------------------------------------------------------------
 
     async def put(
         self,
         key: str,
         value: Any,
+        tensor_slice_spec: TensorSlice | None = None,
         *,
+        version: int | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> ObjectRef:
         """Store a value as the next version of ``key``; the value may be changed afterwards.
 
+        Of a DTensor every rank puts its own shard. The n-th put of each rank makes the n-th
+        version; it can be read as soon as its shards cover the tensor, and is read in any other
+        layout. Replicated shards are stored once.
+
         Args:
             key: 1 to 4096 characters.
-            value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached),
-                or any other Python object.
+            value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached), a
+                DTensor, a :class:`TensorShard`, or any other Python object.
+            tensor_slice_spec: ``value`` is this piece of a larger tensor.
+            version: the version to be, above the newest; None: the next one. Ranks that may
+                restart say it, so that no two of them mean different steps.
             timeout: seconds.
             allow_pickle: False refuses objects that need pickle; None: the client's default.
 
+        Returns:
+            Which version it is (part of); of a rank outside of a DTensor's mesh, which has
+            nothing to put, version 0.
+
         Raises:
             StoreFullError: it does not fit; nothing was changed.
-            UnsupportedValueError: a value that cannot be stored (meta, sparse, ... tensors).
+            UnsupportedValueError: a value that cannot be stored (meta, sparse, ... tensors, a
+                DTensor with Partial placements).
+            LayoutMismatchError: a shard that does not fit its slice or placements.
+            VersionGoneError: ``version`` is not above the newest.
             UnsafeObjectError: it needs pickle, which is not allowed.
             TransportUnavailableError: no permitted transport reaches the volume.
             PluginError: the store's strategy names no volume.
         """
-        versions = await self._put("put", ((key, value),), timeout, allow_pickle)
+        if tensor_slice_spec is not None:
+            value = TensorShard(value, tensor_slice_spec)
+        versions = await self._put("put", ((key, value),), version, timeout, allow_pickle)
         return ObjectRef(key, versions[0])
 
     async def put_batch(
         self,
         items: Mapping[str, Any],
         *,
+        version: int | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> dict[str, ObjectRef]:
-        """Store several values atomically: readers see all of them or none. Raises as ``put``."""
+        """Store several values atomically: readers see all of them or none. Raises as ``put``.
+
+        With DTensors each rank puts the same keys; the put that completes them shows all at once.
+        """
         if not isinstance(items, Mapping):
             raise UnsupportedValueError(
                 f"put_batch takes a dict of key to value, not a {type(items).__qualname__}"
             )
         if not items:
             return {}
-        versions = await self._put("put_batch", items.items(), timeout, allow_pickle)
+        versions = await self._put("put_batch", items.items(), version, timeout, allow_pickle)
         return {k: ObjectRef(k, version) for k, version in zip(items, versions, strict=True)}
 
     async def _put(
         self,
         name: str,
         items: Collection[tuple[str, Any]],
+        version: int | None,
         timeout: float | None,
         allow_pickle: bool | None,
     ) -> list[int]:
+        """The versions, by item."""
         clock = self._clock(timeout)
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         nbytes = 0
         transport = ""
         error = ""
         try:
-            sources = [writing.prepare(key, value, allow_pickle=pickle_too) for key, value in items]
-            nbytes = sum(source.nbytes for source in sources)
-            session, lane = self._here() or await self._join(clock)
-            versions, transport = await put_sources(session, lane, sources, nbytes, clock)
+            exact = check_version(version)
+            prepared = [
+                writing.prepare(key, value, allow_pickle=pickle_too) for key, value in items
+            ]
+            sources = [source for parts in prepared for source in parts]
+            nbytes = sum([source.nbytes for source in sources])
+            versions: list[int] = []
+            if sources:
+                session, lane = self._here() or await self._join(clock)
+                versions, transport = await put_sources(
+                    session, lane, sources, nbytes, clock, version=exact
+                )
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)
             raise
         finally:
             if self._membership.observe is not None:
                 self._observe(name, clock, len(items), nbytes, transport, error)
-        return versions
+        if len(versions) == len(prepared) == len(sources):
+            return versions
+        each = iter(versions)  # one for each shard
+        return [max([next(each) for _ in parts], default=0) for parts in prepared]
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class Client:
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> Any:
-        """The value of a key.
+        """The value of a key: also a state dict, or an entry of one (``f"{key}/{name}"``).
 
         On the volume's host a large tensor comes without a copy: an ordinary writable tensor on a
         private mapping. Writing to it changes nothing for anyone else, and its memory is not
@@ -168,13 +169,16 @@ class Client:
         Args:
             key_or_ref: a key (newest version), an ``ObjectRef`` (exactly that version) or a
                 ``Request``.
-            inplace_tensor: filled and returned; same shape and dtype, any strides.
+            inplace_tensor: filled and returned; same shape and dtype, any strides. Of a DTensor
+                or :class:`TensorShard` only the local piece is fetched, whatever the layout it
+                was put in.
             tensor_slice_spec: only this part; ``inplace_tensor`` then has its ``local_shape``.
             timeout: seconds.
             allow_pickle: False refuses pickled objects; None: the client's default.
 
         Raises:
             KeyNotFoundError: no such key.
+            PartialPutError: shards of its first version are still missing (also a KeyError).
             VersionGoneError: the ref's version was overwritten or deleted.
             LayoutMismatchError: destination or slice do not fit; nothing was written.
             UnsafeObjectError: it was pickled, which is not allowed.
@@ -223,200 +227,180 @@ class Client:
         nbytes = 0
         transport = ""
         error = ""
+        values: list[Any] = []
+        dicts: list[tuple[int, int]] = []
         try:
+            asked = [asks_of(want) for want in wants]
+            asks = [ask for parts in asked for ask in parts]
             session, lane = self._here() or await self._join(clock)
-            result, nbytes = await get_wants(session, lane, wants, clock, pickle_too)
+            result, entries, nbytes = await get_asks(session, lane, asks, clock, pickle_too)
             transport = result.transport
+            at = 0
+            for want, parts in zip(wants, asked, strict=True):
+                # The very tensor that was given (a read writes into a detached alias of it).
+                values.append(result.values[at] if want.tensor is None else want.tensor)
+                if parts and type(entries[at].meta) is StateDictMeta:
+                    dicts.append((len(values) - 1, entries[at].version))
+                at += len(parts)
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)
             raise
         finally:
             if self._membership.observe is not None:
                 self._observe(name, clock, len(wants), nbytes, transport, error)
-        # The very tensor that was given (a read writes into a detached alias of it).
-        return [
-            result.values[at] if want.tensor is None else want.tensor
-            for at, want in enumerate(wants)
-        ]
+        for at, version in dicts:
+            values[at] = await self._get_dict(wants[at], version, clock, allow_pickle)
+        return values
 
-    # ---- keys -----------------------------------------------------------------------------
+    async def _get_dict(
+        self, want: Want, version: int, clock: Clock, allow_pickle: bool | None
+    ) -> dict[str, Any]:
+        """What a key that turned out to be a state dict's stands for."""
 
-    async def delete(self, key: str, *, timeout: float | None = None) -> None:
-        """Delete a key. Readers that hold its tensors keep them.
-
-        Raises:
-            KeyNotFoundError: no such key.
-        """
-        await self._delete("delete", [key], True, timeout)
-
-    async def delete_batch(self, keys: Iterable[str], *, timeout: float | None = None) -> int:
-        """Delete keys; missing ones are ignored. How many were deleted.
-
-        Raises:
-            UnsupportedValueError: one str instead of several.
-        """
-        return await self._delete("delete_batch", _key_list(keys), False, timeout)
-
-    async def _delete(self, name: str, keys: list[str], strict: bool, timeout: float | None) -> int:
-        if not keys:
-            return 0
-        for key in keys:
-            writing.check_key(key)
-        reply = await self._call(
-            name, m.Deleted, m.Delete, timeout, keys, strict, entries=len(keys)
-        )
-        return reply.count
-
-    async def exists(self, key: str, *, timeout: float | None = None) -> bool:
-        """Whether a key has a committed value. Raises what every operation does."""
-        writing.check_key(key)
-        reply = await self._call("exists", m.Flags, m.Exists, timeout, [key])
-        return reply.flags[0]
-
-    async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
-        """Keys that start with ``prefix`` (as ``str.startswith``), sorted.
-
-        Raises:
-            UnsupportedValueError: the prefix is not a str.
-        """
-        if not (prefix is None or isinstance(prefix, str)):
-            raise UnsupportedValueError(f"a prefix is a str, not a {type(prefix).__qualname__}")
-        reply = await self._call("keys", m.KeyList, m.Keys, timeout, prefix or "")
-        return reply.keys
-
-    async def wait(
-        self,
-        keys: str | Iterable[str],
-        *,
-        min_version: int | None = None,
-        timeout: float | None = None,
-    ) -> dict[str, ObjectRef]:
-        """Wait until every key exists, with a version of at least ``min_version``.
-
-        Returns:
-            The refs that fulfilled it, by key.
-
-        Raises:
-            StoreTimeoutError: not within ``timeout`` seconds.
-            UnsupportedValueError: ``min_version`` is not an int.
-        """
-        names = [keys] if isinstance(keys, str) else _key_list(keys)
-        for key in names:
-            writing.check_key(key)
-        if not (min_version is None or isinstance(min_version, int)):
-            raise UnsupportedValueError(f"min_version is an int or None, not {min_version!r}")
-        if not names:
-            return {}
-        clock = self._clock(timeout)
-        error = ""
-        try:
-            versions = await self._wait(names, min_version or 1, clock)
-        except BaseException as caught:
-            error = getattr(caught, "code", type(caught).__name__)
-            raise
-        finally:
-            self._observe("wait", clock, len(names), 0, "", error)
-        return {k: ObjectRef(k, v) for k, v in zip(names, versions, strict=True)}
-
-    async def _wait(self, names: list[str], min_version: int, clock: Clock) -> list[int]:
-        _, lane = self._here() or await self._join(clock)
-        request = m.Wait(lane.next_id(), names, min_version)
-        try:
-            reply = await lane.call(request, m.Committed, clock.left())
-        except StoreTimeoutError as caught:
-            cancel_wait(lane, request.id)
-            least = f" with version {min_version} or newer" if min_version > 1 else ""
-            raise StoreTimeoutError(
-                f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
-                key=names[0],
-            ) from caught
-        except BaseException:
-            cancel_wait(lane, request.id)
-            raise
-        return reply.versions
-
-    # ---- looking --------------------------------------------------------------------------
-
-    async def stat(self, key: str, *, timeout: float | None = None) -> m.Found:
-        """What the store knows of a key: version, kind, bytes, place, leases, creator.
-
-        Raises:
-            KeyNotFoundError: no such key.
-        """
-        writing.check_key(key)
-        return await self._call("stat", m.Found, m.Stat, timeout, key)
-
-    async def status(self, *, timeout: float | None = None) -> m.StatusReport:
-        """Volumes, memory, sessions, operations. Raises what every operation does."""
-        return await self._call("status", m.StatusReport, m.Status, timeout)
-
-    async def explain(
-        self, nbytes: int = 1 << 30, *, timeout: float | None = None
-    ) -> list[dict[str, Any]]:
-        """For every volume: who would move ``nbytes`` bytes, what each transport bid, and why the
-        others refused. Plain data. Raises what every operation does.
-        """
-        session = await self._membership.session(self._clock(timeout).left())
-        return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
-
-    # ---- inside ---------------------------------------------------------------------------
-
-    def _here(self) -> tuple[Session, Lane] | None:
-        """Session and lane if both are open: the path of every call but the first."""
-        session = self._membership.session_here()
-        lane = None if session is None else session.lane_here()
-        return None if session is None or lane is None else (session, lane)
-
-    async def _join(self, clock: Clock) -> tuple[Session, Lane]:
-        session = await self._membership.session(clock.left())
-        return session, await session.lane(clock.left())
-
-    def _clock(self, timeout: float | None) -> Clock:
-        if timeout is None:
-            timeout = self._timeout
-        elif not timeout >= 0:
-            raise ConfigurationError(f"timeout is seconds, at least 0, not {timeout!r}")
-        return Clock(timeout)
-
-    async def _call(
-        self,
-        name: str,
-        expect: type[R],
-        message: type[Any],
-        timeout: float | None,
-        *args: Any,
-        entries: int = 1,
-    ) -> R:
-        clock = self._clock(timeout)
-        error = ""
-        try:
-            _, lane = self._here() or await self._join(clock)
-            request = message(lane.next_id(), *args)
-            return await lane.call(request, expect, clock.left(), quick=name in _QUICK)
-        except BaseException as caught:
-            error = getattr(caught, "code", type(caught).__name__)
-            raise
-        finally:
-            self._observe(name, clock, entries, 0, "", error)
-
-    def _observe(
-        self, name: str, clock: Clock, entries: int, nbytes: int, transport: str, error: str
-    ) -> None:
-        observe = self._membership.observe
-        if observe is not None:
-            seconds = time.perf_counter() - clock.start
-            observe(
-                Operation(
-                    name,
-                    self.store_name,
-                    entries,
-                    nbytes,
-                    transport,
-                    seconds,
-                    clock.phases,
-                    error,
-                )
+        async def get(exact: int | None) -> dict[str, Any]:
+            found: dict[str, Any] = await self.get_state_dict(
+                want.key, version=exact, timeout=clock.left(), allow_pickle=allow_pickle
             )
+            return found
+
+        try:
+            return await get(version)
+        except VersionGoneError:
+            if want.version:
+                raise
+            return await get(None)  # it was overtaken while we asked
+
+    # ---- state dicts ----------------------------------------------------------------------
+
+    async def put_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        key: str,
+        *,
+        version: int | None = None,
+        participants: int | None = None,
+        participant: str | int | None = None,
+        transfer_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
+        partial: bool = False,
+        keep: int = 1,
+        blocking: bool = True,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> ObjectRef | PendingPut:
+        """Publish a state dict: one version of ``key``, visible when all participants are done.
+
+        Entries lie at ``f"{key}/{name}"``, where the name of a nested entry joins its keys with
+        dots. Tied weights are stored once. Returns when this participant is done; who needs the
+        version to be visible waits for it: ``wait(key, min_version=ref.version)``.
+
+        Args:
+            state_dict: a dict of tensors, DTensors, :class:`TensorShard`, dicts and lists of them,
+                and other values.
+            key: 1 to 4096 characters.
+            version: the version to be, above the newest; None: the n-th put of each participant
+                makes the n-th version.
+            participants: how many puts make a version; None: as many as there are ranks in the
+                meshes of the DTensors. Ranks that hold different entries (pipeline stages,
+                experts) must say it.
+            participant: who this is; None: the rank in ``torch.distributed``, or RANK.
+            transfer_dtype: store floating-point entries in this dtype; or a dict of name patterns
+                (``fnmatch``; the one with most literal characters counts) to dtype or None (as it
+                is). The cast is part of the copy.
+            partial: entries that are not given are those of the version before, shared with it.
+            keep: how many versions stay readable.
+            blocking: False: return as soon as the values may be changed; a :class:`PendingPut`.
+            timeout: seconds.
+            allow_pickle: False refuses values that need pickle; None: the client's default.
+
+        Raises:
+            LayoutMismatchError: participants put one entry with different shapes or dtypes.
+            KeyNotFoundError: ``partial``, but there is no version before.
+            VersionGoneError, UnsupportedValueError, StoreFullError, ...: as ``put``.
+        """
+        clock = self._clock(timeout)
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        exact = check_version(version)
+        with self._watch("put_state_dict", clock) as seen:
+            session, lane = self._here() or await self._join(clock)
+            sources, group = state_dicts.plan_put(
+                state_dict,
+                writing.check_key(key),
+                participants=participants,
+                participant=participant,
+                transfer_dtype=transfer_dtype,
+                partial=partial,
+                keep=keep,
+                anonymous=session.anonymous,
+                allow_pickle=pickle_too,
+            )
+            seen.entries = len(sources)
+            seen.nbytes = nbytes = sum([source.nbytes for source in sources])
+            if blocking or nbytes <= session.inline_max():
+                versions, seen.transport = await put_sources(
+                    session, lane, sources, nbytes, clock, version=exact, group=group
+                )
+                ref = ObjectRef(key, versions[0])
+                return ref if blocking else PendingPut.finished(ref)
+            putting = Putting(session, lane, sources, clock, exact, group)
+            try:
+                await putting.begin()
+                await putting.write()
+            except BaseException:
+                putting.__exit__()
+                raise
+            seen.transport = putting.transport
+            return PendingPut(key, putting)
+
+    async def get_state_dict(
+        self,
+        key: str,
+        user_state_dict: Any = None,
+        strict: bool = True,
+        *,
+        version: int | None = None,
+        min_version: int | None = None,
+        cast: bool = False,
+        report: StateDictReport | None = None,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> Any:
+        """One version of a state dict, never a mixture.
+
+        Args:
+            key: as in ``put_state_dict``.
+            user_state_dict: filled in place and returned: tensors of any strides, DTensors of any
+                layout (only their local shards are fetched), TensorShards; None: a new tensor.
+                Other values are replaced. None: a new dict of whole tensors, large ones without a
+                copy.
+            strict: every entry must match, else nothing is written. False: fill what matches.
+            version: exactly this one; None: the newest.
+            min_version: wait for this one or a newer one.
+            cast: floating-point entries may be stored in another dtype than their destination's.
+            report: filled with what did not match.
+            timeout: seconds.
+            allow_pickle: False refuses pickled values; None: the client's default.
+
+        Raises:
+            KeyNotFoundError, PartialPutError: no version, no whole version.
+            VersionGoneError: that version is not kept.
+            StoreTimeoutError: no such version in time.
+            LayoutMismatchError: names all entries that are missing, unexpected or mismatched.
+        """
+        clock = self._clock(timeout)
+        exact = check_version(version)
+        if exact and min_version is not None and min_version > exact:
+            raise ConfigurationError(f"version {exact} is below min_version {min_version}")
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        with self._watch("get_state_dict", clock) as seen:
+            wanted = state_dicts.plan_get(writing.check_key(key), user_state_dict)
+            session, lane = self._here() or await self._join(clock)
+            if min_version is not None:
+                await self._wait([key], min_version, clock)
+            how = state_dicts.Filling(strict, cast, report, pickle_too)
+            result = await state_dicts.fetch(session, lane, key, exact, wanted, clock, how)
+            seen.entries, seen.nbytes = result.entries, result.nbytes
+            seen.transport = result.transport
+            return result.state_dict
 
 
 def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:
@@ -443,31 +427,3 @@ def _refuse_ambiguous(wants: Iterable[Want]) -> None:
                 f"{want.key!r} is asked for twice, at different versions or slices; "
                 "get_batch gives one value per key: ask in two calls"
             )
-
-
-def _key_list(keys: Iterable[str]) -> list[str]:
-    if isinstance(keys, str):
-        raise UnsupportedValueError("a list of keys is needed, not one str")
-    return list(keys)
-
-
-def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:
-    order = ranking.order(nbytes)
-    return {
-        "volume": volume,
-        "nbytes": nbytes,
-        "chosen": order[0].spec.name if order else None,
-        "inline_up_to": ranking.inline_max(),
-        "bids": [
-            {
-                "transport": c.spec.name,
-                "latency_s": c.bid.latency_s,
-                "bytes_per_s": c.bid.bytes_per_s,
-                "cost_s": c.cost_s(nbytes),
-                "preferred": c.preferred,
-                "reason": c.bid.reason,
-            }
-            for c in order
-        ],
-        "refusals": ranking.refusals,
-    }

@@ -75,7 +75,8 @@ def _pinned_parts(
     target: torch.Tensor, source: torch.Tensor, window: Window
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs that each lie within one page-locked block (a copy must not span two of them)."""
-    if not (target.is_contiguous() and source.is_contiguous()) or not target.numel():
+    plain = target.is_contiguous() and source.is_contiguous() and target.dtype is source.dtype
+    if not plain or not target.numel():
         return [(target, source)]
     on_host = source if target.is_cuda else target
     to, of = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)

@@ -9,11 +9,15 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from torchstore_core.client_side import reading, writing
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.session import Session
+from torchstore_core.client_side.sharding import is_sharded, local_parts
 from torchstore_core.errors import (
+    ConfigurationError,
+    LayoutMismatchError,
     StoreFullError,
     StoreTimeoutError,
     TorchStoreError,
@@ -23,7 +27,8 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Clock", "Want", "cancel_wait", "get_wants", "put_sources"]
+__all__ = ["Ask", "Clock", "Leasing", "Putting", "Want", "asks_of"]
+__all__ += ["cancel_wait", "check_version", "get_asks", "put_sources"]
 
 # The server answers requests on up to this many entries faster than a task switch takes.
 _QUICK_ENTRIES = 32
@@ -80,6 +85,8 @@ class Clock:
 
 
 class Want(msgspec.Struct, frozen=True):
+    """One value that is wanted. ``tensor``: to be filled, a DTensor or TensorShard too."""
+
     key: str
     version: int
     tensor: Any
@@ -99,6 +106,55 @@ class Want(msgspec.Struct, frozen=True):
         return cls(writing.check_key(what), 0, tensor, part)
 
 
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """What is asked of the server for a want: all of it, or one of the boxes that are here."""
+
+    key: str
+    version: int
+    tensor: torch.Tensor | None
+    part: TensorSlice | None
+
+    def wire(self) -> m.Want:
+        """As a message says it."""
+        part = self.part
+        return m.Want(
+            self.key, self.version, None if part is None else (part.offsets, part.local_shape)
+        )
+
+
+def asks_of(want: Want) -> list[Ask]:
+    """One for each piece of a sharded destination, else one.
+
+    Raises:
+        LayoutMismatchError, UnsupportedValueError: a destination that contradicts itself.
+    """
+    if not is_sharded(want.tensor):
+        return [Ask(want.key, want.version, want.tensor, want.part)]
+    if want.part is not None:
+        raise LayoutMismatchError(
+            f"{want.key!r}: a {type(want.tensor).__name__} says itself which slice it is; give "
+            "either it or a tensor slice",
+            key=want.key,
+        )
+    return [
+        Ask(want.key, want.version, local.tensor, local.part)
+        for local in local_parts(want.key, want.tensor)
+    ]
+
+
+def check_version(version: int | None) -> int:
+    """The version that a put asks for, or a get names; 0 for None.
+
+    Raises:
+        ConfigurationError: not a version.
+    """
+    if version is None:
+        return 0
+    if type(version) is not int or not 0 < version < 1 << 63:
+        raise ConfigurationError(f"a version is an int above 0, not {version!r}")
+    return version
+
+
 def _exact(key: str, version: int) -> int:
     """A version that may exist: 0 would ask the server for the newest."""
     if not isinstance(version, int):
@@ -109,94 +165,172 @@ def _exact(key: str, version: int) -> int:
 
 
 async def put_sources(
-    session: Session, lane: Lane, sources: Sequence[writing.Source], nbytes: int, clock: Clock
+    session: Session,
+    lane: Lane,
+    sources: Sequence[writing.Source],
+    nbytes: int,
+    clock: Clock,
+    *,
+    version: int = 0,
+    group: m.Publication | None = None,
 ) -> tuple[list[int], str]:
     """One message for small puts; else begin, write, commit. Undone if anything goes wrong."""
     if nbytes == 0 or nbytes <= session.inline_max():
-        items = [m.PutItem(s.key, s.meta, s.nbytes, writing.inline_bytes(s)) for s in sources]
-        reply = await _begin(session, lane, session.next_id(), items, m.Committed, clock)
+        items = [source.item(writing.inline_bytes(source)) for source in sources]
+        put = m.Put(lane.next_id(), session.next_id(), items, version, group)
+        reply = await _begin(session, lane, put, m.Committed, clock)
         clock.phase("plan")
         return reply.versions, "inline" if nbytes else ""
-    items = [m.PutItem(s.key, s.meta, s.nbytes, None if s.nbytes else b"") for s in sources]
-    placed = [s for s in sources if s.nbytes]
-    txn = session.begin()
-    try:
-        granted = await _begin(session, lane, txn, items, m.Granted, clock)
-        clock.phase("plan")
-        transport = await clock.within(writing.write(session, placed, granted.grants), lane)
-        clock.phase("copy")
-        commit = m.Commit(lane.next_id(), txn)
-        quick = len(items) <= _QUICK_ENTRIES
-        done = await lane.call(commit, m.Committed, clock.left(), quick=quick)
-        clock.phase("commit")
-    except BaseException:
-        # Unknown ids are ignored, so this is right whether or not the server has begun it.
-        try:
-            lane.send(m.Abort([txn]))
-        except TorchStoreError:
-            session.abort(txn)
-        raise
-    finally:
-        session.end(txn)
-    return done.versions, transport
+    with Putting(session, lane, sources, clock, version, group) as putting:
+        await putting.begin()
+        await putting.write()
+        return await putting.commit(), putting.transport
 
 
-async def _begin(
-    session: Session,
-    lane: Lane,
-    txn: int,
-    items: list[m.PutItem],
-    expect: type[R],
-    clock: Clock,
-) -> R:
+class Putting:
+    """A put in steps; left without a commit, it is undone."""
+
+    def __init__(
+        self,
+        session: Session,
+        lane: Lane,
+        sources: Sequence[writing.Source],
+        clock: Clock,
+        version: int,
+        group: m.Publication | None,
+    ) -> None:
+        self._session = session
+        self._lane = lane
+        self._sources = sources
+        self._clock = clock
+        self._version = version
+        self._group = group
+        self._txn = session.begin()
+        self._grants: list[m.Grant | None] = []
+        self._done = False
+        self.transport = ""
+
+    def __enter__(self) -> Putting:
+        return self
+
+    async def begin(self) -> None:
+        """Memory is granted."""
+        items = [source.item(None if source.nbytes else b"") for source in self._sources]
+        put = m.Put(self._lane.next_id(), self._txn, items, self._version, self._group)
+        granted = await _begin(self._session, self._lane, put, m.Granted, self._clock)
+        self._grants = granted.grants
+        self._clock.phase("plan")
+
+    async def write(self) -> None:
+        """Move the bytes. Afterwards the sources may be changed."""
+        placed = [source for source in self._sources if source.nbytes]
+        pairs = zip(placed, self._grants, strict=True)
+        wanted = [(source, grant) for source, grant in pairs if grant is not None]
+        work = writing.write(self._session, wanted)
+        self.transport = await self._clock.within(work, self._lane)
+        self._sources = ()
+        self._clock.phase("copy")
+
+    async def commit(self) -> list[int]:
+        """Make it visible; the versions."""
+        commit = m.Commit(self._lane.next_id(), self._txn)
+        quick = len(self._grants) <= _QUICK_ENTRIES
+        done = await self._lane.call(commit, m.Committed, self._clock.left(), quick=quick)
+        self._done = True
+        self._clock.phase("commit")
+        return done.versions
+
+    def __exit__(self, *_: object) -> None:
+        if not self._done:
+            # Unknown ids are ignored, so this is right whether or not the server has begun it.
+            try:
+                self._lane.send(m.Abort([self._txn]))
+            except TorchStoreError:
+                self._session.abort(self._txn)
+        self._session.end(self._txn)
+
+
+async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], clock: Clock) -> R:
     """Send a Put; a second time if tensors that died here just now held the room it lacks."""
-    quick = expect is m.Committed and len(items) <= _QUICK_ENTRIES
-    put = m.Put(lane.next_id(), txn, items)
+    quick = expect is m.Committed and len(put.items) <= _QUICK_ENTRIES
     try:
         return await lane.call(put, expect, clock.left(), quick=quick)
     except StoreFullError as full:
         if not full.details.get("leased_bytes"):
             raise
     await session.let_go()
-    return await lane.call(m.Put(lane.next_id(), txn, items), expect, clock.left())
+    again = msgspec.structs.replace(put, id=lane.next_id())
+    return await lane.call(again, expect, clock.left())
 
 
-async def get_wants(
-    session: Session, lane: Lane, wants: Sequence[Want], clock: Clock, allow_pickle: bool
-) -> tuple[reading.Result, int]:
-    """Locate and lease, check everything, then move bytes; give back what is not mapped."""
-    lease = session.begin()
-    mapped: set[int] = set()
-    leased = True
-    try:
-        request = m.Locate(
-            lane.next_id(),
-            lease,
-            [m.Want(want.key, want.version) for want in wants],
-            session.inline_max(),
-        )
+async def get_asks(
+    session: Session, lane: Lane, asks: Sequence[Ask], clock: Clock, allow_pickle: bool
+) -> tuple[reading.Result, list[m.Entry], int]:
+    """Locate and lease, check everything, then move bytes; give back what is not mapped.
+
+    Returns:
+        The values by position of their ask, the entries, and how many bytes were moved.
+    """
+    if not asks:
+        return reading.Result({}, set(), ""), [], 0
+    with Leasing(session, lane, clock) as leasing:
+        wants = [ask.wire() for ask in asks]
+        request = m.Locate(lane.next_id(), leasing.lease, wants, session.inline_max())
         quick = len(wants) <= _QUICK_ENTRIES
         located = await lane.call(request, m.Located, clock.left(), quick=quick)
-        leased = located.leased
+        starts = leasing.granted(located.entries, located.leased)
         clock.phase("plan")
+        found = zip(asks, located.entries, starts, strict=True)
         targets = [
-            reading.resolve(at, want.key, entry, want.tensor, want.part)
-            for at, (want, entry) in enumerate(zip(wants, located.entries, strict=True))
+            reading.resolve(at, start, ask.key, entry, ask.tensor, ask.part)
+            for at, (ask, entry, start) in enumerate(found)
         ]
-        if leased:
-            result = await clock.within(
-                reading.read(session, lease, targets, allow_pickle=allow_pickle)
-            )
-            mapped = result.mapped
+        result = await leasing.read(targets, allow_pickle)
+        return result, located.entries, sum([target.nbytes for target in targets])
+
+
+class Leasing:
+    """A lease under way: left, what is not mapped is given back."""
+
+    def __init__(self, session: Session, lane: Lane, clock: Clock) -> None:
+        self._session = session
+        self._lane = lane
+        self._clock = clock
+        self._leased = True
+        self._count = 1
+        self._mapped: set[int] = set()
+        self.lease = session.begin()
+
+    def __enter__(self) -> Leasing:
+        return self
+
+    def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
+        """The server has answered; the position of each entry's first value in the lease."""
+        self._leased = leased
+        starts: list[int] = []
+        count = 0
+        for entry in entries:
+            starts.append(count)
+            if entry is not None:
+                count += 1 if entry.parts is None else len(entry.parts)
+        self._count = count
+        return starts
+
+    async def read(self, targets: Sequence[reading.Target], allow_pickle: bool) -> reading.Result:
+        """Move the bytes."""
+        if self._leased:
+            work = reading.read(self._session, self.lease, targets, allow_pickle=allow_pickle)
+            result = await self._clock.within(work)
+            self._mapped = result.mapped
         else:
-            values = {t.at: reading.from_message(t, allow_pickle) for t in targets}
-            result = reading.Result(values, mapped, "inline")
-        clock.phase("copy")
-    finally:
-        if leased and len(mapped) < len(wants):
-            _release(session, lane, lease, mapped, len(wants))
-        session.end(lease)
-    return result, sum(target.nbytes for target in targets)
+            result = reading.from_message(targets, allow_pickle=allow_pickle)
+        self._clock.phase("copy")
+        return result
+
+    def __exit__(self, *_: object) -> None:
+        if self._leased and len(self._mapped) < self._count:
+            _release(self._session, self._lane, self.lease, self._mapped, self._count)
+        self._session.end(self.lease)
 
 
 def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchstore_core import boxes, copying
+from torchstore_core.boxes import Box
 from torchstore_core.client_side import cuda
 from torchstore_core.client_side.codec import decode_object
 from torchstore_core.client_side.session import Session
@@ -24,10 +25,10 @@ from torchstore_core.client_side.tensors import (
 from torchstore_core.contracts.transport import Copy, Link, SupportsMap, SupportsWindow
 from torchstore_core.errors import LayoutMismatchError, ProtocolError, TransportError
 from torchstore_core.ranking import Candidate
-from torchstore_core.values import TensorMeta, TensorSlice
+from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["MAP_MIN", "Result", "Target", "from_message", "read", "resolve"]
+__all__ = ["MAP_MIN", "Piece", "Result", "Target", "from_message", "read", "resolve"]
 
 #: Values from this size, in bytes, are mapped; smaller ones are copied out (a mapping costs about
 #: as much as copying this much, and a process has some 65,000 of them).
@@ -36,31 +37,64 @@ MAP_MIN = 64 << 10
 _GROUP_GAP = 1 << 20
 
 
-class Target(NamedTuple):
-    """What one entry becomes.
+class Piece(NamedTuple):
+    """Where some of a target comes from, and where in it it goes.
 
     Args:
-        at: position in the Locate.
-        box: the part of the stored tensor that is wanted; None: all of it.
-        tensor: the user's tensor to fill; None: make one.
+        position: of the stored value in the lease.
+        data, grant: its bytes, or where they lie.
+        shape: its shape.
+        box: the part of it that is wanted; None: all.
+        into: the place of that part in the target; None: it is all of the target.
         nbytes: bytes of the wanted part.
+    """
+
+    position: int
+    data: bytes | None
+    grant: m.Grant | None
+    shape: tuple[int, ...]
+    box: Box | None
+    into: Box | None
+    nbytes: int
+
+
+class Target(NamedTuple):
+    """What one entry becomes: a tensor, or an object (``codec``).
+
+    Args:
+        at: position among the targets.
+        dtype: as stored. ``tensor`` may have another floating-point one: it is cast then.
+        tensor: the user's tensor to fill; None: make one.
     """
 
     at: int
     key: str
-    entry: m.Entry
-    meta: TensorMeta | None
+    codec: ObjectMeta | None
     dtype: torch.dtype
     shape: tuple[int, ...]
-    box: boxes.Box | None
     tensor: torch.Tensor | None
-    nbytes: int
+    pieces: Sequence[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are moved, or mapped."""
+        return sum([piece.nbytes for piece in self.pieces])
 
 
 def resolve(
-    at: int, key: str, entry: m.Entry, destination: torch.Tensor | None, wanted: TensorSlice | None
+    at: int,
+    position: int,
+    key: str,
+    entry: m.Entry,
+    destination: torch.Tensor | None = None,
+    wanted: TensorSlice | None = None,
+    *,
+    cast: bool = False,
 ) -> Target:
     """Check an entry against what the reader wants, before anything is written.
+
+    Args:
+        position: of the entry's first value in the lease.
 
     Raises:
         LayoutMismatchError: the destination or the slice does not fit.
@@ -68,14 +102,19 @@ def resolve(
     """
     meta = entry.meta
     if not isinstance(meta, TensorMeta):
+        what = "a state dict" if isinstance(meta, StateDictMeta) else "not a tensor"
         if destination is not None or wanted is not None:
-            what = "an inplace_tensor" if destination is not None else "a tensor slice"
+            given = "an inplace_tensor" if destination is not None else "a tensor slice"
             raise LayoutMismatchError(
-                f"{key!r} is not a tensor, but {what} was given; nothing was written", key=key
+                f"{key!r} is {what}, but {given} was given; nothing was written", key=key
             )
-        return Target(at, key, entry, None, torch.uint8, (entry.nbytes,), None, None, entry.nbytes)
+        if isinstance(meta, StateDictMeta):  # whose entries are fetched by themselves
+            return Target(at, key, None, torch.uint8, (0,), None, ())
+        only = (entry.nbytes,)
+        piece = Piece(position, entry.data, entry.grant, only, None, None, entry.nbytes)
+        return Target(at, key, meta, torch.uint8, only, None, (piece,))
     dtype = dtype_of(meta, key)
-    shape, box, nbytes = meta.shape, None, entry.nbytes
+    shape = meta.shape
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != entry.nbytes:
         # Whoever put it is no client of ours: reading on would read what is not the value's.
         raise ProtocolError(
@@ -83,26 +122,68 @@ def resolve(
             "it was put by a broken client, delete it",
             key=key,
         )
+    box: Box | None = None
     if wanted is not None:
         box = slice_box(key, wanted, shape)
-        if box.shape == shape:
-            box = None
-        else:
-            shape = box.shape
-            nbytes = box.numel * dtype.itemsize
+        box = None if box.shape == shape else box
+    if box is not None:
+        shape = box.shape
     if destination is not None:
-        destination = check_destination(key, destination, shape, dtype)
-    return Target(at, key, entry, meta, dtype, shape, box, destination, nbytes)
+        destination = check_destination(key, destination, shape, dtype, cast=cast)
+    if entry.parts is None:
+        nbytes = entry.nbytes if box is None else box.numel * dtype.itemsize
+        pieces: Sequence[Piece] = (
+            Piece(position, entry.data, entry.grant, meta.shape, box, None, nbytes),
+        )
+    else:
+        target = box or boxes.whole(shape)
+        pieces = [*_gather(position, key, entry.parts, target, dtype.itemsize)]
+    return Target(at, key, None, dtype, shape, destination, pieces)
+
+
+def _gather(
+    position: int, key: str, parts: Sequence[m.Part], target: Box, itemsize: int
+) -> Iterator[Piece]:
+    """Which boxes of which shards make ``target``; each byte comes once."""
+    sources = [Box(part.offset, part.shape) for part in parts]
+    if len(sources) == 1 and sources[0].contains(target):
+        plan = [boxes.Piece(0, target)]
+    else:
+        plan = boxes.read_plan(target, sources)
+    if sum(piece.box.numel for piece in plan) != target.numel:
+        raise ProtocolError(f"{key!r}: its shards do not cover what they should", key=key)
+    for source, box in plan:
+        part = parts[source]
+        if math.prod(part.shape) * itemsize != part.nbytes:
+            raise ProtocolError(
+                f"{key!r}: a shard of {list(part.shape)} has {part.nbytes} bytes; it was put by a "
+                "broken client, delete it",
+                key=key,
+            )
+        inside = None if box == sources[source] else boxes.relative(box, sources[source])
+        into = None if box == target else boxes.relative(box, target)
+        yield Piece(
+            position + source,
+            part.data,
+            part.grant,
+            part.shape,
+            inside,
+            into,
+            box.numel * itemsize,
+        )
 
 
 class Result(NamedTuple):
-    """What a read gave: values by position, positions that hold their part of the lease until
-    their tensors die, and the names of the transports.
+    """What a read gave: values by position of their target, positions in the lease that are held
+    until their tensors die, and the names of the transports.
     """
 
     values: dict[int, Any]
     mapped: set[int]
     transport: str
+
+
+Job = tuple[Target, Piece]
 
 
 async def read(
@@ -112,87 +193,120 @@ async def read(
     values: dict[int, Any] = {}
     mapped: set[int] = set()
     names: set[str] = set()
-    by_place: dict[tuple[int, int], list[Target]] = {}
+    by_place: dict[tuple[int, int], list[Job]] = {}
+    buffers: dict[int, bytearray] = {}
     for target in targets:
-        grant = target.entry.grant
-        if grant is None:
-            values[target.at] = from_message(target, allow_pickle)
-        else:
-            by_place.setdefault((grant.volume, grant.segment), []).append(target)
-    for (volume, _), group in by_place.items():
-        nbytes = sum(target.nbytes for target in group)
+        for piece in target.pieces:
+            grant = piece.grant
+            if grant is not None:
+                by_place.setdefault((grant.volume, grant.segment), []).append((target, piece))
+    for (volume, _), jobs in by_place.items():
+        nbytes = sum([piece.nbytes for _, piece in jobs])
 
-        async def action(
-            link: Link, candidate: Candidate, group: list[Target] = group
-        ) -> list[_Run]:
+        async def action(link: Link, candidate: Candidate, jobs: list[Job] = jobs) -> list[_Run]:
             names.add(candidate.spec.name)
-            if any(target.tensor is not None and target.tensor.is_cuda for target in group):
+            if any(t.tensor is not None and t.tensor.is_cuda for t, _ in jobs):
                 session.keep_memory()
-            runs, rest = _map_runs(link, group)
-            values.update(await _read_copies(link, rest, allow_pickle))
+            runs, rest = _map_runs(link, jobs)
+            await _read_copies(link, rest, values, buffers)
             return runs
 
         for owner, made in await session.volumes[volume].attempt(nbytes, action):
-            values.update(made)
-            mapped.update(made)
-            session.hold(owner, lease, list(made))
+            positions = [target.pieces[0].position for target, _ in made]
+            values.update({target.at: tensor for target, tensor in made})
+            mapped.update(positions)
+            session.hold(owner, lease, positions)
+    for target in targets:
+        finish(target, values, buffers, allow_pickle=allow_pickle)
     return Result(values, mapped, "+".join(sorted(names)))
 
 
-def from_message(target: Target, allow_pickle: bool) -> Any:
-    """The value of an entry whose bytes came with it."""
-    data = target.entry.data or b""
-    meta = target.entry.meta
-    if not isinstance(meta, TensorMeta):
-        return decode_object(target.key, meta, data, allow_pickle=allow_pickle)
-    if target.box is None and target.tensor is None:
-        return from_buffer(bytearray(data), 0, meta.shape, target.dtype)
-    whole = from_buffer(bytearray(data), 0, meta.shape, target.dtype)
-    part = whole if target.box is None else _narrow(whole, target.box)
-    if target.tensor is None:
-        return part.clone(memory_format=torch.contiguous_format)
-    _fill(target.tensor, part)
-    _written(target.tensor)
-    return target.tensor
+def from_message(targets: Sequence[Target], *, allow_pickle: bool) -> Result:
+    """The values of entries whose bytes all came with the message."""
+    values: dict[int, Any] = {}
+    for target in targets:
+        finish(target, values, {}, allow_pickle=allow_pickle)
+    return Result(values, set(), "inline")
 
 
-def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy bit for bit, for every dtype."""
-    if target.numel():
-        byte_like(target).copy_(byte_like(source))
+def finish(
+    target: Target, values: dict[int, Any], buffers: dict[int, bytearray], *, allow_pickle: bool
+) -> None:
+    """Add what came inside the message, and make the value of the bytes."""
+    at = target.at
+    if target.codec is not None:
+        data = buffers[at] if at in buffers else target.pieces[0].data or b""
+        values[at] = decode_object(target.key, target.codec, data, allow_pickle=allow_pickle)
+        return
+    for piece in target.pieces:
+        if piece.grant is not None:
+            continue
+        source = from_buffer(bytearray(piece.data or b""), 0, piece.shape, target.dtype)
+        if piece.box is not None:
+            source = _narrow(source, piece.box)
+        if piece.into is None and target.tensor is None and at not in values:
+            values[at] = source if piece.box is None else source.clone()
+        elif source.numel():
+            _result(target, values, buffers)
+            into = values[at] if piece.into is None else _narrow(values[at], piece.into)
+            if into.dtype is source.dtype:
+                byte_like(into).copy_(byte_like(source))
+            else:
+                into.copy_(source)
+    if at not in values:
+        _result(target, values, buffers)
+    if target.tensor is not None and not target.tensor.is_inference():
+        # Tell autograd, which did not see the write.
+        torch.autograd.graph.increment_version(target.tensor)
 
 
-def _written(tensor: torch.Tensor) -> None:
-    """Tell autograd, which did not see the write."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+def _result(target: Target, values: dict[int, Any], buffers: dict[int, bytearray]) -> torch.Tensor:
+    """The tensor that a target's bytes go into."""
+    made: torch.Tensor | None = values.get(target.at)
+    if made is None:
+        if target.codec is not None:
+            buffers[target.at] = buffer = bytearray(target.pieces[0].nbytes)
+            made = torch.frombuffer(buffer, dtype=torch.uint8)
+        elif target.tensor is not None:
+            made = target.tensor
+        else:
+            made = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        values[target.at] = made
+    return made
 
 
-def _narrow(tensor: torch.Tensor, box: boxes.Box) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (start, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
-        tensor = tensor.narrow(dim, start, extent)
+        if extent != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, extent)
     return tensor
 
 
-_Run = tuple[object, dict[int, torch.Tensor]]  # the owner of a mapping, tensors by position
+_Run = tuple[object, list[tuple[Target, torch.Tensor]]]  # the owner of a mapping, what lies on it
 
 
-def _map_runs(link: Link, group: Sequence[Target]) -> tuple[list[_Run], list[Target]]:
+def _map_runs(link: Link, jobs: Sequence[Job]) -> tuple[list[_Run], list[Job]]:
     """Map what is large and contiguous, one mapping for neighbours: what was put together lies
-    together. Returns the runs, and the targets that are to be copied.
+    together. Returns the runs, and the jobs that are to be copied.
     """
     if not isinstance(link, SupportsMap):
-        return [], list(group)
-    rest: list[Target] = []
+        return [], list(jobs)
+    rest: list[Job] = []
     mappable: list[tuple[int, int, Target]] = []
-    for target in group:
+    for job in jobs:
+        target, piece = job
         start = None
-        if target.tensor is None and target.meta is not None and target.nbytes >= MAP_MIN:
-            start = _contiguous_start(target)
-        if start is None:
-            rest.append(target)
+        if (
+            target.tensor is None
+            and target.codec is None
+            and piece.into is None
+            and piece.nbytes >= MAP_MIN
+        ):
+            start = _contiguous_start(piece, target.dtype.itemsize)
+        if start is None or piece.grant is None:
+            rest.append(job)
         else:
-            mappable.append((_segment(target), start, target))
+            mappable.append((piece.grant.segment, start, target))
     mappable.sort(key=lambda item: item[:2])
     runs: list[_Run] = []
     begin = 0
@@ -209,98 +323,93 @@ def _map_runs(link: Link, group: Sequence[Target]) -> tuple[list[_Run], list[Tar
         try:
             mapping = link.map(segment, first, end - first)
         except TransportError:  # out of mappings (vm.max_map_count): copying always works
-            rest.extend(target for _, _, target in run)
+            rest.extend((target, target.pieces[0]) for _, _, target in run)
             continue
-        made = {
-            target.at: from_buffer(
-                mapping.owner, mapping.offset + start - first, target.shape, target.dtype
+        made = [
+            (
+                target,
+                from_buffer(
+                    mapping.owner, mapping.offset + start - first, target.shape, target.dtype
+                ),
             )
             for _, start, target in run
-        }
+        ]
         runs.append((mapping.owner, made))
     return runs, rest
 
 
-def _contiguous_start(target: Target) -> int | None:
+def _contiguous_start(piece: Piece, itemsize: int) -> int | None:
     """Byte offset of the wanted part in its segment if it is one run there, else None."""
-    grant = target.entry.grant
-    if grant is None:
+    if piece.grant is None:
         return None
-    if target.box is None or target.meta is None:
-        return grant.offset
-    if not boxes.is_contiguous(target.box, target.meta.shape) or target.box.is_empty:
+    start = _first_if_run(piece.box, piece.shape)
+    return None if start is None else piece.grant.offset + start * itemsize
+
+
+def _first_if_run(box: Box | None, shape: tuple[int, ...]) -> int | None:
+    """The first element of a box in a row-major tensor if the box is one run of it."""
+    if box is None:
+        return 0
+    if box.is_empty or not boxes.is_contiguous(box, shape):
         return None
-    run = next(iter(boxes.contiguous_runs(target.box, target.meta.shape)))
-    return grant.offset + run[0] * target.dtype.itemsize
+    return next(iter(boxes.contiguous_runs(box, shape)))[0]
 
 
-def _segment(target: Target) -> int:
-    grant = target.entry.grant
-    return -1 if grant is None else grant.segment
-
-
-async def _read_copies(link: Link, targets: Sequence[Target], allow_pickle: bool) -> dict[int, Any]:
-    if not targets:
-        return {}
-    objects: dict[int, bytearray] = {}
-    results: dict[int, torch.Tensor] = {}
-    for target in targets:
-        if target.meta is None:
-            objects[target.at] = data = bytearray(target.entry.nbytes)
-            results[target.at] = torch.frombuffer(data, dtype=torch.uint8)
-        elif target.tensor is not None:
-            results[target.at] = target.tensor
-        else:
-            results[target.at] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+async def _read_copies(
+    link: Link,
+    jobs: Sequence[Job],
+    values: dict[int, Any],
+    buffers: dict[int, bytearray],
+) -> None:
+    if not jobs:
+        return
+    results = [_result(target, values, buffers) for target, _ in jobs]
     if isinstance(link, SupportsWindow):
-        await _copy_window(link, targets, results)
+        await _copy_window(link, jobs, results)
     else:
-        await _copy_link(link, targets, results)
-    values: dict[int, Any] = {}
-    for target in targets:
-        meta = target.entry.meta
-        if isinstance(meta, TensorMeta):
-            if target.tensor is not None:
-                _written(target.tensor)
-            values[target.at] = results[target.at]
-        else:
-            values[target.at] = decode_object(
-                target.key, meta, objects[target.at], allow_pickle=allow_pickle
-            )
-    return values
+        await _copy_link(link, jobs, results)
 
 
 async def _copy_window(
-    link: SupportsWindow, targets: Sequence[Target], results: dict[int, torch.Tensor]
+    link: SupportsWindow, jobs: Sequence[Job], results: Sequence[torch.Tensor]
 ) -> None:
     """Copy out of the window: runs in chunks over the copy threads, the rest by torch."""
     pieces: list[copying.Piece] = []
     tasks: list[copying.Task] = []
     device: list[tuple[torch.Tensor, torch.Tensor]] = []
     total = 0
-    segment = _segment(targets[0])
+    grant = jobs[0][1].grant
+    segment = 0 if grant is None else grant.segment
     window = link.window(segment)
-    for target in targets:
-        grant = target.entry.grant
-        if grant is None:
+    for (target, piece), result in zip(jobs, results, strict=True):
+        grant, nbytes = piece.grant, piece.nbytes
+        if grant is None or not nbytes:
             continue
-        if grant.offset + target.entry.nbytes > window.nbytes:
+        stored = math.prod(piece.shape) * target.dtype.itemsize
+        if grant.offset + stored > window.nbytes:
             raise TransportError(f"{target.key!r} lies outside segment {segment}")
-        result = results[target.at]
-        nbytes = target.nbytes
         total += nbytes
-        start = _contiguous_start(target)
-        if result.device.type == "cpu" and start is not None and result.is_contiguous():
-            pieces.append((result.data_ptr(), window.address + start, nbytes))
-        elif nbytes:
-            meta = target.meta or TensorMeta("uint8", (nbytes,))
-            whole = tensor_at(window.address + grant.offset, meta, target.dtype)
-            part = whole if target.box is None else _narrow(byte_like(whole), target.box)
-            if result.device.type != "cpu":
-                device.append((byte_like(result), byte_like(part)))
+        same = result.dtype is target.dtype
+        start = _contiguous_start(piece, target.dtype.itemsize)
+        if start is not None and same and result.device.type == "cpu" and result.is_contiguous():
+            first = _first_if_run(piece.into, target.shape)
+            if first is not None:
+                place = result.data_ptr() + first * target.dtype.itemsize
+                pieces.append((place, window.address + start, nbytes))
                 continue
-            for to, of in split_rows(byte_like(result), byte_like(part), copying.CHUNK):
-                tasks.append(_strided(to, of))
+        source = tensor_at(window.address + grant.offset, piece.shape, target.dtype)
+        if piece.box is not None:
+            source = _narrow(source, piece.box)
+        into = result if piece.into is None else _narrow(result, piece.into)
+        if same:
+            into = byte_like(into)
+        else:
+            source = source.view(target.dtype)
+        if result.device.type != "cpu":
+            device.append((into, source))
+            continue
+        for to, of in split_rows(into, source, copying.CHUNK):
+            tasks.append(_strided(to, of))
     stream = total >= copying.STREAM_MIN
     chunks = copying.plan(pieces, copying.chunk_size(total))
     tasks.extend(_chunk(link, segment, window.address, chunk, stream) for chunk in chunks)
@@ -331,30 +440,31 @@ def _chunk(
     return task
 
 
-async def _copy_link(
-    link: Link, targets: Sequence[Target], results: dict[int, torch.Tensor]
-) -> None:
+async def _copy_link(link: Link, jobs: Sequence[Job], results: Sequence[torch.Tensor]) -> None:
     """For links without a window: read runs into contiguous memory, then spread if need be."""
     copies: list[Copy] = []
     spread: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for target in targets:
-        grant = target.entry.grant
-        result = results[target.at]
-        if grant is None or not target.nbytes:
+    for (target, piece), result in zip(jobs, results, strict=True):
+        grant = piece.grant
+        if grant is None or not piece.nbytes:
             continue
-        packed = result
-        if result.device.type != "cpu" or not result.is_contiguous():
-            packed = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-            spread.append((result, packed))
+        into = result if piece.into is None else _narrow(result, piece.into)
+        packed = into
+        if into.device.type != "cpu" or not into.is_contiguous() or into.dtype is not target.dtype:
+            packed = torch.empty(tuple(into.shape), dtype=target.dtype, device="cpu")
+            spread.append((into, packed))
         address = packed.data_ptr()
         itemsize = target.dtype.itemsize
-        if target.box is None or target.meta is None:
-            copies.append(Copy(address, grant.segment, grant.offset, target.nbytes))
+        if piece.box is None:
+            copies.append(Copy(address, grant.segment, grant.offset, piece.nbytes))
             continue
-        for start, length in boxes.contiguous_runs(target.box, target.meta.shape):
+        for start, length in boxes.contiguous_runs(piece.box, piece.shape):
             place = grant.offset + start * itemsize
             copies.append(Copy(address, grant.segment, place, length * itemsize))
             address += length * itemsize
     await link.read(copies)
-    for result, packed in spread:
-        _fill(result, packed)
+    for into, packed in spread:
+        if into.dtype is packed.dtype:
+            byte_like(into).copy_(byte_like(packed))
+        else:
+            into.copy_(packed)

@@ -132,6 +132,11 @@ class Session:
         """Whether it still has a server and belongs to this process (a fork loses it)."""
         return not self.lost and not self._retiring
 
+    @property
+    def anonymous(self) -> str:
+        """A name for this process among participants that have none."""
+        return f"pid {self.pid} {self.welcome.session.hex()[:8]}"
+
     def next_id(self) -> int:
         """A fresh id, unique in the session."""
         return next(self._ids)

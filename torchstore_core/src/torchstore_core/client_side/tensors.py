@@ -15,6 +15,8 @@ __all__ = [
     "byte_like",
     "check_destination",
     "describe",
+    "dtype_name",
+    "dtype_of",
     "from_buffer",
     "slice_box",
     "split_rows",
@@ -71,8 +73,7 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     ):  # The usual case, on the path of every small put: as few calls into torch as will do.
         return tensor.detach() if tensor.requires_grad else tensor
     if kind not in _PLAIN and _is_wrapper(kind):
-        hint = "put its local tensor (.to_local())" if kind.__name__ == "DTensor" else "unwrap it"
-        raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", hint)
+        raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", "unwrap it")
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         what = "a sparse tensor" if layout.startswith("sparse") else "an opaque tensor"
@@ -126,14 +127,21 @@ def byte_like(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BYTES_LIKE[tensor.element_size()])
 
 
-def tensor_at(address: int, meta: TensorMeta, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on raw memory, which the caller keeps alive. At least one element."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """The canonical name, as in TensorMeta."""
+    return _NAMES[dtype]
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Raw memory, which the caller keeps alive, as a :func:`byte_like` tensor. At least one
+    element.
+    """
     numel = 1
-    for extent in meta.shape:
+    for extent in shape:
         numel *= extent
     raw = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
     like = _BYTES_LIKE[dtype.itemsize]
-    return torch.frombuffer(raw, dtype=like, count=numel).view(meta.shape)
+    return torch.frombuffer(raw, dtype=like, count=numel).view(shape)
 
 
 def from_buffer(
@@ -154,9 +162,10 @@ def from_buffer(
 
 
 def check_destination(
-    key: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    key: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, cast: bool
 ) -> torch.Tensor:
-    """The destination, detached, if it can take a value of ``shape`` and ``dtype``.
+    """The destination, detached, if it can take a value of ``shape`` and ``dtype``; with ``cast``
+    also of another floating-point dtype.
 
     Raises:
         LayoutMismatchError: wrong shape or dtype, or memory that overlaps itself.
@@ -166,7 +175,10 @@ def check_destination(
         raise LayoutMismatchError(
             f"{key!r}: the destination is a {type(tensor).__qualname__}, not a tensor", key=key
         )
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+    fits = tensor.dtype == dtype or (
+        cast and tensor.dtype.is_floating_point and dtype.is_floating_point
+    )
+    if tuple(tensor.shape) != shape or not fits:
         raise LayoutMismatchError(
             f"{key!r} is stored as {dtype} {list(shape)}, the destination is {tensor.dtype} "
             f"{list(tensor.shape)}; nothing was written",

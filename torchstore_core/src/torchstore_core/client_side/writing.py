@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,11 @@ from torchstore_core import copying
 from torchstore_core.client_side import cuda
 from torchstore_core.client_side.codec import encode_object
 from torchstore_core.client_side.session import Session
+from torchstore_core.client_side.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.client_side.tensors import (
     byte_like,
     describe,
+    dtype_name,
     dtype_of,
     split_rows,
     storable,
@@ -23,20 +25,31 @@ from torchstore_core.client_side.tensors import (
 from torchstore_core.contracts.transport import Copy, Link, SupportsWindow
 from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.ranking import Candidate
-from torchstore_core.values import TensorMeta, ValueMeta
+from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["Source", "check_key", "inline_bytes", "prepare", "write"]
 
 
 class Source(NamedTuple):
-    """One value to put: a tensor (detached, any strides), or the bytes of an object."""
+    """One value to put: a tensor (detached, any strides), or the bytes of an object.
+
+    ``meta`` describes the whole tensor, in the dtype that it is stored in, of which ``tensor`` is
+    ``part``; ``nbytes`` are those that are stored. For the rest see ``messages.PutItem``.
+    """
 
     key: str
     meta: ValueMeta
     nbytes: int
     tensor: torch.Tensor | None
     data: bytes | None
+    part: TensorSlice | None = None
+    path: bytes = b""
+    same_as: int = -1
+
+    def item(self, data: bytes | None) -> m.PutItem:
+        """What the server is told."""
+        return m.PutItem(self.key, self.meta, self.nbytes, data, self.part, self.path, self.same_as)
 
 
 def check_key(key: object) -> str:
@@ -51,18 +64,37 @@ def check_key(key: object) -> str:
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
 
 
-def prepare(key: str, value: Any, *, allow_pickle: bool) -> Source:
-    """Look at a value once: what it is, how many bytes it has.
+def prepare(
+    key: str, value: Any, *, allow_pickle: bool, dtype: torch.dtype | None = None
+) -> list[Source]:
+    """Look at a value once: what it is, how many bytes it has. One source for each shard.
+
+    Args:
+        dtype: store floating-point tensors in this one; None: in their own.
 
     Raises:
-        UnsupportedValueError, UnsafeObjectError: it cannot be stored.
+        UnsupportedValueError, UnsafeObjectError, LayoutMismatchError: it cannot be stored.
     """
     check_key(key)
+    if is_sharded(value):
+        return [_part(key, part, dtype) for part in local_parts(key, value)]
     if isinstance(value, torch.Tensor):
         tensor = storable(key, value)
-        return Source(key, describe(tensor), tensor.numel() * tensor.element_size(), tensor, None)
-    meta, data = encode_object(key, value, allow_pickle=allow_pickle)
-    return Source(key, meta, len(data), None, data)
+        if dtype is None or dtype is tensor.dtype or not tensor.is_floating_point():
+            nbytes = tensor.numel() * tensor.element_size()
+            return [Source(key, describe(tensor), nbytes, tensor, None)]
+        meta = TensorMeta(dtype_name(dtype), tuple(tensor.shape))
+        return [Source(key, meta, tensor.numel() * dtype.itemsize, tensor, None)]
+    codec, data = encode_object(key, value, allow_pickle=allow_pickle)
+    return [Source(key, codec, len(data), None, data)]
+
+
+def _part(key: str, local: LocalPart, dtype: torch.dtype | None) -> Source:
+    tensor = storable(key, local.tensor)
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    meta = TensorMeta(dtype_name(dtype), tuple(local.part.global_shape))
+    return Source(key, meta, tensor.numel() * dtype.itemsize, tensor, None, local.part)
 
 
 def inline_bytes(source: Source) -> bytes:
@@ -74,15 +106,16 @@ def inline_bytes(source: Source) -> bytes:
         return b""
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
+    tensor = tensor.to(stored_dtype(source))
     if not tensor.is_contiguous():
         tensor = byte_like(tensor).contiguous()
     return ctypes.string_at(tensor.data_ptr(), source.nbytes)
 
 
-async def write(session: Session, sources: Sequence[Source], grants: Sequence[m.Grant]) -> str:
+async def write(session: Session, granted: Iterable[tuple[Source, m.Grant]]) -> str:
     """Move the sources into their granted places; the name of the transport that did."""
     by_place: dict[tuple[int, int], list[tuple[Source, m.Grant]]] = {}
-    for source, grant in zip(sources, grants, strict=True):
+    for source, grant in granted:
         by_place.setdefault((grant.volume, grant.segment), []).append((source, grant))
     names: set[str] = set()
     for (volume, segment), items in by_place.items():
@@ -120,6 +153,13 @@ async def _write_window(
         tensor = source.tensor
         if tensor is None:
             pieces.append((address, _address_of(source.data or b""), source.nbytes))
+        elif tensor.dtype is not stored_dtype(source):
+            converted = _window_tensor(source, address)
+            if tensor.device.type == "cuda":
+                device.append((converted, tensor))
+                continue
+            for to, of in split_rows(converted, tensor, copying.CHUNK):
+                tasks.append(_strided(to, of))
         elif tensor.device.type == "cuda":
             device.append((byte_like(_window_tensor(source, address)), byte_like(tensor)))
         elif tensor.is_contiguous():
@@ -159,11 +199,18 @@ def _strided(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
     return task
 
 
-def _window_tensor(source: Source, address: int) -> torch.Tensor:
-    meta = source.meta
-    if not isinstance(meta, TensorMeta):
+def stored_dtype(source: Source) -> torch.dtype:
+    """The dtype that a tensor is stored in."""
+    if not isinstance(source.meta, TensorMeta):
         raise UnsupportedValueError(f"{source.key!r} is not a tensor", key=source.key)
-    return tensor_at(address, meta, dtype_of(meta, source.key))
+    return dtype_of(source.meta, source.key)
+
+
+def _window_tensor(source: Source, address: int) -> torch.Tensor:
+    """The place of a source's tensor in the segment, as a tensor."""
+    dtype = stored_dtype(source)
+    shape = () if source.tensor is None else tuple(source.tensor.shape)
+    return tensor_at(address, shape, dtype).view(dtype)
 
 
 def _address_of(data: bytes) -> int:
@@ -178,7 +225,7 @@ async def _write_copies(link: Link, items: Sequence[tuple[Source, m.Grant]]) -> 
         if source.data is not None:
             address = _address_of(source.data)
         elif source.tensor is not None:
-            tensor = source.tensor.cpu()
+            tensor = source.tensor.cpu().to(stored_dtype(source))
             tensor = byte_like(tensor).contiguous() if not tensor.is_contiguous() else tensor
             alive.append(tensor)
             address = tensor.data_ptr()

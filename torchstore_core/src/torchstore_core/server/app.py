@@ -325,7 +325,7 @@ class Server:
             store_name=self.options.store_name,
             controller_pid=pid,
             uptime_s=now - self._started,
-            keys=len(controller.index),
+            keys=len(controller.catalog.newest),
             volumes=volumes,
             sessions=sessions,
             operations={kind.__name__: n for kind, n in controller.operations.items()},

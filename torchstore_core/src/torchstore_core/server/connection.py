@@ -11,11 +11,12 @@ import os
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
+from torchstore_core.server import looking
 from torchstore_core.server.records import SessionRecord, Waiter
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_request, encode
@@ -121,7 +122,7 @@ class Connection(asyncio.Protocol):
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         for waiter in self._waiters.values():
-            self._server.controller.forget(waiter)
+            self._server.controller.waiting.forget(waiter)
         self._waiters.clear()
         if self._session is not None:
             if self._anchor:
@@ -206,13 +207,15 @@ class Connection(asyncio.Protocol):
         controller.operations[type(request)] += 1
         match request:
             case m.Put():
-                result: list[Any] = controller.put(session, request)
-                if result and type(result[0]) is m.Grant:
-                    return m.Granted(request.id, result)
-                return m.Committed(request.id, result)
+                versions, grants = controller.put(session, request)
+                if grants is not None:
+                    return m.Granted(request.id, grants)
+                return m.Committed(request.id, versions)
             case m.Locate():
                 entries, leased = controller.locate(session, request)
                 return m.Located(request.id, entries, leased)
+            case m.Fetch():
+                return controller.fetch(session, request)
             case m.Commit():
                 return m.Committed(request.id, controller.commit(session, request.txn))
             case m.Release():
@@ -224,7 +227,8 @@ class Connection(asyncio.Protocol):
             case m.Delete():
                 return m.Deleted(request.id, controller.delete(request.keys, request.strict))
             case m.Exists():
-                return m.Flags(request.id, [key in controller.index for key in request.keys])
+                find = controller.catalog.find
+                return m.Flags(request.id, [find(key) is not None for key in request.keys])
             case m.Keys():
                 return m.KeyList(request.id, controller.keys(request.prefix))
             case m.Wait():
@@ -232,11 +236,15 @@ class Connection(asyncio.Protocol):
             case m.Cancel():
                 waiter = self._waiters.pop(request.wait, None)
                 if waiter is not None:
-                    controller.forget(waiter)
+                    controller.waiting.forget(waiter)
+            case m.Versions():
+                return m.Committed(request.id, controller.catalog.versions(request.key))
             case m.Stat():
-                return controller.stat(request)
+                return looking.stat(controller.catalog, controller.volumes, request)
             case m.List():
-                listed, more = controller.listing(request.prefix, request.after)
+                listed, more = looking.listing(
+                    controller.catalog, controller.volumes, request.prefix, request.after
+                )
                 return m.Listing(request.id, listed, more)
             case m.Status():
                 return self._server.status(request.id)
@@ -253,7 +261,7 @@ class Connection(asyncio.Protocol):
             self._waiters.pop(request.id, None)
             self.send(m.Committed(request.id, versions))
 
-        waiter = self._server.controller.wait(request.keys, request.min_version, reply)
+        waiter = self._server.controller.waiting.add(request.keys, request.min_version, reply)
         if waiter is not None:
             self._waiters[request.id] = waiter
 

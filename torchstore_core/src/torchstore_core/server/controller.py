@@ -11,24 +11,30 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
-from torchstore_core.errors import (
-    PluginError,
-    ProtocolError,
-    StoreClosedError,
-    VersionGoneError,
-)
+from torchstore_core.errors import LayoutMismatchError, PluginError, ProtocolError, StoreClosedError
 from torchstore_core.server.allocator import rounded
-from torchstore_core.server.placement import allocate, checked_items, full_error, missing_error
-from torchstore_core.server.records import SessionRecord, Txn, Value, VolumeRecord, Waiter
+from torchstore_core.server.catalog import Catalog
+from torchstore_core.server.generations import Slot, values_in
+from torchstore_core.server.joining import JointPut
+from torchstore_core.server.placement import allocate, checked_items, full_error
+from torchstore_core.server.records import (
+    Manifest,
+    SessionRecord,
+    Shards,
+    Stored,
+    Txn,
+    Value,
+    VolumeRecord,
+)
+from torchstore_core.server.waiting import Waiting
 from torchstore_core.topology import Topology
 from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]
 
 _MAX_GIVEN_BACK = 100_000
-# Deleted keys whose last version is remembered.
-_MAX_DELETED = 4096
 
 
 class Controller:
@@ -51,19 +57,14 @@ class Controller:
     ) -> None:
         self.volumes = list(volumes)
         self.strategy = strategy
-        self.index: dict[str, Value] = {}
+        self.catalog = Catalog()
         self.sessions: dict[bytes, SessionRecord] = {}
         #: Requests so far, by message class; for status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
         self._prefault = prefault
         self._warmed = warmed
-        # A key that is put again after a delete goes on above its last version, so no (key,
-        # version) is ever used twice. The last versions of the latest deleted keys are remembered;
-        # keys that are not go on above the highest version that was forgotten.
-        self._deleted: dict[str, int] = {}
-        self._version_floor = 0
         self._last_put = time.monotonic()
-        self._waiters: dict[str, set[Waiter]] = {}
+        self.waiting = Waiting(self.catalog)
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -84,43 +85,93 @@ class Controller:
         """Undo everything the session had open."""
         if self.sessions.pop(session.token, None) is None:
             return
+        session.closed = time.monotonic()
         self.abort(session, list(session.txns))
         self.release(session, list(session.leases), [])
 
     # ---- put ------------------------------------------------------------------------------
 
-    def put(self, session: SessionRecord, request: m.Put) -> list[int] | list[m.Grant]:
-        """Begin a put: versions if all of it was inline (and is committed), else grants.
+    def put(
+        self, session: SessionRecord, request: m.Put
+    ) -> tuple[list[int], list[m.Grant | None] | None]:
+        """Begin a put: its versions if all of it was inline (and is committed), else grants.
 
         Raises:
             StoreFullError: no volume that the strategy names has room; nothing was changed.
-            ProtocolError: the txn id is in use, or sizes make no sense.
+            ProtocolError: the txn id is in use, or sizes or shards make no sense.
+            VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: it does
+                not go with what there is of its generation, see ``Catalog.slot``.
         """
-        placed, inline, sizes = checked_items(request.items)
         if request.txn in session.txns:
             raise ProtocolError(f"put id {request.txn} is in use")
         if request.txn in session.given_back:
             session.given_back.discard(request.txn)
             raise ProtocolError(f"put id {request.txn} was aborted before it began")
+        items = request.items
+        if not items and request.group is None:
+            raise ProtocolError("a put needs at least one item")
+        if request.version or request.group is not None:
+            return self._put_joined(session, request)
+        for item in items:
+            if item.part is not None:
+                return self._put_joined(session, request)
+        placed, inline, sizes = checked_items(items)
+        values = self._make(session, items, [None] * len(items), placed, inline, sizes)
+        if not sizes:
+            dead: list[Value] = []
+            self.catalog.flip(values, dead)
+            return self._committed(values, dead), None
+        self._begin(session, request.txn, Txn(values, placed, values, [], values))
+        return [], [m.Grant(v.volume, 0, v.offset) for v in values if v.data is None]
+
+    def _put_joined(
+        self, session: SessionRecord, request: m.Put
+    ) -> tuple[list[int], list[m.Grant | None] | None]:
+        """A put that contributes to generations: shards, a state dict, an explicit version."""
+        dead: list[Value] = []
+        try:
+            put = JointPut(self.catalog, session, request, dead)
+        finally:
+            self._free(dead)
+        placed, inline, sizes = checked_items(put.items)
+        values = self._make(session, put.items, put.boxes, placed, inline, sizes)
+        txn = put.enter(values, placed)
+        grants = put.grants(values)
+        if grants is None:
+            return self._finish(txn), None
+        self._begin(session, request.txn, txn)
+        return [], grants
+
+    def _make(
+        self,
+        session: SessionRecord,
+        items: Sequence[m.PutItem],
+        parts: Sequence[Box | None],
+        placed: int,
+        inline: int,
+        sizes: list[int],
+    ) -> list[Value]:
+        """Values with a place each, held by the put that makes them."""
         volume, offsets = self._place(session.facts, placed, inline, sizes)
         volume.inline += inline
+        index, facts = volume.index, session.facts
         values: list[Value] = []
         at = 0
-        index = volume.index
-        for item in request.items:
+        for item, box in zip(items, parts, strict=True):
             offset = -1
             if item.data is None:
                 offset = offsets[at]
                 at += 1
-            values.append(
-                Value(item.key, item.meta, item.nbytes, index, item.data, offset, session.facts)
-            )
-        if not sizes:
-            return self._commit(values)
+            value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
+            value.uses, value.box = 1, box
+            values.append(value)
+        return values
+
+    def _begin(self, session: SessionRecord, txn_id: int, txn: Txn) -> None:
         self._last_put = time.monotonic()
-        session.txns[request.txn] = Txn(values, placed)
-        volume.unfinished += placed
-        return [m.Grant(index, 0, offset) for offset in offsets]
+        session.txns[txn_id] = txn
+        if txn.values:
+            self.volumes[txn.values[0].volume].unfinished += txn.nbytes
 
     def _place(
         self, facts: ClientFacts, placed: int, inline: int, sizes: list[int]
@@ -143,44 +194,45 @@ class Controller:
                 return volume, offsets
         if not order:
             raise PluginError(f"strategy {type(self.strategy).__name__} named no volume")
-        raise full_error(placed + inline, self.volumes, self.sessions.values(), self.index.values())
+        newest = self.catalog.newest.values()
+        raise full_error(placed + inline, self.volumes, self.sessions.values(), newest)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
-        """Flip all keys of a put at once; their new versions, in order."""
+        """Flip all keys of a put at once; their new versions, see ``messages.Committed``."""
         txn = session.txns.pop(txn_id, None)
         if txn is None:
             raise ProtocolError(f"there is no unfinished put {txn_id} to commit")
-        volume = self._finish(txn)
-        versions = self._commit(txn.values)
-        if self._prefault:
+        volume = self._written(txn)
+        versions = self._finish(txn)
+        if self._prefault and volume is not None:
             self._look_ahead(volume, txn.nbytes)
         return versions
 
-    def _commit(self, values: list[Value]) -> list[int]:
-        now = time.time()
+    def _finish(self, txn: Txn) -> list[int]:
+        """Make what the put brought visible, in one cut."""
         dead: list[Value] = []
-        versions: list[int] = []
-        index = self.index
-        for value in values:
-            old = index.get(value.key)
-            if old is None:
-                value.version = self._deleted.pop(value.key, self._version_floor) + 1
-            else:
-                value.version = old.version + 1
-                old.live = False
-                if old.data is not None:
-                    self.volumes[old.volume].inline -= old.nbytes
-                elif not old.pins:
-                    dead.append(old)
-            value.live = True
-            value.created = now
-            index[value.key] = value
-            versions.append(value.version)
+        self.catalog.flip(txn.plain, dead)
+        flipped = [
+            slot.key
+            for slot, contribution in txn.joined
+            if self.catalog.commit(slot, contribution, dead)
+        ]
+        return self._committed(txn.results, dead, txn.plain, flipped)
+
+    def _committed(
+        self,
+        results: Sequence[Value | Slot],
+        dead: list[Value],
+        plain: Sequence[Value] | None = None,
+        flipped: Sequence[str] = (),
+    ) -> list[int]:
+        """Free what was replaced and wake who waits; the versions to answer."""
         if dead:
             self._free(dead)
-        if self._waiters:
-            self._wake(values)
-        return versions
+        if self.waiting:
+            changed = results if plain is None else plain
+            self.waiting.wake([v.key for v in changed], flipped)
+        return [result.version for result in results]
 
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
@@ -195,11 +247,16 @@ class Controller:
                 if remember:
                     self._remember(session, txn_id)
                 continue
-            self._finish(txn)
-            self._free(txn.values)
+            self._written(txn)
+            dead = list(txn.plain)
+            for slot, contribution in txn.joined:
+                self.catalog.abort(slot, contribution, dead)
+            self._free(dead)
 
-    def _finish(self, txn: Txn) -> VolumeRecord:
+    def _written(self, txn: Txn) -> VolumeRecord | None:
         """The put is over, one way or the other: its memory has been written to."""
+        if not txn.values:
+            return None
         volume = self.volumes[txn.values[0].volume]
         volume.unfinished -= txn.nbytes
         end = max((v.offset + v.nbytes for v in txn.values if v.data is None), default=0)
@@ -240,62 +297,123 @@ class Controller:
             KeyNotFoundError, VersionGoneError: nothing is leased.
             ProtocolError: the lease id is in use, or inline values do not fit the reply.
         """
-        values = self._find(request.wants)
-        nbytes = inline = sum(v.nbytes for v in values)
-        if nbytes > request.inline_max:
-            inline = sum(v.nbytes for v in values if v.data is not None)
+        find = self.catalog.find
+        found: list[tuple[Stored, int]] = []
+        missing: list[str] = []
+        for want in request.wants:
+            stored = find(want.key, want.version)
+            if stored is None:
+                missing.append(want.key)
+            else:
+                found.append(stored)
+        if missing:
+            raise self.catalog.missing_error(missing)
+        boxes = [want.box for want in request.wants]
+        return self._lease(session, request.lease, found, boxes, request.inline_max)
+
+    def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
+        """Entries of one version of a state dict, leased under ``lease``.
+
+        Raises:
+            KeyNotFoundError, VersionGoneError: nothing is leased.
+            LayoutMismatchError: the key is no state dict.
+            ProtocolError: as :meth:`locate`.
+        """
+        found = self.catalog.find(request.key, request.version)
+        if found is None:
+            raise self.catalog.missing_error([request.key])
+        manifest, version = found
+        if type(manifest) is not Manifest:
+            raise LayoutMismatchError(
+                f"{request.key!r} is no state dict (it was put by itself); get it with `get`",
+                key=request.key,
+            )
+        entries = manifest.entries
+        wanted: list[Stored | None]
+        boxes: list[m.Box | None]
+        paths: dict[int, bytes] = {}
+        if request.wants is None:
+            names, wanted, boxes = list(entries), list(entries.values()), [None] * len(entries)
+            if manifest.paths:
+                at = {name: i for i, name in enumerate(names)}
+                paths = {at[name]: path for name, path in manifest.paths.items()}
+        else:
+            asked = {want.key for want in request.wants}
+            names = [name for name in entries if name not in asked]
+            wanted = [entries.get(want.key) for want in request.wants]
+            boxes = [want.box for want in request.wants]
+        there = [(stored, version) for stored in wanted if stored is not None]
+        cuts = [box for box, stored in zip(boxes, wanted, strict=True) if stored is not None]
+        made, leased = self._lease(session, request.lease, there, cuts, request.inline_max)
+        replies = iter(made)
+        answers = [None if stored is None else next(replies) for stored in wanted]
+        first: dict[int, int] = {}
+        same_as: list[tuple[int, int]] = []
+        if request.wants is None:
+            for i, stored in enumerate(wanted):
+                if (j := first.setdefault(id(stored), i)) != i:
+                    same_as.append((i, j))
+        return m.Fetched(request.id, version, answers, names, paths, same_as, leased)
+
+    def _lease(
+        self,
+        session: SessionRecord,
+        lease: int,
+        found: Sequence[tuple[Stored, int]],
+        boxes: Sequence[m.Box | None],
+        inline_max: int,
+    ) -> tuple[list[m.Entry], bool]:
+        """Reply entries for what was found, leased unless all of it comes inside the reply."""
+        chosen = [values_in(stored, box) for (stored, _), box in zip(found, boxes, strict=True)]
+        nbytes = inline = sum([v.nbytes for values in chosen for v in values])
+        if nbytes > inline_max:
+            inline = sum([v.nbytes for values in chosen for v in values if v.data is not None])
         if inline > m.MAX_FRAME // 2:
             raise ProtocolError(
                 f"{inline} bytes of inline values do not fit one reply; get fewer keys at once"
             )
-        if inline == nbytes:
-            return [self._inline_entry(v) for v in values], False
-        if request.lease in session.leases:
-            raise ProtocolError(f"lease id {request.lease} is in use")
-        if request.lease in session.given_back:
-            session.given_back.discard(request.lease)
-            raise ProtocolError(f"lease id {request.lease} was given back before it began")
+        leased = inline != nbytes
+        if leased:
+            if lease in session.leases:
+                raise ProtocolError(f"lease id {lease} is in use")
+            if lease in session.given_back:
+                session.given_back.discard(lease)
+                raise ProtocolError(f"lease id {lease} was given back before it began")
         held: list[Value | None] = []
         entries: list[m.Entry] = []
-        for value in values:
-            if value.data is not None:
-                entries.append(m.Entry(value.version, value.meta, value.nbytes, value.data, None))
+        for (stored, version), values in zip(found, chosen, strict=True):
+            if type(stored) is Value:
+                data, grant = self._access(stored, leased, held)
+                entries.append(m.Entry(version, stored.meta, stored.nbytes, data, grant))
+            elif type(stored) is Shards:
+                parts = [
+                    m.Part(*value.box, value.nbytes, *self._access(value, leased, held))
+                    for value in values
+                    if value.box is not None
+                ]
+                entries.append(m.Entry(version, stored.meta, stored.nbytes, None, None, parts))
+            else:
+                entries.append(m.Entry(version, stored.meta, stored.nbytes))
                 held.append(None)
-                continue
-            self._pin(value)
-            held.append(value)
-            grant = m.Grant(value.volume, 0, value.offset)
-            entries.append(m.Entry(value.version, value.meta, value.nbytes, None, grant))
-        session.leases[request.lease] = held
-        return entries, True
+        if leased:
+            session.leases[lease] = held
+        return entries, leased
 
-    def _find(self, wants: Sequence[m.Want]) -> list[Value]:
-        index = self.index
-        found: list[Value] = []
-        missing: list[str] = []
-        for want in wants:
-            value = index.get(want.key)
-            if want.version:
-                if value is None or value.version != want.version:
-                    now = "no such key" if value is None else f"it is at {value.version} now"
-                    raise VersionGoneError(
-                        f"version {want.version} of {want.key!r} is gone: {now}",
-                        key=want.key,
-                        details={"current": 0 if value is None else value.version},
-                    )
-            elif value is None:
-                missing.append(want.key)
-                continue
-            found.append(value)
-        if missing:
-            raise missing_error(missing)
-        return found
-
-    def _inline_entry(self, value: Value) -> m.Entry:
+    def _access(
+        self, value: Value, leased: bool, held: list[Value | None]
+    ) -> tuple[bytes | None, m.Grant | None]:
+        """The bytes of a value, or the right to read them."""
         data = value.data
-        if data is None:
-            data = self.volumes[value.volume].memory.read(value.offset, value.nbytes)
-        return m.Entry(value.version, value.meta, value.nbytes, data, None)
+        if data is not None or not leased:
+            held.append(None)
+            if data is None:
+                data = self.volumes[value.volume].memory.read(value.offset, value.nbytes)
+            return data, None
+        held.append(value)
+        value.pins += 1
+        if value.pins == 1:
+            self.volumes[value.volume].leased += rounded(value.nbytes)
+        return None, m.Grant(value.volume, 0, value.offset)
 
     def release(
         self,
@@ -333,133 +451,27 @@ class Controller:
 
     def delete(self, keys: Sequence[str], strict: bool) -> int:
         """Delete keys; how many there were. ``strict``: all must exist, else none is deleted."""
+        catalog = self.catalog
         if strict:
-            missing = [key for key in keys if key not in self.index]
+            missing = [k for k in keys if k not in catalog.newest and not catalog.pending(k)]
             if missing:
-                raise missing_error(missing)
+                raise catalog.missing_error(missing)
         dead: list[Value] = []
-        count = 0
-        for key in keys:
-            value = self.index.pop(key, None)
-            if value is None:
-                continue
-            count += 1
-            value.live = False
-            self._bury(key, value.version)
-            if not value.pins:
-                dead.append(value)
+        count = sum([catalog.delete(key, dead) for key in keys])
         self._free(dead)
         return count
 
-    def _bury(self, key: str, version: int) -> None:
-        self._deleted[key] = version
-        if len(self._deleted) > _MAX_DELETED:
-            forgotten = next(iter(self._deleted))
-            self._version_floor = max(self._version_floor, self._deleted.pop(forgotten))
-
     def keys(self, prefix: str) -> list[str]:
-        """Sorted keys that start with ``prefix``."""
-        return sorted(key for key in self.index if key.startswith(prefix))
-
-    def stat(self, request: m.Stat) -> m.Found:
-        """What is known of one key."""
-        value = self._find([m.Want(request.key)])[0]
-        return m.Found(
-            request.id,
-            value.key,
-            value.version,
-            value.meta,
-            value.nbytes,
-            self.volumes[value.volume].info.id,
-            -1 if value.data is not None else 0,
-            value.offset,
-            value.pins,
-            value.created,
-            value.creator,
-        )
-
-    def listing(self, prefix: str, after: str) -> tuple[list[m.Listed], bool]:
-        """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted,
-        and whether there are more.
-        """
-        names = sorted(key for key in self.index if key > after and key.startswith(prefix))
-        entries: list[m.Listed] = []
-        room = m.MAX_LISTED_CHARS
-        for key in names[: m.MAX_LISTED]:
-            room -= len(key)
-            if room < 0:
-                break
-            value = self.index[key]
-            entries.append(
-                m.Listed(
-                    key,
-                    value.version,
-                    value.meta,
-                    value.nbytes,
-                    self.volumes[value.volume].info.id,
-                    -1 if value.data is not None else 0,
-                    value.pins,
-                    value.created,
-                    value.creator.pid,
-                )
-            )
-        return entries, len(entries) < len(names)
-
-    # ---- wait -----------------------------------------------------------------------------
-
-    def wait(
-        self, keys: list[str], min_version: int, reply: Callable[[list[int]], None]
-    ) -> Waiter | None:
-        """Call ``reply`` with the versions once all keys are there; None if it did so at once."""
-        waiter = Waiter(keys, min_version, reply)
-        versions = self._satisfied(waiter)
-        if versions is not None:
-            reply(versions)
-            return None
-        for key in keys:
-            self._waiters.setdefault(key, set()).add(waiter)
-        return waiter
-
-    def forget(self, waiter: Waiter) -> None:
-        """Drop a waiter."""
-        for key in waiter.keys:
-            waiting = self._waiters.get(key)
-            if waiting is not None:
-                waiting.discard(waiter)
-                if not waiting:
-                    del self._waiters[key]
-
-    def _satisfied(self, waiter: Waiter) -> list[int] | None:
-        versions: list[int] = []
-        for key in waiter.keys:
-            value = self.index.get(key)
-            if value is None or value.version < waiter.min_version:
-                return None
-            versions.append(value.version)
-        return versions
-
-    def _wake(self, values: Iterable[Value]) -> None:
-        woken: set[Waiter] = set()
-        for value in values:
-            woken |= self._waiters.get(value.key, set())
-        for waiter in woken:
-            versions = self._satisfied(waiter)
-            if versions is not None:
-                self.forget(waiter)
-                waiter.reply(versions)
+        """Sorted keys, and entries of state dicts, that start with ``prefix``."""
+        return self.catalog.names(prefix)
 
     # ---- memory ---------------------------------------------------------------------------
-
-    def _pin(self, value: Value) -> None:
-        value.pins += 1
-        if value.pins == 1:
-            self.volumes[value.volume].leased += rounded(value.nbytes)
 
     def _unpin(self, value: Value, dead: list[Value]) -> None:
         value.pins -= 1
         if value.pins == 0:
             self.volumes[value.volume].leased -= rounded(value.nbytes)
-            if not value.live:
+            if not value.uses:
                 dead.append(value)
 
     def _free(self, values: Iterable[Value]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torchstore_core.errors import KeyNotFoundError, ProtocolError, StoreFullError
+from torchstore_core import boxes
+from torchstore_core.boxes import Box
+from torchstore_core.errors import ProtocolError, StoreFullError
 from torchstore_core.server.allocator import rounded
-from torchstore_core.server.records import SessionRecord, Value, VolumeRecord
+from torchstore_core.server.records import SessionRecord, Stored, VolumeRecord
+from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["allocate", "checked_items", "full_error", "missing_error", "session_bytes"]
+__all__ = ["allocate", "checked_box", "checked_items", "full_error", "session_bytes"]
 
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
@@ -18,19 +21,10 @@ def session_bytes(session: SessionRecord) -> tuple[int, int]:
     return leased, sum(txn.nbytes for txn in session.txns.values())
 
 
-def missing_error(keys: list[str]) -> KeyNotFoundError:
-    """The error for keys that do not exist."""
-    shown = ", ".join(repr(k) for k in keys[:5]) + (", ..." if len(keys) > 5 else "")
-    what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
-    return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
-
-
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
     """Bytes to place (rounded), bytes inline, and the sizes to place, in order."""
     placed = inline = 0
     sizes: list[int] = []
-    if not items:
-        raise ProtocolError("a put needs at least one item")
     for item in items:
         if not 0 < len(item.key) <= m.MAX_KEY:
             raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
@@ -48,6 +42,33 @@ def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
     if placed >= 1 << 60:
         raise ProtocolError(f"cannot place {placed} bytes")
     return placed, inline, sizes
+
+
+def checked_box(item: m.PutItem) -> Box | None:
+    """The shard that an item is; None if it is the whole value.
+
+    Raises:
+        ProtocolError: it is not inside the tensor, or no tensor.
+    """
+    part = item.part
+    if part is None:
+        return None
+    meta = item.meta
+    if not isinstance(meta, TensorMeta):
+        raise ProtocolError(f"{item.key!r}: only a tensor has shards", key=item.key)
+    try:
+        box = Box(part.offsets, part.local_shape)
+        target = boxes.whole(meta.shape)
+        inside = part.global_shape == meta.shape and target.contains(box)
+    except ValueError as error:
+        raise ProtocolError(f"{item.key!r}: {error}", key=item.key) from error
+    if not inside or bool(box.numel) != bool(item.nbytes) or item.nbytes % max(box.numel, 1):
+        raise ProtocolError(
+            f"{item.key!r}: a shard of {item.nbytes} bytes, {list(box.shape)} at "
+            f"{list(box.offset)}, is not one of {list(meta.shape)}",
+            key=item.key,
+        )
+    return None if box == target else box
 
 
 def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] | None:
@@ -76,7 +97,7 @@ def full_error(
     requested: int,
     volumes: Sequence[VolumeRecord],
     sessions: Iterable[SessionRecord],
-    values: Iterable[Value],
+    values: Iterable[Stored],
 ) -> StoreFullError:
     """The error of a put that does not fit: who holds what."""
     capacity = sum(v.info.capacity_bytes for v in volumes)

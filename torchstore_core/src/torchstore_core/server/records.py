@@ -1,20 +1,25 @@
-"""What the controller keeps: values, unfinished puts, sessions, volumes. Plain records."""
+"""What the controller keeps: stored values, unfinished puts, sessions, volumes. Plain records."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, final
 
 import msgspec
 
+from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, VolumeFacts
 from torchstore_core.server.allocator import Allocator
 from torchstore_core.topology import Topology
-from torchstore_core.values import ValueMeta
+from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["SegmentView", "SessionRecord", "Txn", "Value", "VolumeRecord", "Waiter"]
+if TYPE_CHECKING:
+    from torchstore_core.server.generations import Contribution, Slot
+
+__all__ = ["Manifest", "SegmentView", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
+__all__ += ["VolumeRecord", "Waiter"]
 
 
 class SegmentView(Protocol):
@@ -37,8 +42,18 @@ class SegmentView(Protocol):
         """Bytes at ``offset``."""
 
 
+@final
 class Value(msgspec.Struct, eq=False, gc=False):
-    """One immutable version of one key: inline ``data``, or a range of a volume's segment."""
+    """Immutable bytes: inline ``data``, or a range of a volume's segment.
+
+    It is a whole value, or the shard ``box`` of a tensor that ``meta`` describes.
+
+    Args:
+        created: when it was committed (seconds since the epoch); 0 before.
+        pins: leases on it.
+        uses: how many hold it besides: keys, manifests, and the put that makes it. Its memory is
+            free when both are 0.
+    """
 
     key: str
     meta: ValueMeta
@@ -50,17 +65,69 @@ class Value(msgspec.Struct, eq=False, gc=False):
     version: int = 0
     created: float = 0.0
     pins: int = 0
-    live: bool = False
+    uses: int = 0
+    box: Box | None = None
+
+
+@final
+class Shards(msgspec.Struct, eq=False):
+    """A tensor in parts, by their boxes, which may overlap."""
+
+    key: str
+    meta: TensorMeta
+    creator: ClientFacts
+    parts: dict[Box, Value]
+    nbytes: int = 0
+    version: int = 0
+    created: float = 0.0
+
+
+@final
+class Manifest(msgspec.Struct, eq=False):
+    """One version of a state dict. Versions share entries; ``paths``: see ``messages.PutItem``."""
+
+    key: str
+    entries: dict[str, Value | Shards]
+    paths: dict[str, bytes]
+    creator: ClientFacts
+    nbytes: int
+    version: int
+    created: float
+
+    @property
+    def meta(self) -> StateDictMeta:
+        return StateDictMeta(len(self.entries))
+
+
+Stored = Value | Shards | Manifest
 
 
 class Txn:
-    """An unfinished put: values whose granted memory is being written."""
+    """An unfinished put: values whose granted memory is being written.
 
-    __slots__ = ("nbytes", "started", "values")
+    Args:
+        values: all that it makes.
+        nbytes: memory granted for them.
+        plain: those that become versions of their keys by themselves.
+        joined: what it contributes to generations, see ``server.generations``.
+        results: whose versions the commit answers, in order.
+    """
 
-    def __init__(self, values: list[Value], nbytes: int) -> None:
+    __slots__ = ("joined", "nbytes", "plain", "results", "started", "values")
+
+    def __init__(
+        self,
+        values: list[Value],
+        nbytes: int,
+        plain: list[Value],
+        joined: list[tuple[Slot, Contribution]],
+        results: list[Value] | list[Slot] | list[Value | Slot],
+    ) -> None:
         self.values = values
         self.nbytes = nbytes
+        self.plain = plain
+        self.joined = joined
+        self.results = results
         self.started = time.monotonic()
 
 
@@ -68,6 +135,7 @@ class SessionRecord:
     """One client process and everything it holds."""
 
     __slots__ = (
+        "closed",
         "facts",
         "given_back",
         "keeps_memory",
@@ -90,6 +158,7 @@ class SessionRecord:
         self.keeps_memory = False  # see messages.Keep
         self.lanes = 0
         self.opened = time.monotonic()
+        self.closed: float | None = None
 
 
 class VolumeRecord:

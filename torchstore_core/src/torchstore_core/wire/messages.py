@@ -16,9 +16,9 @@ import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.topology import Topology
-from torchstore_core.values import ValueMeta
+from torchstore_core.values import TensorSlice, ValueMeta
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: Largest frame a server accepts, in bytes. 18,000 entries of a state dict need about 2 MB.
 MAX_FRAME = 64 << 20
@@ -51,20 +51,51 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class PutItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One value of a put: ``data`` if it rides inline, else ``nbytes`` of segment are granted."""
+    """One value of a put: ``data`` if it rides inline, else ``nbytes`` of segment are granted.
+
+    ``part``: it is this shard of the tensor that ``meta`` describes; several items of one put may
+    be shards of one key. In a put of a state dict ``key`` is the entry's name, ``path`` its place
+    in the nested dict (encoded by the client; empty: the name itself), and ``same_as`` the index
+    of an earlier item that it shares its bytes with (tied weights), or -1.
+    """
 
     key: str
     meta: ValueMeta
     nbytes: int
     data: bytes | None = None
+    part: TensorSlice | None = None
+    path: bytes = b""
+    same_as: int = -1
+
+
+class Publication(msgspec.Struct, frozen=True, array_like=True):
+    """What makes the items of a put entries of the state dict ``key``.
+
+    Args:
+        who: the participant that this put is of.
+        participants: how many of them make a version.
+        partial: entries that no participant puts are those of the version before.
+        keep: how many versions stay readable.
+    """
+
+    key: str
+    who: str
+    participants: int
+    partial: bool = False
+    keep: int = 1
 
 
 class Put(Message, frozen=True, tag="put"):
-    """Begin a put. With all items inline it commits at once (reply :class:`Committed`)."""
+    """Begin a put. With all items inline it commits at once (reply :class:`Committed`).
+
+    ``version``: the version to be, for every key; 0: the next one.
+    """
 
     id: int
     txn: int
     items: list[PutItem]
+    version: int = 0
+    group: Publication | None = None
 
 
 class Commit(Message, frozen=True, tag="commit"):
@@ -80,11 +111,16 @@ class Abort(Message, frozen=True, tag="abort"):
     txns: list[int]
 
 
+#: Offset and shape of a piece of a tensor, in elements.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a get wants: a key, at a version (0: the newest)."""
+    """What a get wants: a key, at a version (0: the newest), and which piece (None: all)."""
 
     key: str
     version: int = 0
+    box: Box | None = None
 
 
 class Locate(Message, frozen=True, tag="locate"):
@@ -99,8 +135,27 @@ class Locate(Message, frozen=True, tag="locate"):
     inline_max: int
 
 
+class Fetch(Message, frozen=True, tag="fetch"):
+    """Find a state dict and lease entries of it under ``lease``. Reply :class:`Fetched`.
+
+    ``version`` 0: the newest. ``wants``: names of entries, and which pieces (their versions do not
+    count); None: all entries, whole. A name that does not exist is reported, not an error.
+    """
+
+    id: int
+    lease: int
+    key: str
+    version: int
+    wants: list[Want] | None
+    inline_max: int
+
+
 class Release(Message, frozen=True, tag="release"):
-    """Give back leases: whole ones, or some entries (by index in the Locate) of one."""
+    """Give back leases: whole ones, or some values of one.
+
+    The values of a lease are numbered in the order of the reply's entries: one for an entry that
+    is one value, one for each part of an entry in parts.
+    """
 
     leases: list[int]
     parts: list[tuple[int, list[int]]] = []
@@ -148,6 +203,13 @@ class Cancel(Message, frozen=True, tag="cancel"):
     wait: int
 
 
+class Versions(Message, frozen=True, tag="versions"):
+    """Reply :class:`Committed`: the versions of a key that can be read, ascending."""
+
+    id: int
+    key: str
+
+
 class Stat(Message, frozen=True, tag="stat"):
     """Reply :class:`Found`: what is known of one key."""
 
@@ -185,6 +247,7 @@ Request = (
     | Commit
     | Abort
     | Locate
+    | Fetch
     | Release
     | Keep
     | Delete
@@ -192,6 +255,7 @@ Request = (
     | Keys
     | Wait
     | Cancel
+    | Versions
     | Stat
     | List
     | Status
@@ -236,27 +300,46 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Granted(Message, frozen=True, tag="granted"):
-    """Where to write, one Grant for each item that came without data, in order."""
+    """Where to write, one for each item that came without data and is not ``same_as`` another, in
+    order. None: nothing is to be written, another participant puts these very bytes.
+    """
 
     id: int
-    grants: list[Grant]
+    grants: list[Grant | None]
 
 
 class Committed(Message, frozen=True, tag="committed"):
-    """The versions, one for each key of the put or wait, in order."""
+    """The versions, one for each item of the put or key of the wait, in order; of a state dict
+    one for all.
+    """
 
     id: int
     versions: list[int]
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One stored shard: its place in the tensor, and inline ``data`` or a ``grant``."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    data: bytes | None
+    grant: Grant | None
+
+
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One located value: inline ``data``, or a ``grant`` to read from under the lease."""
+    """One located value: inline ``data``, or a ``grant`` to read from under the lease.
+
+    ``parts``: it lies in shards, and these are the ones that hold some of what is wanted. A state
+    dict has none of the three: see :class:`Fetch`. ``nbytes`` is that of the whole value.
+    """
 
     version: int
     meta: ValueMeta
     nbytes: int
-    data: bytes | None
-    grant: Grant | None
+    data: bytes | None = None
+    grant: Grant | None = None
+    parts: list[Part] | None = None
 
 
 class Located(Message, frozen=True, tag="located"):
@@ -264,6 +347,26 @@ class Located(Message, frozen=True, tag="located"):
 
     id: int
     entries: list[Entry]
+    leased: bool
+
+
+class Fetched(Message, frozen=True, tag="fetched"):
+    """Entries of one version of a state dict, in the order of the wants.
+
+    Args:
+        entries: None for a want that is not in it.
+        names, paths: of the entries, in order, if all were wanted; else the names (and no paths)
+            of the entries that nobody wanted.
+        same_as: ``[i, j]``: entry ``i`` shares its bytes with the earlier entry ``j``.
+        leased: whether the lease is held.
+    """
+
+    id: int
+    version: int
+    entries: list[Entry | None]
+    names: list[str]
+    paths: dict[int, bytes]
+    same_as: list[tuple[int, int]]
     leased: bool
 
 
@@ -288,8 +391,29 @@ class KeyList(Message, frozen=True, tag="keylist"):
     keys: list[str]
 
 
+class Pending(msgspec.Struct, frozen=True):
+    """A version that is not whole yet.
+
+    Args:
+        participants: how many make it; 0: as many as it takes to cover the tensor.
+        committed, writing: who of them is done, who is at it.
+        missing: boxes that nobody has put, as (entry name, offset, shape); the first hundred.
+    """
+
+    version: int
+    participants: int
+    committed: list[str]
+    writing: list[str]
+    missing: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+
 class Found(Message, frozen=True, tag="found"):
-    """One key, for ``torchstore stat``. ``segment``/``offset`` are -1 for an inline value."""
+    """One key, for ``torchstore stat``.
+
+    ``segment`` and ``offset`` are -1 for what is not one range of memory: inline values, shards,
+    state dicts. ``parts``: the shards it lies in, or entries it has. ``versions``: what can be
+    read; ``pending``: what is on its way.
+    """
 
     id: int
     key: str
@@ -302,6 +426,9 @@ class Found(Message, frozen=True, tag="found"):
     leases: int
     created: float
     creator: ClientFacts
+    parts: int = 1
+    versions: list[int] = []
+    pending: list[Pending] = []
 
 
 class Listed(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -402,6 +529,7 @@ Reply = (
     | Granted
     | Committed
     | Located
+    | Fetched
     | Deleted
     | Flags
     | KeyList

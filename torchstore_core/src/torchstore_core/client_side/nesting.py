@@ -1,0 +1,185 @@
+"""Nested state dicts as flat names, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from torchstore_core.client_side.sharding import TensorShard
+from torchstore_core.errors import ProtocolError, UnsupportedValueError
+
+__all__ = ["Leaf", "flatten", "replace", "unflatten"]
+
+_MAX_DEPTH = 64
+_LIST, _TUPLE = 0, 1
+# One step into a nested value: a dict's key, or the kind of a sequence and the index in it.
+Step = str | int | tuple[int, int]
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Step])
+
+
+class Leaf(NamedTuple):
+    """One entry: its name, its encoded path (empty if that is only the name), its value."""
+
+    name: str
+    path: bytes
+    value: Any
+
+
+def flatten(key: str, state_dict: Any) -> list[Leaf]:
+    """Every entry of a state dict, in order.
+
+    Dicts are followed; lists and tuples only if there are tensors in them, otherwise they are one
+    value, like everything else. Names join keys and indices with dots.
+
+    Raises:
+        UnsupportedValueError: no dict, two entries of one name, or a key that is no str or int.
+
+    >>> [leaf.name for leaf in flatten("k", {"a": {"w": 1}, "b": [torch.zeros(1)], "c": [2]})]
+    ['a.w', 'b.0', 'c']
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UnsupportedValueError(
+            f"{key!r}: a state dict is a dict of names, not a {type(state_dict).__qualname__}",
+            key=key,
+        )
+    leaves: list[Leaf] = []
+    for name, value in state_dict.items():
+        if type(name) is str and type(value) in _TENSORS:  # the usual case, many times
+            leaves.append(Leaf(name, b"", value))
+        else:
+            leaves.extend(_leaves(key, value, (_step(key, name),)))
+    names = {leaf.name for leaf in leaves}
+    if len(names) < len(leaves):
+        twice = next(n for n in names if sum(leaf.name == n for leaf in leaves) > 1)
+        raise UnsupportedValueError(f"{key!r}: two entries are named {twice!r}", key=key)
+    if "" in names:
+        raise UnsupportedValueError(f"{key!r}: an entry's name is empty", key=key)
+    return leaves
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _leaves(key: str, value: Any, path: tuple[Step, ...]) -> Iterator[Leaf]:
+    if len(path) > _MAX_DEPTH:
+        raise UnsupportedValueError(f"{key!r}: nested deeper than {_MAX_DEPTH}", key=key)
+    steps: Sequence[tuple[Step, Any]] | None = None
+    if isinstance(value, Mapping):
+        if value and (all(_is_name(k) for k in value) or _holds_tensors(value, 0)):
+            steps = [(_step(key, k), inner) for k, inner in value.items()]
+    elif isinstance(value, list | tuple) and _holds_tensors(value, 0):
+        kind = _LIST if isinstance(value, list) else _TUPLE
+        steps = [((kind, i), inner) for i, inner in enumerate(value)]
+    if steps is None:
+        name = ".".join(str(s[1]) if isinstance(s, tuple) else str(s) for s in path)
+        plain = len(path) == 1 and type(path[0]) is str
+        yield Leaf(name, b"" if plain else _encoder.encode(path), value)
+        return
+    for step, inner in steps:
+        yield from _leaves(key, inner, (*path, step))
+
+
+def _is_name(key: object) -> bool:
+    return type(key) is str or type(key) is int
+
+
+def _step(key: str, name: object) -> Step:
+    if isinstance(name, str):
+        return str(name)
+    if type(name) is int:
+        return name
+    raise UnsupportedValueError(
+        f"{key!r}: the names of entries are str or int, not {type(name).__qualname__}", key=key
+    )
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor | TensorShard):
+        return True
+    if depth > _MAX_DEPTH:
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | list | tuple):
+        return any(_holds_tensors(v, depth + 1) for v in inner)
+    return False
+
+
+def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, Any]:
+    """The nested dict that ``(name, path, value)`` entries come from.
+
+    Raises:
+        ProtocolError: paths that contradict each other.
+    """
+    root = _Node(None)
+    for name, path, value in entries:
+        if not path:
+            root[name] = value
+            continue
+        try:
+            steps = _decoder.decode(path)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"{key!r}: the path of {name!r} is unreadable", key=key) from error
+        node = root
+        for step, after in pairwise(steps):
+            kind = after[0] if isinstance(after, tuple) else None
+            node = node.setdefault(_place(step), _Node(kind))
+            if type(node) is not _Node or node.kind != kind:
+                raise ProtocolError(f"{key!r}: {name!r} lies inside of another entry", key=key)
+        node[_place(steps[-1])] = value
+    return {name: _built(value) for name, value in root.items()}
+
+
+class _Node(dict[Any, Any]):
+    """A container that is being built (``kind``: of a sequence), as opposed to a value."""
+
+    def __init__(self, kind: int | None) -> None:
+        self.kind = kind
+
+
+def _place(step: Step) -> str | int:
+    return step[1] if isinstance(step, tuple) else step
+
+
+def _built(value: Any) -> Any:
+    if type(value) is not _Node:
+        return value
+    if value.kind is None:
+        return {name: _built(inner) for name, inner in value.items()}
+    members = [_built(value[i]) for i in sorted(value)]
+    return members if value.kind == _LIST else tuple(members)
+
+
+def replace(state_dict: Any, leaves: Sequence[Leaf], new: Callable[[str, Any], Any]) -> Any:
+    """Put ``new(name, value)`` in the place of every leaf; containers stay the same objects, but
+    for tuples. ``leaves``: as :func:`flatten` gave them.
+    """
+    changed = {
+        leaf.name: value
+        for leaf in leaves
+        if (value := new(leaf.name, leaf.value)) is not leaf.value
+    }
+    return _replaced(state_dict, (), changed) if changed else state_dict
+
+
+def _replaced(value: Any, path: tuple[str, ...], changed: dict[str, Any]) -> Any:
+    name = ".".join(path)
+    if path and name in changed:
+        return changed[name]
+    if isinstance(value, MutableMapping):
+        for key, inner in list(value.items()):
+            made = _replaced(inner, (*path, str(key)), changed)
+            if made is not inner:
+                value[key] = made
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            value[i] = _replaced(inner, (*path, str(i)), changed)
+    elif type(value) is tuple:
+        made_all = tuple(_replaced(v, (*path, str(i)), changed) for i, v in enumerate(value))
+        if any(a is not b for a, b in zip(made_all, value, strict=True)):
+            return made_all
+    return value

@@ -1,0 +1,414 @@
+"""State dicts: what a participant puts of one, and how a reader gets one version of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+
+from torchstore_core.client_side import nesting, reading, writing
+from torchstore_core.client_side.lane import Lane
+from torchstore_core.client_side.nesting import Leaf
+from torchstore_core.client_side.operations import Ask, Clock, Leasing, Putting, Want, asks_of
+from torchstore_core.client_side.session import Session
+from torchstore_core.client_side.sharding import TensorShard, is_dtensor, is_sharded, mesh_ranks
+from torchstore_core.client_side.tensors import dtype_name
+from torchstore_core.errors import (
+    ConfigurationError,
+    LayoutMismatchError,
+    UnsupportedValueError,
+)
+from torchstore_core.values import ObjectRef, TensorMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["PendingPut", "StateDictReport", "fetch", "plan_get", "plan_put"]
+
+log = logging.getLogger(__name__)
+
+Casts = torch.dtype | Mapping[str, torch.dtype | None] | None
+
+
+# ---- put ----------------------------------------------------------------------------------
+
+
+class PendingPut:
+    """A state dict whose values may be changed again, while its commit is under way.
+
+    Awaiting it gives the ``ObjectRef``, or raises what went wrong. One that is never awaited
+    still commits, if its event loop lives long enough; it logs what went wrong.
+    """
+
+    def __init__(self, key: str, putting: Putting | None) -> None:
+        self.key = key
+        self._ref: ObjectRef | None = None
+        self._task: asyncio.Task[ObjectRef] | None = None
+        if putting is not None:
+            self._task = asyncio.create_task(self._commit(putting))
+            _under_way.add(self._task)
+            self._task.add_done_callback(_ended)
+
+    @classmethod
+    def finished(cls, ref: ObjectRef) -> PendingPut:
+        """One with nothing left to do."""
+        made = cls(ref.key, None)
+        made._ref = ref
+        return made
+
+    def __repr__(self) -> str:
+        return f"<PendingPut of {self.key!r}, {'done' if self.done() else 'committing'}>"
+
+    def done(self) -> bool:
+        """Whether the commit has ended, one way or the other."""
+        return self._task is None or self._task.done()
+
+    def __await__(self) -> Generator[Any, None, ObjectRef]:
+        return self._result().__await__()
+
+    async def _result(self) -> ObjectRef:
+        if self._task is not None:
+            return await asyncio.shield(self._task)
+        if self._ref is None:
+            raise ConfigurationError("a PendingPut is made by put_state_dict(blocking=False)")
+        return self._ref
+
+    async def _commit(self, putting: Putting) -> ObjectRef:
+        with putting:
+            versions = await putting.commit()
+        return ObjectRef(self.key, versions[0])
+
+
+_under_way: set[asyncio.Task[ObjectRef]] = set()
+
+
+def _ended(task: asyncio.Task[ObjectRef]) -> None:
+    _under_way.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("a put_state_dict with blocking=False failed: %s", error)
+
+
+def plan_put(
+    state_dict: Any,
+    key: str,
+    *,
+    participants: int | None,
+    participant: str | int | None,
+    transfer_dtype: Casts,
+    partial: bool,
+    keep: int,
+    anonymous: str,
+    allow_pickle: bool,
+) -> tuple[list[writing.Source], m.Publication]:
+    """Look at every entry once: what is to be stored, and as part of what.
+
+    Args:
+        anonymous: who this process is if it has no rank.
+
+    Raises:
+        ConfigurationError, UnsupportedValueError, LayoutMismatchError, UnsafeObjectError
+    """
+    for name, number in (("participants", participants), ("keep", keep)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
+    leaves = nesting.flatten(key, state_dict)
+    ranks: frozenset[int] = frozenset()
+    tied: dict[object, int] = {}
+    sources: list[writing.Source] = []
+    casts = _Casts(transfer_dtype)
+    for name, path, value in leaves:
+        if is_dtensor(value):
+            ranks |= mesh_ranks(value)
+        same = _memory_of(value)
+        first = len(sources) if same is None else tied.setdefault(same, len(sources))
+        if first != len(sources) and sources[first].meta == _meta_with(value, casts.of(name)):
+            meta = sources[first].meta
+            sources.append(writing.Source(name, meta, 0, None, b"", None, path, first))
+            continue
+        made = writing.prepare(name, value, allow_pickle=allow_pickle, dtype=casts.of(name))
+        sources.extend([source._replace(path=path) for source in made] if path else made)
+    if participants is None:
+        participants = len(ranks) or 1
+    who = str(participant) if participant is not None else ""
+    if participants > 1 and participant is None:
+        who = _rank() or f"{anonymous} {_digest(leaves)}"
+    return sources, m.Publication(key, who, participants, partial, keep)
+
+
+def _rank() -> str:
+    """Which rank this is, if it is one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return str(torch.distributed.get_rank())
+    return os.environ.get("RANK", "")
+
+
+def _digest(leaves: Sequence[Leaf]) -> str:
+    """Tells participants without a rank apart that hold different entries."""
+    names = "\0".join(leaf.name for leaf in leaves)
+    return hashlib.sha1(names.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:8]
+
+
+def _memory_of(value: Any) -> object | None:
+    """The same for tensors that are the same elements in memory; None if there are none."""
+    if isinstance(value, TensorShard):
+        inner = _memory_of(value.tensor)
+        return None if inner is None else (inner, value.tensor_slice)
+    if is_dtensor(value):
+        inner = _memory_of(value.to_local().detach())
+        return None if inner is None else (inner, tuple(value.placements), tuple(value.shape))
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    if type(value) not in _PLAIN or not value.numel() or value.device.type == "meta":
+        return None
+    if value.is_conj() or value.is_neg():
+        return None
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
+    """How the entry would be stored."""
+    if isinstance(value, TensorShard):
+        shape, own = value.tensor_slice.global_shape, value.tensor.dtype
+    else:
+        shape, own = tuple(value.shape), value.dtype
+    if dtype is None or not own.is_floating_point:
+        dtype = own
+    return TensorMeta(dtype_name(dtype), tuple(shape))
+
+
+class _Casts:
+    """Which dtype an entry is stored in."""
+
+    def __init__(self, wanted: Casts) -> None:
+        self._all: torch.dtype | None = None
+        self._patterns: list[tuple[str, torch.dtype | None]] = []
+        if isinstance(wanted, torch.dtype):
+            self._all = _floating(wanted)
+        elif isinstance(wanted, Mapping):
+            patterns = [(p, None if d is None else _floating(d)) for p, d in wanted.items()]
+            # The most literal characters first.
+            self._patterns = sorted(patterns, key=lambda item: -len(item[0].replace("*", "")))
+        elif wanted is not None:
+            raise ConfigurationError(
+                f"transfer_dtype is a torch.dtype or a dict of patterns, not {wanted!r}"
+            )
+
+    def of(self, name: str) -> torch.dtype | None:
+        """The dtype of an entry; None: its own."""
+        for pattern, dtype in self._patterns:
+            if fnmatchcase(name, pattern):
+                return dtype
+        return self._all
+
+
+def _floating(dtype: object) -> torch.dtype:
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise ConfigurationError(f"transfer_dtype is a floating-point dtype, not {dtype!r}")
+
+
+# ---- get ----------------------------------------------------------------------------------
+
+
+@dataclass
+class StateDictReport:
+    """What did not match between a stored state dict and the one to fill.
+
+    Args:
+        missing: entries to fill that are not stored.
+        unexpected: entries that are stored, but that there is nothing to fill for.
+        mismatched: why an entry does not fit, by name.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            if names:
+                parts.append(f"{len(names)} {what}: {', '.join(map(repr, names))}")
+        if self.mismatched:
+            why = "; ".join(self.mismatched.values())
+            parts.append(f"{len(self.mismatched)} mismatched: {why}")
+        return "; ".join(parts) or "everything matched"
+
+
+class Wanted(NamedTuple):
+    """A reader's state dict, looked at once. ``asks``: by leaf; none if it shares the memory of an
+    earlier one.
+    """
+
+    state_dict: Any
+    leaves: list[Leaf]
+    asks: list[list[Ask]]
+
+
+def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
+    """What to ask for to fill a state dict; None: for everything.
+
+    Raises:
+        UnsupportedValueError, LayoutMismatchError: a destination that contradicts itself.
+    """
+    if user_state_dict is None:
+        return None
+    leaves = nesting.flatten(key, user_state_dict)
+    seen: set[object] = set()
+    asks: list[list[Ask]] = []
+    for name, _, value in leaves:
+        if not (isinstance(value, torch.Tensor) or is_sharded(value)):
+            asks.append([Ask(name, 0, None, None)])
+            continue
+        same = _memory_of(value)
+        asks.append([] if same in seen else asks_of(Want(name, 0, value, None)))
+        if same is not None:
+            seen.add(same)
+    return Wanted(user_state_dict, leaves, asks)
+
+
+class Filling(NamedTuple):
+    """How a reader wants it; see ``Client.get_state_dict``."""
+
+    strict: bool = True
+    cast: bool = False
+    report: StateDictReport | None = None
+    allow_pickle: bool = True
+
+
+class Fetched(NamedTuple):
+    """What a get gave."""
+
+    state_dict: Any
+    entries: int
+    nbytes: int
+    transport: str
+
+
+async def fetch(
+    session: Session,
+    lane: Lane,
+    key: str,
+    version: int,
+    wanted: Wanted | None,
+    clock: Clock,
+    how: Filling,
+) -> Fetched:
+    """One message, one lease, one batch of copies.
+
+    Raises:
+        LayoutMismatchError: ``how.strict`` and something does not match; nothing was written.
+    """
+    with Leasing(session, lane, clock) as leasing:
+        asks = None if wanted is None else [ask for parts in wanted.asks for ask in parts]
+        wants = None if asks is None else [ask.wire() for ask in asks]
+        request = m.Fetch(lane.next_id(), leasing.lease, key, version, wants, session.inline_max())
+        reply = await lane.call(request, m.Fetched, clock.left())
+        starts = leasing.granted(reply.entries, reply.leased)
+        clock.phase("plan")
+        if wanted is None or asks is None:
+            targets = _whole(reply, starts)
+        else:
+            found = how.report if how.report is not None else StateDictReport()
+            targets = _matching(wanted, reply, starts, found, cast=how.cast)
+            if found and how.strict:
+                raise LayoutMismatchError(
+                    f"{key!r} version {reply.version} does not match; nothing was written. {found}",
+                    key=key,
+                    details={
+                        "missing": found.missing,
+                        "unexpected": found.unexpected,
+                        "mismatched": found.mismatched,
+                    },
+                )
+            if found:
+                log.warning("%r version %d: %s", key, reply.version, found)
+        result = await leasing.read(targets, how.allow_pickle)
+    nbytes = sum([target.nbytes for target in targets])
+    if wanted is None:
+        made = _rebuilt(key, reply, result.values)
+    else:
+        made = _filled(wanted, targets, result.values)
+    return Fetched(made, len(targets), nbytes, result.transport)
+
+
+def _whole(reply: m.Fetched, starts: Sequence[int]) -> list[reading.Target]:
+    """Targets for all entries, as new tensors and objects; tied ones once."""
+    tied = {i for i, _ in reply.same_as}
+    return [
+        reading.resolve(at, start, name, entry)
+        for at, (name, entry, start) in enumerate(
+            zip(reply.names, reply.entries, starts, strict=True)
+        )
+        if entry is not None and at not in tied
+    ]
+
+
+def _rebuilt(key: str, reply: m.Fetched, values: dict[int, Any]) -> dict[str, Any]:
+    for i, j in reply.same_as:
+        values[i] = values[j]
+    paths = reply.paths
+    found = ((name, paths.get(i, b""), values[i]) for i, name in enumerate(reply.names))
+    return nesting.unflatten(key, found)
+
+
+def _matching(
+    wanted: Wanted,
+    reply: m.Fetched,
+    starts: Sequence[int],
+    report: StateDictReport,
+    *,
+    cast: bool,
+) -> list[reading.Target]:
+    """Targets for the entries that match; what does not, goes into the report."""
+    tied = {leaf.name for leaf, asks in zip(wanted.leaves, wanted.asks, strict=True) if not asks}
+    report.missing, report.mismatched = [], {}
+    report.unexpected = [name for name in reply.names if name not in tied]
+    targets: list[reading.Target] = []
+    at = 0
+    for leaf, asks in zip(wanted.leaves, wanted.asks, strict=True):
+        entries = reply.entries[at : at + len(asks)]
+        begins = starts[at : at + len(asks)]
+        at += len(asks)
+        made: list[reading.Target] = []
+        for ask, entry, start in zip(asks, entries, begins, strict=True):
+            if entry is None:
+                report.missing.append(leaf.name)
+                break
+            where = at - len(asks) + len(made)
+            try:
+                _check_kind(leaf, ask, entry)
+                made.append(
+                    reading.resolve(where, start, leaf.name, entry, ask.tensor, ask.part, cast=cast)
+                )
+            except (LayoutMismatchError, UnsupportedValueError) as error:
+                report.mismatched[leaf.name] = error.message
+                break
+        else:
+            targets.extend(made)
+    return targets
+
+
+def _check_kind(leaf: Leaf, ask: Ask, entry: m.Entry) -> None:
+    if ask.tensor is None and leaf.value is not None and isinstance(entry.meta, TensorMeta):
+        raise LayoutMismatchError(
+            f"{leaf.name!r} is stored as a tensor, the destination is a "
+            f"{type(leaf.value).__qualname__}"
+        )
+
+
+def _filled(wanted: Wanted, targets: Sequence[reading.Target], values: dict[int, Any]) -> Any:
+    """The reader's state dict with the values that are no tensors of its own."""
+    new = {target.key: values[target.at] for target in targets if target.tensor is None}
+    return nesting.replace(wanted.state_dict, wanted.leaves, new.get)

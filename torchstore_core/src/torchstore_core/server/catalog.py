@@ -1,0 +1,382 @@
+"""Which versions of which keys there are, and which are on their way. Pure bookkeeping.
+
+Knows nothing of memory: what it lets go of, and nobody leases, is handed back in ``dead`` lists.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from torchstore_core.errors import KeyNotFoundError, PartialPutError, VersionGoneError
+from torchstore_core.server.generations import (
+    Contribution,
+    Generation,
+    Group,
+    Slot,
+    disown,
+    drop,
+)
+from torchstore_core.server.records import Manifest, SessionRecord, Stored, Value
+from torchstore_core.wire import messages as m
+
+__all__ = ["Catalog"]
+
+# Deleted keys whose last version is remembered.
+_MAX_DELETED = 4096
+
+
+class Catalog:
+    """Keys and versions.
+
+    Attributes:
+        newest: the newest whole version of every key.
+        groups: what else there is of keys that several puts make, or that keep old versions.
+    """
+
+    def __init__(self) -> None:
+        self.newest: dict[str, Stored] = {}
+        self.groups: dict[str, Group] = {}
+        # A key that is put again after a delete goes on above its last version, so no (key,
+        # version) is ever used twice. The last versions of the latest deleted keys are remembered;
+        # keys that are not go on above the highest version that was forgotten.
+        self._deleted: dict[str, int] = {}
+        self._version_floor = 0
+
+    # ---- finding --------------------------------------------------------------------------
+
+    def find(self, key: str, version: int = 0) -> tuple[Stored, int] | None:
+        """What a key is, and its version; also ``<state dict>/<entry>``. None if there is none.
+
+        Raises:
+            VersionGoneError: not in this version.
+        """
+        stored = self.newest.get(key)
+        if stored is None:
+            entry = self._entry(key, version)
+            if entry is None and version:
+                raise _gone(key, version, self.versions(key))
+            return entry
+        if not version or stored.version == version:
+            return stored, stored.version
+        group = self.groups.get(key)
+        old = None if group is None else group.history.get(version)
+        if old is None:
+            raise _gone(key, version, self.versions(key))
+        return old, version
+
+    def _entry(self, key: str, version: int) -> tuple[Stored, int] | None:
+        """The entry of a state dict that a key names."""
+        for base, name in _splits(key):
+            stored = self.newest.get(base)
+            if version and stored is not None and stored.version != version:
+                group = self.groups.get(base)
+                stored = None if group is None else group.history.get(version)
+            if type(stored) is Manifest and name in stored.entries:
+                return stored.entries[name], stored.version
+        return None
+
+    def missing_error(self, keys: list[str]) -> KeyNotFoundError:
+        """The error for keys of which no version is whole."""
+        for key in keys:
+            for base in (key, *(base for base, _ in _splits(key))):
+                group = self.groups.get(base)
+                if base not in self.newest and group is not None and group.pending:
+                    return _partial_error(key, base, next(iter(group.pending.values())).state())
+        shown = ", ".join(repr(k) for k in keys[:5]) + (", ..." if len(keys) > 5 else "")
+        what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
+        return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
+
+    def newest_version(self, key: str) -> int:
+        """The newest version of a key or entry; 0 if there is none."""
+        found = self.find(key)
+        return 0 if found is None else found[1]
+
+    def versions(self, key: str) -> list[int]:
+        """The versions of a key, or of an entry, that can be read; ascending."""
+        found = [v for v, _ in self._all_versions(key)]
+        if not found:
+            for base, name in _splits(key):
+                there = self._all_versions(base)
+                found = [v for v, s in there if type(s) is Manifest and name in s.entries]
+                if found:
+                    break
+        return found
+
+    def _all_versions(self, key: str) -> list[tuple[int, Stored]]:
+        group = self.groups.get(key)
+        found = sorted(group.history.items()) if group is not None else []
+        stored = self.newest.get(key)
+        return found if stored is None else [*found, (stored.version, stored)]
+
+    def pending(self, key: str) -> list[m.Pending]:
+        """The versions of a key that are on their way."""
+        group = self.groups.get(key)
+        return [] if group is None else [g.state() for g in group.pending.values()]
+
+    def names(self, prefix: str) -> list[str]:
+        """Sorted keys and entries of state dicts that start with ``prefix``."""
+        found = {key for key in self.newest if key.startswith(prefix)}
+        for key, stored in self.newest.items():
+            if type(stored) is Manifest:
+                base = f"{key}/"
+                if base.startswith(prefix):
+                    found.update([base + name for name in stored.entries])
+                elif prefix.startswith(base):
+                    rest = prefix[len(base) :]
+                    found.update([base + n for n in stored.entries if n.startswith(rest)])
+        return sorted(found)
+
+    # ---- plain versions -------------------------------------------------------------------
+
+    def flip(self, values: Sequence[Value], dead: list[Value]) -> None:
+        """Make each value the newest version of its key, all at once."""
+        now = time.time()
+        newest, groups = self.newest, self.groups
+        for value in values:
+            value.created = now
+            key = value.key
+            old = newest.get(key)
+            if groups and key in groups:
+                self._replace(key, value, self._next_version(key), dead)
+                continue
+            if old is None:
+                value.version = self._deleted.pop(key, self._version_floor) + 1
+            else:
+                value.version = old.version + 1
+                if type(old) is Value:
+                    drop(old, dead)
+                else:
+                    disown(old, dead)
+            newest[key] = value
+
+    def _next_version(self, key: str) -> int:
+        stored = self.newest.get(key)
+        group = self.groups.get(key)
+        version = max(group.pending, default=0) if group is not None else 0
+        if stored is None:
+            return max(version, self._deleted.get(key, self._version_floor)) + 1
+        return max(version, stored.version) + 1
+
+    def _replace(self, key: str, stored: Stored, version: int, dead: list[Value]) -> None:
+        """The newest version of a key with a group."""
+        stored.version = version
+        group = self.groups[key]
+        group.overtake(version, dead)
+        old = self.newest.get(key)
+        self.newest[key] = stored
+        self._deleted.pop(key, None)
+        group.shelve(old, dead)
+
+    # ---- generations ----------------------------------------------------------------------
+
+    def slot(
+        self,
+        session: SessionRecord,
+        key: str,
+        who: str,
+        layout: Hashable,
+        version: int,
+        participants: int,
+        publication: m.Publication | None,
+        dead: list[Value],
+    ) -> Slot:
+        """Where a put of ``who`` belongs. Only :meth:`join` makes it part of the generation.
+
+        Raises:
+            VersionGoneError: that version, or a newer one, is there already.
+            ConfigurationError: the participant is putting that version at this moment, or another
+                layout has it.
+            KeyNotFoundError: a partial put, but there is nothing to take the rest from.
+        """
+        group = self.groups.get(key) or Group()
+        partial = publication is not None and publication.partial
+        if partial and not group.pending and type(self.newest.get(key)) is not Manifest:
+            raise KeyNotFoundError(
+                f"a partial put of {key!r} takes the other entries from the version before, and "
+                "there is none; put the whole state dict first",
+                key=key,
+                details={"missing": [key]},
+            )
+        line = group.line(layout)
+        generation: Generation | None = None
+        if not version:
+            version, generation = group.next_of(line, who, session, dead)
+            if version and generation is None:
+                return Slot(key, who, line, version, None)  # late: the others were faster
+        elif (generation := group.pending.get(version)) is not None:
+            if generation.line is not line:
+                raise VersionGoneError(
+                    f"version {version} of {key!r} is on its way with another layout or another "
+                    "number of participants",
+                    key=key,
+                )
+            group.rejoin(generation, who, dead)
+        elif version < self._next_version_at_least(key):
+            before = line.last.get(who)
+            if version in line.versions and (before is None or before[0] < version):
+                return Slot(key, who, line, version, None)
+            raise VersionGoneError(
+                f"version {version} of {key!r} cannot be put: it is at "
+                f"{self.newest_version(key)} already, and versions only grow",
+                key=key,
+                details={"current": self.newest_version(key)},
+            )
+        if generation is None:
+            version = version or self._next_version(key)
+            generation = Generation(line, version, participants, publication)
+        return Slot(key, who, line, version, generation)
+
+    def _next_version_at_least(self, key: str) -> int:
+        """The lowest version that a put may ask for."""
+        stored = self.newest.get(key)
+        if stored is not None:
+            return stored.version + 1
+        return self._deleted.get(key, self._version_floor) + 1
+
+    def join(self, slot: Slot, layout: Hashable, session: SessionRecord) -> Contribution:
+        """Begin a contribution."""
+        group = self.groups.get(slot.key)
+        if group is None:
+            group = self.groups[slot.key] = Group()
+        line = group.lines.setdefault(layout, slot.line)
+        slot.line = line
+        contribution = Contribution(slot.who, session, line.last.get(slot.who))
+        before = contribution.before
+        if before is None or before[0] < slot.version:
+            line.last[slot.who] = (slot.version, session)
+        generation = slot.generation
+        if generation is not None:
+            if generation.version not in group.pending:
+                generation.line = line
+                group.pending[generation.version] = generation
+                group.pending = dict(sorted(group.pending.items()))
+                line.announce(generation.version)
+            generation.contributions[slot.who] = contribution
+        return contribution
+
+    def commit(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> bool:
+        """A contribution is complete. True if that made a new newest version."""
+        generation = slot.generation
+        if generation is None:
+            return False
+        contribution.committed = True
+        if generation.dropped:
+            for _, value in contribution.items:
+                drop(value, dead)
+            return False
+        now = time.time()
+        for _, value in contribution.items:
+            value.created = now
+        if not generation.is_whole():
+            return False
+        key = slot.key
+        group = self.groups[key]
+        if generation.publication is not None:
+            group.keep = generation.publication.keep
+        stored = generation.seal(key, self.newest.get(key))
+        del group.pending[generation.version]
+        generation.discard(dead)
+        self._replace(key, stored, generation.version, dead)
+        return True
+
+    def abort(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> None:
+        """A contribution will never be complete."""
+        last = slot.line.last
+        if last.get(slot.who) == (slot.version, contribution.session):
+            if contribution.before is None:
+                del last[slot.who]
+            else:
+                last[slot.who] = contribution.before
+        generation = slot.generation
+        if generation is None:
+            return
+        if generation.dropped:
+            for _, value in contribution.items:
+                drop(value, dead)
+            return
+        generation.remove(contribution, dead)
+        if not generation.contributions:
+            group = self.groups[slot.key]
+            group.pending.pop(generation.version, None)
+            slot.line.versions.remove(generation.version)
+            generation.dropped = True
+            if slot.key not in self.newest and not group.pending:
+                del self.groups[slot.key]
+
+    # ---- deleting -------------------------------------------------------------------------
+
+    def delete(self, key: str, dead: list[Value]) -> bool:
+        """Forget a key, old versions and unfinished ones too; whether there was any."""
+        stored = self.newest.pop(key, None)
+        group = self.groups.pop(key, None)
+        if stored is None and (group is None or not group.pending):
+            if group is not None:
+                self.groups[key] = group
+            return False
+        last = 0 if stored is None else stored.version
+        if stored is not None:
+            disown(stored, dead)
+        if group is not None:
+            last = max(last, *group.pending, 0) if group.pending else last
+            for generation in group.pending.values():
+                generation.discard(dead)
+            for old in group.history.values():
+                disown(old, dead)
+        self._bury(key, max(last, self._deleted.get(key, 0)))
+        return True
+
+    def _bury(self, key: str, version: int) -> None:
+        self._deleted[key] = version
+        if len(self._deleted) > _MAX_DELETED:
+            forgotten = next(iter(self._deleted))
+            self._version_floor = max(self._version_floor, self._deleted.pop(forgotten))
+
+    def all_stored(self) -> Iterator[Stored]:
+        """Every newest version."""
+        return iter(self.newest.values())
+
+
+def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """Every way to read a key as ``<state dict>/<entry>``."""
+    at = key.find("/")
+    while at > 0:
+        yield key[:at], key[at + 1 :]
+        at = key.find("/", at + 1)
+
+
+def _gone(key: str, version: int, there: Iterable[int]) -> VersionGoneError:
+    versions = list(there)
+    now = "no such key" if not versions else f"it is at {versions[-1]} now"
+    if len(versions) > 1:
+        now += f", and {', '.join(map(str, versions[:-1]))} are kept"
+    return VersionGoneError(
+        f"version {version} of {key!r} is gone: {now}",
+        key=key,
+        details={"current": versions[-1] if versions else 0, "versions": versions},
+    )
+
+
+def _partial_error(key: str, base: str, state: m.Pending) -> PartialPutError:
+    boxes = [f"{name or key}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
+    parts: list[str] = []
+    if state.participants:
+        done = f"{len(state.committed)} of {state.participants} participants have put theirs"
+        parts.append(f"{done} ({', '.join(state.committed) or 'none'})")
+    if state.writing:
+        parts.append(f"{len(state.writing)} writing ({', '.join(state.writing)})")
+    if boxes:
+        shown = ", ".join(boxes[:5]) + (", ..." if len(boxes) > 5 else "")
+        parts.append(f"boxes (offset+shape) still missing: {shown}")
+    return PartialPutError(
+        f"{key!r} is not whole yet: of version {state.version} {'; '.join(parts)}. Wait for it "
+        f"with `await ts.wait({base!r})`",
+        key=key,
+        details={
+            "version": state.version,
+            "missing": [[name or key, list(o), list(s)] for name, o, s in state.missing],
+            "participants": state.participants,
+            "committed": state.committed,
+            "writing": state.writing,
+        },
+    )

@@ -1,0 +1,393 @@
+"""Versions that several puts make together: the shards of a DTensor, the ranks of a state dict.
+
+Each put of a participant contributes to one *generation* of a key. Without an explicit version the
+n-th put of a participant belongs to the n-th generation of its *line*: the puts of one layout
+(mesh, shape, dtype), or of one number of participants. A generation that is whole becomes the
+newest version at once, and every older one that is not is dropped.
+
+Pure bookkeeping; knows nothing of memory. What it lets go of is handed back in ``dead`` lists.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Collection, Hashable, Iterable
+
+from torchstore_core import boxes
+from torchstore_core.boxes import Box
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.errors import ConfigurationError, LayoutMismatchError
+from torchstore_core.server.records import Manifest, SessionRecord, Shards, Stored, Value
+from torchstore_core.values import TensorMeta, ValueMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["Contribution", "Generation", "Group", "Line", "Slot", "all_values", "disown", "drop"]
+__all__ += ["values_in"]
+
+# Layouts of one key that are remembered, and versions of one layout.
+_MAX_LINES = 16
+_MAX_VERSIONS = 1024
+_MAX_SHOWN = 100
+
+
+def drop(value: Value, dead: list[Value]) -> None:
+    """One holder less."""
+    value.uses -= 1
+    if not (value.uses or value.pins):
+        dead.append(value)
+
+
+def all_values(stored: Stored) -> Iterable[Value]:
+    if type(stored) is Value:
+        return (stored,)
+    if type(stored) is Shards:
+        return stored.parts.values()
+    return (value for entry in stored.entries.values() for value in all_values(entry))
+
+
+def values_in(stored: Stored, box: m.Box | None) -> Collection[Value]:
+    """The values that hold ``box`` of what is stored (None: all of it)."""
+    if type(stored) is Value:
+        return (stored,)
+    if type(stored) is not Shards:
+        return ()
+    if box is None or len(box[0]) != len(stored.meta.shape):
+        return stored.parts.values()
+    wanted = [(start, start + extent) for start, extent in zip(*box, strict=False)]
+    return [
+        value
+        for part, value in stored.parts.items()
+        if all(
+            start < at + extent and at < end
+            for (start, end), at, extent in zip(wanted, *part, strict=False)
+        )
+    ]
+
+
+def own(stored: Stored) -> None:
+    """Hold every value in it."""
+    for value in all_values(stored):
+        value.uses += 1
+
+
+def disown(stored: Stored, dead: list[Value]) -> None:
+    """Let go of every value in it."""
+    for value in all_values(stored):
+        drop(value, dead)
+
+
+class Contribution:
+    """What one participant put into a generation. It holds its values."""
+
+    __slots__ = ("before", "committed", "items", "session", "who")
+
+    def __init__(
+        self, who: str, session: SessionRecord, before: tuple[int, SessionRecord] | None
+    ) -> None:
+        self.who = who
+        self.session = session
+        self.before = before
+        self.items: list[tuple[str, Value]] = []
+        self.committed = False
+
+
+class Line:
+    """The generations of one layout, and how far each participant is: its last version, and the
+    session that put it.
+    """
+
+    __slots__ = ("last", "versions")
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.last: dict[str, tuple[int, SessionRecord]] = {}
+
+    def announce(self, version: int) -> None:
+        """A version of this line begins."""
+        bisect.insort(self.versions, version)
+        del self.versions[:-_MAX_VERSIONS]
+
+
+class Generation:
+    """A version on its way.
+
+    Args:
+        participants: how many make it; 0: as many as it takes to cover the one tensor.
+    """
+
+    __slots__ = (
+        "aliases",
+        "contributions",
+        "dropped",
+        "entries",
+        "line",
+        "participants",
+        "paths",
+        "publication",
+        "version",
+    )
+
+    def __init__(
+        self, line: Line, version: int, participants: int, publication: m.Publication | None
+    ) -> None:
+        self.line = line
+        self.version = version
+        self.participants = participants
+        self.publication = publication
+        self.entries: dict[str, Value | Shards] = {}
+        self.paths: dict[str, bytes] = {}
+        self.aliases: dict[str, str] = {}
+        self.contributions: dict[str, Contribution] = {}
+        self.dropped = False
+
+    def holds(self, name: str, meta: ValueMeta, box: Box | None) -> bool:
+        """Whether somebody puts these very bytes.
+
+        Raises:
+            LayoutMismatchError: somebody puts the entry with another shape or dtype.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            return False
+        if entry.meta != meta and (
+            isinstance(meta, TensorMeta) or isinstance(entry.meta, TensorMeta)
+        ):
+            raise LayoutMismatchError(
+                f"version {self.version}: {name or entry.key!r} comes as {_words(meta)}, but "
+                f"another participant puts it as {_words(entry.meta)}",
+                key=name or entry.key,
+            )
+        if type(entry) is Value:
+            return True
+        if box is None and isinstance(meta, TensorMeta):
+            box = boxes.whole(meta.shape)
+        return box in entry.parts
+
+    def add(self, contribution: Contribution, name: str, key: str, value: Value) -> None:
+        """Take in a value that nobody else puts."""
+        contribution.items.append((name, value))
+        entry = self.entries.get(name)
+        if value.box is None and entry is None:
+            self.entries[name] = value
+            return
+        shards = self.shards(name, key, value.meta, value.creator)
+        box = value.box
+        if box is None:
+            box = value.box = boxes.whole(shards.meta.shape)
+        shards.parts[box] = value
+
+    def shards(self, name: str, key: str, meta: ValueMeta, creator: ClientFacts) -> Shards:
+        """The entry in parts; begun if it is not there."""
+        entry = self.entries.get(name)
+        if type(entry) is Shards:
+            return entry
+        if not isinstance(meta, TensorMeta) or entry is not None:
+            raise LayoutMismatchError(f"{key!r} comes whole and in parts", key=key)
+        made = self.entries[name] = Shards(key, meta, creator, {})
+        return made
+
+    def remove(self, contribution: Contribution, dead: list[Value]) -> None:
+        """Take a contribution out again."""
+        for name, value in contribution.items:
+            entry = self.entries.get(name)
+            if entry is value:
+                del self.entries[name]
+            elif type(entry) is Shards and value.box is not None:
+                entry.parts.pop(value.box, None)
+            drop(value, dead)
+        contribution.items.clear()
+        if self.contributions.get(contribution.who) is contribution:
+            del self.contributions[contribution.who]
+
+    def discard(self, dead: list[Value]) -> None:
+        """Drop it. Contributions that are still being written end by themselves."""
+        self.dropped = True
+        for contribution in self.contributions.values():
+            if contribution.committed:
+                for _, value in contribution.items:
+                    drop(value, dead)
+
+    def is_whole(self) -> bool:
+        """Whether all participants are done and the committed boxes cover every tensor."""
+        done = sum(c.committed for c in self.contributions.values())
+        if done < self.participants:
+            return False
+        return not any(True for _ in self.missing())
+
+    def missing(self) -> Iterable[tuple[str, Box]]:
+        """The boxes that nobody has committed, by name."""
+        for name, entry in self.entries.items():
+            if type(entry) is Shards:
+                ready = [box for box, value in entry.parts.items() if value.created]
+                target = boxes.whole(entry.meta.shape)
+                if not boxes.covers(target, ready):
+                    yield from ((name, box) for box in boxes.missing(target, ready))
+            elif not entry.created:
+                shape = entry.meta.shape if isinstance(entry.meta, TensorMeta) else ()
+                yield name, boxes.whole(shape)
+
+    def state(self) -> m.Pending:
+        """What of it is there, for people."""
+        missing = [(n, b.offset, b.shape) for n, b in self.missing()][:_MAX_SHOWN]
+        committed = [who for who, c in self.contributions.items() if c.committed]
+        writing = [who for who, c in self.contributions.items() if not c.committed]
+        return m.Pending(self.version, self.participants, committed, writing, missing)
+
+    def seal(self, key: str, base: Stored | None) -> Stored:
+        """The finished version, which holds its values; the contributions let go of theirs.
+
+        ``base``: the version before, from which a partial publish takes the other entries.
+        """
+        now = time.time()
+        entries = {name: _sealed(entry, self.version, now) for name, entry in self.entries.items()}
+        publication = self.publication
+        if publication is None:
+            stored: Stored = entries[""]
+        else:
+            for name, of in self.aliases.items():
+                if of in entries:
+                    entries.setdefault(name, entries[of])
+            paths = self.paths
+            if publication.partial and type(base) is Manifest:
+                entries = base.entries | entries
+                paths = base.paths | paths
+            first = next(iter(self.contributions.values()))
+            nbytes = sum(entry.nbytes for entry in {id(e): e for e in entries.values()}.values())
+            facts = first.session.facts
+            stored = Manifest(key, entries, paths, facts, nbytes, self.version, now)
+        own(stored)
+        return stored
+
+
+class Slot:
+    """Where a put of a participant belongs.
+
+    ``late``: that version is there already, or was overtaken; nothing is to be written.
+    """
+
+    __slots__ = ("generation", "key", "late", "line", "version", "who")
+
+    def __init__(
+        self, key: str, who: str, line: Line, version: int, generation: Generation | None
+    ) -> None:
+        self.key = key
+        self.who = who
+        self.line = line
+        self.version = version
+        self.generation = generation
+        self.late = generation is None
+
+
+class Group:
+    """Everything about a key whose versions are made, or kept, by several puts."""
+
+    __slots__ = ("history", "keep", "lines", "pending")
+
+    def __init__(self) -> None:
+        self.lines: dict[Hashable, Line] = {}
+        self.pending: dict[int, Generation] = {}
+        self.history: dict[int, Stored] = {}
+        self.keep = 1
+
+    def line(self, layout: Hashable) -> Line:
+        """The line of a layout; the least recently begun one is forgotten."""
+        line = self.lines.get(layout)
+        if line is None:
+            busy = {id(generation.line) for generation in self.pending.values()}
+            idle = [key for key, old in self.lines.items() if id(old) not in busy]
+            if len(self.lines) >= _MAX_LINES and idle:
+                del self.lines[idle[0]]
+            line = self.lines[layout] = Line()
+        return line
+
+    def next_of(
+        self, line: Line, who: str, session: SessionRecord, dead: list[Value]
+    ) -> tuple[int, Generation | None]:
+        """The version that the next put of ``who`` belongs to without saying so, and its
+        generation if that is on its way; 0 if it begins a new one.
+        """
+        before = line.last.get(who)
+        start = bisect.bisect_right(line.versions, before[0]) if before is not None else 0
+        for version in line.versions[start:]:
+            generation = self.pending.get(version)
+            if generation is None:
+                return version, None
+            if who in generation.contributions:
+                continue
+            if before is not None and _left_over(generation, before[1], session):
+                generation.discard(dead)
+                del self.pending[version]
+                line.versions.remove(version)
+                continue
+            return version, generation
+        return 0, None
+
+    def rejoin(self, generation: Generation, who: str, dead: list[Value]) -> None:
+        """A participant puts the same explicit version again: the new put counts.
+
+        Raises:
+            ConfigurationError: its other put of that version is still under way.
+        """
+        earlier = generation.contributions.get(who)
+        if earlier is None:
+            return
+        if not earlier.committed:
+            raise ConfigurationError(
+                f"participant {who} is putting version {generation.version} at this moment"
+            )
+        generation.remove(earlier, dead)
+
+    def overtake(self, version: int, dead: list[Value]) -> None:
+        """``version`` is there: older ones on their way are not wanted any more."""
+        for old in [v for v in self.pending if v < version]:
+            self.pending.pop(old).discard(dead)
+
+    def shelve(self, old: Stored | None, dead: list[Value]) -> None:
+        """Put the version that was the newest aside, as far as ``keep`` goes."""
+        if old is not None:
+            self.history[old.version] = old
+        while len(self.history) > self.keep - 1:
+            disown(self.history.pop(min(self.history)), dead)
+
+
+def _left_over(generation: Generation, ended: SessionRecord, joining: SessionRecord) -> bool:
+    """Whether a generation is left over from processes that are gone.
+
+    A participant that died and comes back must not complete what another one put before it died
+    as well: together they would be a mixture of two runs. What was put by a process that began
+    only after the participant's own end is of the same run.
+    """
+    if ended is joining or ended.closed is None:
+        return False
+    return any(
+        c.session.closed is not None and c.session.opened < ended.closed
+        for c in generation.contributions.values()
+    )
+
+
+def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:
+    """The entry as the version keeps it: committed parts only; one that is all of it is whole."""
+    entry.version, entry.created = version, now
+    if type(entry) is Value:
+        return entry
+    parts = {box: value for box, value in entry.parts.items() if value.created}
+    target = boxes.whole(entry.meta.shape)
+    if (value := parts.get(target)) is not None:
+        value.version, value.box = version, None
+        return value
+    if target.is_empty:
+        return Value(
+            entry.key, entry.meta, 0, 0, b"", -1, entry.creator, version=version, created=now
+        )
+    value = next(iter(parts.values()))
+    itemsize = value.nbytes // max((value.box or target).numel, 1)
+    sealed = Shards(entry.key, entry.meta, entry.creator, parts, target.numel * itemsize)
+    sealed.version, sealed.created = version, now
+    return sealed
+
+
+def _words(meta: ValueMeta) -> str:
+    if isinstance(meta, TensorMeta):
+        return f"{meta.dtype} {list(meta.shape)}"
+    return "an object"

@@ -1,0 +1,158 @@
+"""A put that contributes to generations: shards, state dicts, explicit versions."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torchstore_core.boxes import Box
+from torchstore_core.errors import ProtocolError
+from torchstore_core.server.catalog import Catalog
+from torchstore_core.server.generations import Contribution, Slot
+from torchstore_core.server.placement import checked_box
+from torchstore_core.server.records import SessionRecord, Txn, Value
+from torchstore_core.values import TensorMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["JointPut"]
+
+
+class JointPut:
+    """First it is planned, which changes nothing but to throw out what is left over (``dead``);
+    then, when there is room for :attr:`items`, :meth:`enter` makes it part of its generations.
+
+    Attributes:
+        items: what must be stored; other participants put the rest.
+        boxes: for each of them the shard that it is, or None.
+
+    Raises:
+        ProtocolError: it contradicts itself.
+        VersionGoneError, ConfigurationError, KeyNotFoundError: see ``Catalog.slot``.
+        LayoutMismatchError: another participant puts an entry with another shape or dtype.
+    """
+
+    def __init__(
+        self, catalog: Catalog, session: SessionRecord, request: m.Put, dead: list[Value]
+    ) -> None:
+        self._catalog = catalog
+        self._session = session
+        self._request = request
+        self._slots: dict[str, tuple[Slot, Hashable]] = {}
+        self._found: list[tuple[Slot | None, Box | None]] = []
+        self._stored: list[int] = []
+        self.items: list[m.PutItem] = []
+        self.boxes: list[Box | None] = []
+        self._plan(dead)
+
+    def _plan(self, dead: list[Value]) -> None:
+        request = self._request
+        group = request.group
+        seen: dict[str, set[Box] | None] = {}
+        slot: Slot | None = None
+        if group is not None:
+            if not (0 < len(group.key) <= m.MAX_KEY and group.participants > 0 and group.keep > 0):
+                raise ProtocolError("a state dict has a key, and participants and keep above 0")
+            slot = self._slot(group.key, group.who, ("state dict", group.participants), dead)
+        for at, item in enumerate(request.items):
+            if not 0 < len(item.key) <= m.MAX_KEY:
+                raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
+            box = checked_box(item)
+            _check_once(seen, item.key, box if item.part is not None else None, item.part is None)
+            self._check_alias(at, item)
+            if group is None:
+                slot = None
+                if item.key in self._slots:
+                    slot = self._slots[item.key][0]
+                elif request.version or item.part is not None:
+                    layout, who = _layout_of(item)
+                    slot = self._slot(item.key, who, layout, dead)
+            self._found.append((slot, box))
+            if item.same_as >= 0 or (box is not None and box.is_empty):
+                continue
+            if slot is not None:
+                name = "" if group is None else item.key
+                if slot.generation is None or slot.generation.holds(name, item.meta, box):
+                    continue
+            self._stored.append(at)
+            self.items.append(item)
+            self.boxes.append(box)
+
+    def _slot(self, key: str, who: str, layout: Hashable, dead: list[Value]) -> Slot:
+        request = self._request
+        participants = 0 if request.group is None else request.group.participants
+        slot = self._catalog.slot(
+            self._session, key, who, layout, request.version, participants, request.group, dead
+        )
+        self._slots[key] = slot, layout
+        return slot
+
+    def _check_alias(self, at: int, item: m.PutItem) -> None:
+        items, of = self._request.items, item.same_as
+        if of == -1:
+            return
+        if not 0 <= of < at or self._request.group is None or items[of].same_as >= 0:
+            raise ProtocolError(f"{item.key!r} cannot be the same as item {of}", key=item.key)
+
+    def enter(self, values: Sequence[Value], nbytes: int) -> Txn:
+        """Make the values of :attr:`items` part of their generations."""
+        request = self._request
+        by_item = dict(zip(self._stored, values, strict=True))
+        joined: dict[str, tuple[Slot, Contribution]] = {}
+        for key, (slot, layout) in self._slots.items():
+            joined[key] = slot, self._catalog.join(slot, layout, self._session)
+        plain: list[Value] = []
+        results: list[Value | Slot] = []
+        for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):
+            value = by_item.get(at)
+            if where is None:
+                if value is not None:
+                    plain.append(value)
+                    results.append(value)
+                continue
+            results.append(where)
+            generation = where.generation
+            if generation is None:
+                continue
+            name = "" if request.group is None else item.key
+            if item.path:
+                generation.paths.setdefault(name, item.path)
+            if item.same_as >= 0:
+                if name not in generation.entries:
+                    generation.aliases[name] = request.items[item.same_as].key
+            elif value is not None:
+                generation.add(joined[where.key][1], name, item.key, value)
+            elif box is not None and box.is_empty and name not in generation.entries:
+                generation.shards(name, item.key, item.meta, self._session.facts)
+        if request.group is not None:
+            results = [self._slots[request.group.key][0]]
+        return Txn(list(values), nbytes, plain, list(joined.values()), results)
+
+    def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
+        """The answer to the put; None if there is nothing to grant: all of it was inline."""
+        by_item = dict(zip(self._stored, values, strict=True))
+        asked = [at for at, i in enumerate(self._request.items) if i.data is None and i.same_as < 0]
+        if not asked:
+            return None
+        found = (by_item.get(at) for at in asked)
+        return [None if v is None else m.Grant(v.volume, 0, v.offset) for v in found]
+
+
+def _check_once(seen: dict[str, set[Box] | None], key: str, box: Box | None, whole: bool) -> None:
+    """Several items of one key are different shards of it."""
+    if key not in seen:
+        seen[key] = None if whole or box is None else {box}
+        return
+    boxes = seen[key]
+    if boxes is None or box is None or box in boxes:
+        raise ProtocolError(f"{key!r} comes twice in one put", key=key)
+    boxes.add(box)
+
+
+def _layout_of(item: m.PutItem) -> tuple[Hashable, str]:
+    """The line that a put of one key belongs to, and who puts it."""
+    part = item.part
+    if part is None or not isinstance(item.meta, TensorMeta):
+        return "value", ""
+    layout = (item.meta.dtype, item.meta.shape, part.mesh_shape)
+    if part.mesh_shape:
+        return layout, ",".join(map(str, part.coordinates))
+    return layout, f"{list(part.offsets)}+{list(part.local_shape)}"
