@@ -27,7 +27,7 @@ from torchstore_core.errors import (
     StoreFullError,
     VersionGoneError,
 )
-from torchstore_core.server import controller
+from torchstore_core.server import catalog, looking
 from torchstore_core.server.allocator import ALIGNMENT
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory import SegmentMemory
@@ -117,7 +117,7 @@ class ControllerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(controller, "_MAX_DELETED", 2)  # so that deleted keys are forgotten
+        self.patch.setattr(catalog, "_MAX_DELETED", 2)  # so that deleted keys are forgotten
         self.volumes_open = volumes(8192, 8192)
         records = self.volumes_open.__enter__()
         self.controller = Controller(records, Strategy(), prefault=False)
@@ -144,7 +144,7 @@ class ControllerMachine(RuleBasedStateMachine):
         try:
             for client in self.clients:
                 self.controller.close_session(client.record)
-            self.controller.delete(list(self.controller.index), strict=True)
+            self.controller.delete(list(self.controller.catalog.newest), strict=True)
             for volume in self.controller.volumes:
                 capacity = volume.info.capacity_bytes
                 assert (volume.used, volume.inline, volume.leased, volume.unfinished) == (0,) * 4
@@ -202,7 +202,7 @@ class ControllerMachine(RuleBasedStateMachine):
         """Everything the controller knows, as plain data."""
         controller = self.controller
         return (
-            {k: (v.version, v.live, v.pins, v.offset) for k, v in controller.index.items()},
+            {k: (v.version, v.uses, v.pins, v.offset) for k, v in controller.catalog.newest.items()},
             [
                 (v.used, v.inline, v.leased, v.unfinished, v.allocator.free_ranges())
                 for v in controller.volumes
@@ -300,7 +300,7 @@ class ControllerMachine(RuleBasedStateMachine):
                 self.controller.put(client.record, request)
             self.check_full(caught.value)
             return
-        result = self.controller.put(client.record, request)
+        versions, grants = self.controller.put(client.record, request)
         volume, offsets = where
         values: list[Stored] = []
         at = iter(offsets)
@@ -313,10 +313,10 @@ class ControllerMachine(RuleBasedStateMachine):
                 values.append(Stored(key, content, volume, next(at)))
         self.stored += values
         if not sizes:
-            assert all(isinstance(version, int) for version in result)
-            self.commit_all(values, result)
+            assert grants is None
+            self.commit_all(values, versions)
             return
-        assert result == [m.Grant(volume, 0, offset) for offset in offsets]
+        assert grants == [m.Grant(volume, 0, offset) for offset in offsets]
         fd = self.controller.volumes[volume].memory.fd
         for stored in values:
             if stored.offset is not None:
@@ -483,7 +483,7 @@ class ControllerMachine(RuleBasedStateMachine):
     )
     def wait(self, keys: list[str], min_version: int) -> None:
         fired: list[list[int]] = []
-        waiter = self.controller.wait(keys, min_version, fired.append)
+        waiter = self.controller.waiting.add(keys, min_version, fired.append)
         at_once = all(k in self.live and self.live[k].version >= min_version for k in keys)
         assert (waiter is None) is at_once
         assert fired == ([[self.live[k].version for k in keys]] if at_once else [])
@@ -496,7 +496,7 @@ class ControllerMachine(RuleBasedStateMachine):
         wait = data.draw(st.sampled_from(self.waits))
         self.waits.remove(wait)
         if wait[0] is not None:
-            self.controller.forget(wait[0])
+            self.controller.waiting.forget(wait[0])
 
     @invariant()
     def waits_are_fulfilled_once_and_in_time(self) -> None:
@@ -561,16 +561,16 @@ class ControllerMachine(RuleBasedStateMachine):
         if not hasattr(self, "controller"):
             return
         controller = self.controller
-        assert set(controller.index) == set(self.live)
+        assert set(controller.catalog.newest) == set(self.live)
         assert controller.keys("") == sorted(self.live)
         assert controller.keys("ab") == sorted(k for k in self.live if k.startswith("ab"))
-        listed, more = controller.listing("", "")
+        listed, more = looking.listing(controller.catalog, controller.volumes, "", "")
         assert [(e.key, e.version, e.nbytes) for e in listed] == [
             (k, self.live[k].version, len(self.live[k].data)) for k in sorted(self.live)
         ]
         assert not more
         for key, value in self.live.items():
-            found = controller.stat(m.Stat(7, key))
+            found = looking.stat(controller.catalog, controller.volumes, m.Stat(7, key))
             assert (found.id, found.key, found.version) == (7, key, value.version)
             assert found.leases == value.pins
             assert found.offset == (-1 if value.offset is None else value.offset)
@@ -603,7 +603,8 @@ TestControllerMachine = pytest.mark.timeout(600)(ControllerMachine.TestCase)
 
 
 def put(controller: Controller, session: SessionRecord, txn: int, *items: m.PutItem) -> Any:
-    return controller.put(session, m.Put(1, txn, list(items)))
+    versions, grants = controller.put(session, m.Put(1, txn, list(items)))
+    return versions if grants is None else grants
 
 
 @pytest.fixture
@@ -631,7 +632,7 @@ def test_a_put_that_makes_no_sense_changes_nothing(small: Controller, item: m.Pu
         put(small, session, 1, inline("b", b"b"), placed("c", 64), item)
     with pytest.raises(ProtocolError, match="at least one item"):
         put(small, session, 1)
-    assert not small.index
+    assert not small.catalog.newest
     assert not session.txns
     assert small.volumes[0].used == 0
 
@@ -820,7 +821,7 @@ def test_one_put_may_name_a_key_twice(small: Controller) -> None:
     session = small.open_session(facts(), HERE)
     put(small, session, 1, placed("k", 640), placed("k", 64))
     assert small.commit(session, 1) == [1, 2]
-    assert small.index["k"].nbytes == 64
+    assert small.catalog.newest["k"].nbytes == 64
     assert small.volumes[0].used == 64
 
 

@@ -105,7 +105,7 @@ def make_controller(memory: SegmentMemory) -> Controller:
 def put(controller: Controller, session, txn: int, nbytes: int) -> int:
     """Put and commit one value as a client would; its offset."""
     meta = TensorMeta("uint8", (nbytes,))
-    (grant,) = controller.put(session, m.Put(1, txn, [m.PutItem("k", meta, nbytes)]))
+    _, (grant,) = controller.put(session, m.Put(1, txn, [m.PutItem("k", meta, nbytes)]))
     fd = controller.volumes[0].memory.fd
     os.pwrite(fd, b"v" * nbytes, grant.offset)
     controller.commit(session, txn)

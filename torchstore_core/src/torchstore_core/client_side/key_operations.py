@@ -71,14 +71,17 @@ class KeyOperations(ClientBase):
     async def versions(self, key: str, *, timeout: float | None = None) -> list[int]:
         """The versions of a key that can be read, ascending; [] if there is none.
 
-        More than one only of a state dict that was put with ``keep=``.
+        More than one only of a state dict that was put with ``keep=``. Raises what every
+        operation does.
         """
         writing.check_key(key)
         reply = await self._call("versions", m.Committed, m.Versions, timeout, key)
         return reply.versions
 
     async def latest_version(self, key: str, *, timeout: float | None = None) -> int:
-        """The newest version of a key that can be read; 0 if there is none."""
+        """The newest version of a key that can be read; 0 if there is none. Raises what every
+        operation does.
+        """
         found = await self.versions(key, timeout=timeout)
         return found[-1] if found else 0
 

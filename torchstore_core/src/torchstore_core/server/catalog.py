@@ -348,13 +348,12 @@ def _splits(key: str) -> Iterator[tuple[str, str]]:
 def _gone(key: str, version: int, there: Iterable[int]) -> VersionGoneError:
     versions = list(there)
     now = "no such key" if not versions else f"it is at {versions[-1]} now"
+    details: dict[str, object] = {"current": versions[-1] if versions else 0}
     if len(versions) > 1:
         now += f", and {', '.join(map(str, versions[:-1]))} are kept"
-    return VersionGoneError(
-        f"version {version} of {key!r} is gone: {now}",
-        key=key,
-        details={"current": versions[-1] if versions else 0, "versions": versions},
-    )
+        details["versions"] = versions
+    text = f"version {version} of {key!r} is gone: {now}"
+    return VersionGoneError(text, key=key, details=details)
 
 
 def _partial_error(key: str, base: str, state: m.Pending) -> PartialPutError:
