@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torchstore_core.errors import ConfigurationError
 
@@ -28,6 +28,7 @@ __all__ = [
     "chunk_size",
     "copy_pieces",
     "copy_threads",
+    "cut",
     "has_native",
     "plan",
     "run",
@@ -82,12 +83,16 @@ def chunk_size(total: int) -> int:
 
 
 def plan(pieces: Iterable[Piece], chunk: int = CHUNK) -> list[list[Piece]]:
-    """Cut and group pieces into chunks of about ``chunk`` bytes, in order.
+    """All that :func:`cut` gives.
 
     >>> plan([(0, 100, 10), (10, 200, 3)], chunk=4)
     [[(0, 100, 4)], [(4, 104, 4)], [(8, 108, 2), (10, 200, 2)], [(12, 202, 1)]]
     """
-    chunks: list[list[Piece]] = []
+    return list(cut(pieces, chunk))
+
+
+def cut(pieces: Iterable[Piece], chunk: int) -> Iterator[list[Piece]]:
+    """Cut and group pieces into chunks of about ``chunk`` bytes, in order, as they come."""
     current: list[Piece] = []
     room = chunk
     for destination, source, nbytes in pieces:
@@ -96,38 +101,64 @@ def plan(pieces: Iterable[Piece], chunk: int = CHUNK) -> list[list[Piece]]:
             destination += room
             source += room
             nbytes -= room
-            chunks.append(current)
+            yield current
             current = []
             room = chunk
         if nbytes:
             current.append((destination, source, nbytes))
             room -= nbytes
             if not room:
-                chunks.append(current)
+                yield current
                 current = []
                 room = chunk
     if current:
-        chunks.append(current)
-    return chunks
+        yield current
 
 
 class CopyJob:
-    """Tasks that threads take one by one; done when all have ended."""
+    """Tasks that threads take one by one; done when all have ended.
 
-    def __init__(self, tasks: Sequence[Task], loop: asyncio.AbstractEventLoop) -> None:
-        self._tasks = tasks
+    Args:
+        open_end: further ones come by :meth:`add`, until :meth:`close`.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], loop: asyncio.AbstractEventLoop, *, open_end: bool = False
+    ) -> None:
+        self._tasks = list(tasks)
         self._next = 0
         self._running = 0
-        self._lock = threading.Lock()
+        self._open = open_end
+        self._changed = threading.Condition()
         self._idle = threading.Event()
         self._loop = loop
         self._error: BaseException | None = None
         self.future: asyncio.Future[None] = loop.create_future()
 
+    def add(self, task: Task) -> bool:
+        """One more task; False if the job has failed and takes none."""
+        with self._changed:
+            if not self._open:
+                return False
+            self._tasks.append(task)
+            self._changed.notify()
+        return True
+
+    def close(self) -> None:
+        """No more tasks come."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+            ended = self._running == 0 and self._next >= len(self._tasks)
+        if ended:
+            self._end()
+
     def work(self) -> None:
         """Called by copy threads: take tasks until none is left."""
         while True:
-            with self._lock:
+            with self._changed:
+                while self._open and self._next >= len(self._tasks):
+                    self._changed.wait()
                 if self._next >= len(self._tasks):
                     return
                 task = self._tasks[self._next]
@@ -138,18 +169,27 @@ class CopyJob:
                 task()
             except Exception as caught:  # noqa: BLE001 - handed to the awaiting caller
                 error = caught
-            with self._lock:
+            del task
+            with self._changed:
                 self._running -= 1
                 if error is not None:
                     self._error = self._error or error
-                    self._next = len(self._tasks)
-                last = self._running == 0 and self._next >= len(self._tasks)
+                    self._shut()
+                last = self._running == 0 and self._next >= len(self._tasks) and not self._open
             if last:
-                self._idle.set()
-                try:
-                    self._loop.call_soon_threadsafe(self._finish)
-                except RuntimeError:  # the loop is closed, nobody waits any more
-                    return
+                self._end()
+
+    def _shut(self) -> None:
+        self._next = len(self._tasks)
+        self._open = False
+        self._changed.notify_all()
+
+    def _end(self) -> None:
+        self._idle.set()
+        try:
+            self._loop.call_soon_threadsafe(self._finish)
+        except RuntimeError:  # the loop is closed, nobody waits any more
+            return
 
     def _finish(self) -> None:
         if not self.future.done():
@@ -160,8 +200,8 @@ class CopyJob:
 
     def stop(self) -> None:
         """Take no further task and block until the running ones (a few MB each) have ended."""
-        with self._lock:
-            self._next = len(self._tasks)
+        with self._changed:
+            self._shut()
             if self._running == 0:
                 self._idle.set()
         self._idle.wait()
@@ -209,19 +249,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-async def run(tasks: Sequence[Task], nbytes: int) -> None:
-    """Run copy tasks: small batches here, large ones on the copy threads.
+async def run(tasks: Iterable[Task], nbytes: int) -> None:
+    """Run copy tasks: small batches here, large ones on the copy threads, which begin while
+    ``tasks`` is still being planned.
 
     When it raises, cancellation included, no task is running any more.
     """
-    if nbytes <= DIRECT_MAX or not tasks:
+    if nbytes <= DIRECT_MAX:
         for task in tasks:
             task()
         return
     pool = _get_pool()
-    job = CopyJob(tasks, asyncio.get_running_loop())
-    pool.submit(job, len(tasks))
+    job = CopyJob((), asyncio.get_running_loop(), open_end=True)
     try:
+        pool.submit(job, pool.threads)
+        for task in tasks:
+            if not job.add(task):
+                break
+        job.close()
         await job.future
     except BaseException:
         job.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Step])
 
 
-class Leaf(NamedTuple):
+class Leaf(msgspec.Struct, frozen=True, gc=False):
     """One entry: its name, its encoded path (empty if that is only the name), its value."""
 
     name: str

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from torchstore_core import boxes, copying
@@ -37,7 +38,7 @@ MAP_MIN = 64 << 10
 _GROUP_GAP = 1 << 20
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """Where some of a target comes from, and where in it it goes.
 
     Args:
@@ -58,7 +59,7 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-class Target(NamedTuple):
+class Target(msgspec.Struct, frozen=True, gc=False):
     """What one entry becomes: a tensor, or an object (``codec``).
 
     Args:
@@ -374,46 +375,45 @@ async def _copy_window(
     link: SupportsWindow, jobs: Sequence[Job], results: Sequence[torch.Tensor]
 ) -> None:
     """Copy out of the window: runs in chunks over the copy threads, the rest by torch."""
-    pieces: list[copying.Piece] = []
-    tasks: list[copying.Task] = []
+    strided: list[tuple[torch.Tensor, torch.Tensor]] = []
     device: list[tuple[torch.Tensor, torch.Tensor]] = []
-    total = 0
     grant = jobs[0][1].grant
     segment = 0 if grant is None else grant.segment
     window = link.window(segment)
-    for (target, piece), result in zip(jobs, results, strict=True):
-        grant, nbytes = piece.grant, piece.nbytes
-        if grant is None or not nbytes:
-            continue
-        stored = math.prod(piece.shape) * target.dtype.itemsize
-        if grant.offset + stored > window.nbytes:
-            raise TransportError(f"{target.key!r} lies outside segment {segment}")
-        total += nbytes
-        same = result.dtype is target.dtype
-        start = _contiguous_start(piece, target.dtype.itemsize)
-        if start is not None and same and result.device.type == "cpu" and result.is_contiguous():
-            first = _first_if_run(piece.into, target.shape)
-            if first is not None:
-                place = result.data_ptr() + first * target.dtype.itemsize
-                pieces.append((place, window.address + start, nbytes))
+    total = sum([piece.nbytes for _, piece in jobs])
+
+    def pieces() -> Iterator[copying.Piece]:
+        for (target, piece), result in zip(jobs, results, strict=True):
+            grant, nbytes, itemsize = piece.grant, piece.nbytes, target.dtype.itemsize
+            if grant is None or not nbytes:
                 continue
-        source = tensor_at(window.address + grant.offset, piece.shape, target.dtype)
-        if piece.box is not None:
-            source = _narrow(source, piece.box)
-        into = result if piece.into is None else _narrow(result, piece.into)
-        if same:
-            into = byte_like(into)
-        else:
-            source = source.view(target.dtype)
-        if result.device.type != "cpu":
-            device.append((into, source))
-            continue
-        for to, of in split_rows(into, source, copying.CHUNK):
-            tasks.append(_strided(to, of))
-    stream = total >= copying.STREAM_MIN
-    chunks = copying.plan(pieces, copying.chunk_size(total))
-    tasks.extend(_chunk(link, segment, window.address, chunk, stream) for chunk in chunks)
-    await copying.run(tasks, total)
+            if grant.offset + math.prod(piece.shape) * itemsize > window.nbytes:
+                raise TransportError(f"{target.key!r} lies outside segment {segment}")
+            same = result.dtype is target.dtype
+            if same and result.is_cpu and result.is_contiguous():
+                start = _contiguous_start(piece, itemsize)
+                first = None if start is None else _first_if_run(piece.into, target.shape)
+                if start is not None and first is not None:
+                    yield result.data_ptr() + first * itemsize, window.address + start, nbytes
+                    continue
+            source = tensor_at(window.address + grant.offset, piece.shape, target.dtype)
+            if piece.box is not None:
+                source = _narrow(source, piece.box)
+            into = result if piece.into is None else _narrow(result, piece.into)
+            if same:
+                into = byte_like(into)
+            else:
+                source = source.view(target.dtype)
+            (strided if result.is_cpu else device).append((into, source))
+
+    def tasks() -> Iterator[copying.Task]:
+        stream = total >= copying.STREAM_MIN
+        for chunk in copying.cut(pieces(), copying.chunk_size(total)):
+            yield _chunk(link, segment, window.address, chunk, stream)
+        for into, source in strided:
+            yield from (_strided(*rows) for rows in split_rows(into, source, copying.CHUNK))
+
+    await copying.run(tasks(), total)
     if device:
         await cuda.transfer(device, window)
 

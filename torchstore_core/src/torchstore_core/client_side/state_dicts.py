@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from torchstore_core.client_side import nesting, reading, writing
@@ -118,20 +119,23 @@ def plan_put(
             raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
     leaves = nesting.flatten(key, state_dict)
     ranks: frozenset[int] = frozenset()
-    tied: dict[object, int] = {}
+    ties = _Ties()
     sources: list[writing.Source] = []
     casts = _Casts(transfer_dtype)
-    for name, path, value in leaves:
-        if is_dtensor(value):
+    for leaf in leaves:
+        name, path, value = leaf.name, leaf.path, leaf.value
+        if type(value) not in _PLAIN and is_dtensor(value):
             ranks |= mesh_ranks(value)
-        same = _memory_of(value)
-        first = len(sources) if same is None else tied.setdefault(same, len(sources))
-        if first != len(sources) and sources[first].meta == _meta_with(value, casts.of(name)):
+        dtype = casts.of(name)
+        first = ties.find(value, len(sources))
+        if first is not None and sources[first].meta == _meta_with(value, dtype):
             meta = sources[first].meta
             sources.append(writing.Source(name, meta, 0, None, b"", None, path, first))
             continue
-        made = writing.prepare(name, value, allow_pickle=allow_pickle, dtype=casts.of(name))
-        sources.extend([source._replace(path=path) for source in made] if path else made)
+        made = writing.prepare(name, value, allow_pickle=allow_pickle, dtype=dtype)
+        if path:
+            made = [msgspec.structs.replace(source, path=path) for source in made]
+        sources.extend(made)
     if participants is None:
         participants = len(ranks) or 1
     who = str(participant) if participant is not None else ""
@@ -153,24 +157,51 @@ def _digest(leaves: Sequence[Leaf]) -> str:
     return hashlib.sha1(names.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:8]
 
 
-def _memory_of(value: Any) -> object | None:
-    """The same for tensors that are the same elements in memory; None if there are none."""
-    if isinstance(value, TensorShard):
-        inner = _memory_of(value.tensor)
-        return None if inner is None else (inner, value.tensor_slice)
-    if is_dtensor(value):
-        inner = _memory_of(value.to_local().detach())
-        return None if inner is None else (inner, tuple(value.placements), tuple(value.shape))
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    if type(value) not in _PLAIN or not value.numel() or value.device.type == "meta":
-        return None
-    if value.is_conj() or value.is_neg():
-        return None
-    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
-
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Ties:
+    """Finds tensors that are the same elements in memory as an earlier one."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, list[tuple[Any, int]]] = {}
+
+    def find(self, value: Any, mark: int) -> int | None:
+        """The mark of the first such tensor; None, and ``mark`` is remembered, if it is new."""
+        tensor = value
+        if type(value) not in _PLAIN:
+            if isinstance(value, TensorShard):
+                tensor = value.tensor
+            elif is_dtensor(value):
+                tensor = value.to_local().detach()
+            if type(tensor) not in _PLAIN:
+                return None
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        address = tensor.data_ptr()
+        if not address or not tensor.numel():
+            return None
+        others = self._found.get(address)
+        if others is None:
+            self._found[address] = [(value, mark)]
+            return None
+        here = _identity(value)
+        for other, earlier in others:
+            if _identity(other) == here:
+                return earlier
+        others.append((value, mark))
+        return None
+
+
+def _identity(value: Any) -> object:
+    """Equal for tensors at one address if they are the same elements."""
+    if isinstance(value, TensorShard):
+        return _identity(value.tensor), value.tensor_slice
+    if is_dtensor(value):
+        local = _identity(value.to_local().detach())
+        return local, value.device_mesh, tuple(value.placements), tuple(value.shape)
+    flags = value.is_conj(), value.is_neg(), value.device
+    return value.shape, value.stride(), value.dtype, flags
 
 
 def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
@@ -265,16 +296,20 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
     if user_state_dict is None:
         return None
     leaves = nesting.flatten(key, user_state_dict)
-    seen: set[object] = set()
+    ties = _Ties()
     asks: list[list[Ask]] = []
-    for name, _, value in leaves:
-        if not (isinstance(value, torch.Tensor) or is_sharded(value)):
+    for at, leaf in enumerate(leaves):
+        name, value = leaf.name, leaf.value
+        plain = type(value) in _PLAIN
+        if plain or isinstance(value, torch.Tensor) or is_sharded(value):
+            if ties.find(value, at) is not None:
+                asks.append([])
+            elif plain:
+                asks.append([Ask(name, 0, value, None)])
+            else:
+                asks.append(asks_of(Want(name, 0, value, None)))
+        else:
             asks.append([Ask(name, 0, None, None)])
-            continue
-        same = _memory_of(value)
-        asks.append([] if same in seen else asks_of(Want(name, 0, value, None)))
-        if same is not None:
-            seen.add(same)
     return Wanted(user_state_dict, leaves, asks)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+import msgspec
 import torch
 
 from torchstore_core import copying
@@ -31,7 +32,7 @@ from torchstore_core.wire import messages as m
 __all__ = ["Source", "check_key", "inline_bytes", "prepare", "write"]
 
 
-class Source(NamedTuple):
+class Source(msgspec.Struct, frozen=True, gc=False):
     """One value to put: a tensor (detached, any strides), or the bytes of an object.
 
     ``meta`` describes the whole tensor, in the dtype that it is stored in, of which ``tensor`` is
@@ -144,34 +145,34 @@ async def _write_window(
     link: SupportsWindow, segment: int, items: Sequence[tuple[Source, m.Grant]], nbytes: int
 ) -> None:
     """Copy straight into the segment: contiguous bytes in chunks, strided tensors by torch."""
-    pieces: list[copying.Piece] = []
-    tasks: list[copying.Task] = []
     device: list[tuple[torch.Tensor, torch.Tensor]] = []
+    strided: list[tuple[torch.Tensor, torch.Tensor]] = []
     base = link.window(segment).address
-    for source, grant in items:
-        address = base + grant.offset
-        tensor = source.tensor
-        if tensor is None:
-            pieces.append((address, _address_of(source.data or b""), source.nbytes))
-        elif tensor.dtype is not stored_dtype(source):
-            converted = _window_tensor(source, address)
-            if tensor.device.type == "cuda":
-                device.append((converted, tensor))
+
+    def pieces() -> Iterator[copying.Piece]:
+        for source, grant in items:
+            address = base + grant.offset
+            tensor = source.tensor
+            if tensor is None:
+                yield address, _address_of(source.data or b""), source.nbytes
                 continue
-            for to, of in split_rows(converted, tensor, copying.CHUNK):
-                tasks.append(_strided(to, of))
-        elif tensor.device.type == "cuda":
-            device.append((byte_like(_window_tensor(source, address)), byte_like(tensor)))
-        elif tensor.is_contiguous():
-            pieces.append((address, tensor.data_ptr(), source.nbytes))
-        else:
-            target = byte_like(_window_tensor(source, address))
-            for to, of in split_rows(target, byte_like(tensor), copying.CHUNK):
-                tasks.append(_strided(to, of))
-    stream = nbytes >= copying.STREAM_MIN
-    chunks = copying.plan(pieces, copying.chunk_size(nbytes))
-    tasks.extend(_chunk(link, segment, base, chunk, stream) for chunk in chunks)
-    await copying.run(tasks, nbytes)
+            same = tensor.dtype is stored_dtype(source)
+            if same and tensor.is_cpu and tensor.is_contiguous():
+                yield address, tensor.data_ptr(), source.nbytes
+                continue
+            to = _window_tensor(source, address)
+            if same:
+                to, tensor = byte_like(to), byte_like(tensor)
+            (device if tensor.is_cuda else strided).append((to, tensor))
+
+    def tasks() -> Iterator[copying.Task]:
+        stream = nbytes >= copying.STREAM_MIN
+        for chunk in copying.cut(pieces(), copying.chunk_size(nbytes)):
+            yield _chunk(link, segment, base, chunk, stream)
+        for to, of in strided:
+            yield from (_strided(*rows) for rows in split_rows(to, of, copying.CHUNK))
+
+    await copying.run(tasks(), nbytes)
     if device:
         await cuda.transfer(device, link.window(segment))
 
