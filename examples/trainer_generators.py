@@ -16,35 +16,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import hashlib
 import json
-import multiprocessing
 import os
-import signal
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from minilm import PAIRS, MiniLM
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from workers import PATIENCE_S, Report, Worker, checksum, copy_floor, follow, start, stop, times
 
 import torchstore_core as ts
 
 MANIFEST = "policy.manifest"  # {"step": int, "checksums": {tensor name: str}}
-PATIENCE_S = 120.0  # another process has to load its model first, or to train
-Report = Callable[[dict[str, Any]], None]
 
 
 # ---- the two roles ------------------------------------------------------------------------
@@ -102,31 +90,6 @@ async def generate(report: Report, options: argparse.Namespace, rank: int) -> No
         await ts.put(f"generator/{rank}", step)
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """Of the tensor's bytes, whatever its dtype."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy()).hexdigest()
-
-
-def copy_floor(nbytes: int) -> Callable[[], float]:
-    """A function that copies ``nbytes`` of warm memory on all cores and returns the seconds."""
-    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
-    cores = os.cpu_count() or 1
-    part = -(-nbytes // cores)
-    pool = ThreadPoolExecutor(cores)
-
-    def copy(at: int) -> None:  # memmove lets go of the GIL
-        size = min(part, nbytes - at)
-        ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, size)
-
-    def measure() -> float:
-        started = time.perf_counter()
-        list(pool.map(copy, range(0, nbytes, part)))
-        return time.perf_counter() - started
-
-    return measure
-
-
 def worker_main(connection: Connection, rank: int | None, options: argparse.Namespace) -> None:
     """Entry point of the spawned processes. TORCHSTORE_ADDRESS leads them to the store."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 + options.generators)))
@@ -139,89 +102,18 @@ def worker_main(connection: Connection, rank: int | None, options: argparse.Name
 # ---- the process that owns the store ------------------------------------------------------
 
 
-@dataclass
-class Worker:
-    """A child process, our end of its pipe, and what it has reported."""
-
-    name: str
-    process: BaseProcess
-    connection: Connection
-    reports: list[dict[str, Any]] = field(default_factory=list)
-
-
-def start(rank: int | None, options: argparse.Namespace) -> Worker:
-    """Start the trainer (rank None) or a generator. Ctrl-C is for this process, not for them."""
-    name = "trainer" if rank is None else f"generator {rank}"
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=worker_main, args=(theirs, rank, options), name=name)
-    resource_tracker.ensure_running()  # its own start would unblock the signal
-    # A child inherits the mask; a Ctrl-C that comes meanwhile reaches this process afterwards.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    return Worker(name, process, ours)
-
-
-def stop() -> None:
-    """End the workers that still run."""
-    processes = multiprocessing.active_children()
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join(5)
-        process.kill()
-        process.join()
-
-
-def follow(workers: list[Worker], steps: int, console: Console) -> None:
-    """Show progress until all workers have ended; SystemExit as soon as one of them fails."""
-    columns = (TextColumn("{task.description:<12}"), BarColumn(20), MofNCompleteColumn())
-    running: dict[Any, Worker] = {worker.connection: worker for worker in workers}
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
-        bars = {w.name: progress.add_task(w.name, total=steps, note="") for w in workers}
-        while running:
-            for connection in wait(list(running)):
-                worker = running[connection]
-                try:
-                    report = worker.connection.recv()
-                except EOFError:
-                    del running[connection]
-                    worker.process.join()
-                    if code := worker.process.exitcode:
-                        raise SystemExit(f"{worker.name} died, exit code {code}") from None
-                    continue
-                worker.reports.append(report)
-                took = f"{report['seconds'] * 1e3:5.1f} ms"
-                if "loss" in report:
-                    note = f"loss {report['loss']:.4f}, published in {took}"
-                    console.print(f"step {report['step']:3}: {note}", highlight=False)
-                else:
-                    note = f"{report['right']} of {len(PAIRS)} right, fetched in {took}"
-                progress.update(bars[worker.name], completed=report["step"], note=note)
-
-
 def summarise(trainer: Worker, generators: list[Worker]) -> dict[str, Any]:
     """The numbers, as plain data."""
     nbytes = trainer.reports[0]["nbytes"]
-
-    def times(worker: Worker, what: str = "seconds") -> dict[str, float]:
-        seconds = [report[what] for report in worker.reports]
-        median = statistics.median(seconds)
-        return {"median_s": median, "max_s": max(seconds), "gb_per_s": nbytes / median / 1e9}
-
     return {
         "bytes_per_version": nbytes,
         "versions_published": len(trainer.reports),
         "losses": [report["loss"] for report in trainer.reports],
-        "copy_floor": times(trainer, "floor_s"),
-        "publish": times(trainer),
+        "copy_floor": times(trainer, nbytes, "floor_s"),
+        "publish": times(trainer, nbytes),
         "generators": [
             {
-                "fetch": times(worker),
+                "fetch": times(worker, nbytes),
                 "versions_seen": [report["step"] for report in worker.reports],
                 "mismatches": [bad for report in worker.reports for bad in report["mismatches"]],
             }
@@ -239,9 +131,9 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
     for column in ("", "versions", "median", "max", "GB/s", "of floor", "mismatches"):
         table.add_column(column, justify="right" if column else "left")
 
-    def row(name: str, times: dict[str, float], versions: object = "", bad: object = "") -> None:
-        median, worst = (f"{times[key] * 1e3:.1f} ms" for key in ("median_s", "max_s"))
-        rate = times["gb_per_s"]
+    def row(name: str, took: dict[str, float], versions: object = "", bad: object = "") -> None:
+        median, worst = (f"{took[key] * 1e3:.1f} ms" for key in ("median_s", "max_s"))
+        rate = took["gb_per_s"]
         share = f"{rate / floor:.0%}"
         table.add_row(name, str(versions), median, worst, f"{rate:.1f}", share, str(bad))
 
@@ -266,10 +158,23 @@ def main() -> int:
     if options.steps < 1 or options.generators < 1:
         parser.error("--steps and --generators are at least 1")
     console = Console(quiet=options.json)
+
+    def note(worker: Worker, report: dict[str, Any]) -> str:
+        took = f"{report['seconds'] * 1e3:5.1f} ms"
+        if "right" in report:
+            return f"{report['right']} of {len(PAIRS)} right, fetched in {took}"
+        text = f"loss {report['loss']:.4f}, published in {took}"
+        console.print(f"step {report['step']:3}: {text}", highlight=False)
+        return text
+
     try:
         asyncio.run(ts.initialize(capacity=1 << 30))
-        workers = [start(rank, options) for rank in (None, *range(options.generators))]
-        follow(workers, options.steps, console)
+        workers = [start("trainer", worker_main, None, options)]
+        workers += [
+            start(f"generator {rank}", worker_main, rank, options)
+            for rank in range(options.generators)
+        ]
+        follow(workers, options.steps, console, note)
     except KeyboardInterrupt:
         return 130
     finally:

@@ -18,14 +18,17 @@ from torchstore_core.errors import ConfigurationError
 
 try:
     from torchstore_core._native import copy_many as _native_copy
+    from torchstore_core._native import copy_rows as _native_rows
 except ImportError:  # built without a compiler
-    _native_copy = None  # type: ignore[assignment]
+    _native_copy = _native_rows = None  # type: ignore[assignment]
 _copy_many: Callable[[array[int], bool], None] | None = _native_copy
+_copy_rows: Callable[[array[int], bool], None] | None = _native_rows
 
 __all__ = [
     "CHUNK",
     "CopyJob",
     "chunk_size",
+    "copy_grids",
     "copy_pieces",
     "copy_threads",
     "cut",
@@ -42,6 +45,7 @@ DIRECT_MAX = 512 << 10
 STREAM_MIN = 4 << 20
 
 Piece = tuple[int, int, int]
+Grid = tuple[int, int, int, int, int, int]
 Task = Callable[[], None]
 
 
@@ -71,6 +75,18 @@ def copy_pieces(pieces: Iterable[Piece], *, stream: bool) -> None:
         return
     for destination, source, nbytes in pieces:
         ctypes.memmove(destination, source, nbytes)
+
+
+def copy_grids(grids: Iterable[Grid], *, stream: bool) -> None:
+    """Copy ``(destination address, source address, nbytes, rows, step, step)`` grids here and now:
+    rows of ``nbytes`` bytes, so many bytes apart in destination and source.
+    """
+    if _copy_rows is not None:
+        _copy_rows(array("q", [x for grid in grids for x in grid]), stream)
+        return
+    for destination, source, nbytes, rows, to_step, of_step in grids:
+        for row in range(rows):
+            ctypes.memmove(destination + row * to_step, source + row * of_step, nbytes)
 
 
 def chunk_size(total: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.client_side import state_dicts, writing
-from torchstore_core.client_side.key_operations import KeyOperations
+from torchstore_core.client_side.key_operations import KeyOperations, check_min_version
 from torchstore_core.client_side.operations import (
     Clock,
     Putting,
@@ -388,6 +388,7 @@ class Client(KeyOperations):
         """
         clock = self._clock(timeout)
         exact = check_version(version)
+        check_min_version(min_version)
         if exact and min_version is not None and min_version > exact:
             raise ConfigurationError(f"version {exact} is below min_version {min_version}")
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle

@@ -12,7 +12,7 @@ from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
-__all__ = ["KeyOperations"]
+__all__ = ["KeyOperations", "check_min_version"]
 
 
 class KeyOperations(ClientBase):
@@ -104,8 +104,7 @@ class KeyOperations(ClientBase):
         names = [keys] if isinstance(keys, str) else _key_list(keys)
         for key in names:
             writing.check_key(key)
-        if not (min_version is None or isinstance(min_version, int)):
-            raise UnsupportedValueError(f"min_version is an int or None, not {min_version!r}")
+        check_min_version(min_version)
         if not names:
             return {}
         clock = self._clock(timeout)
@@ -159,6 +158,13 @@ class KeyOperations(ClientBase):
         """
         session = await self._membership.session(self._clock(timeout).left())
         return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
+
+
+def check_min_version(version: object) -> None:
+    """Raises UnsupportedValueError for what is no version to wait for."""
+    if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
+        return
+    raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
 
 
 def _key_list(keys: Iterable[str]) -> list[str]:

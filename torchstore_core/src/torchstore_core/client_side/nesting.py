@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -55,7 +56,7 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
             leaves.extend(_leaves(key, value, (_step(key, name),)))
     names = {leaf.name for leaf in leaves}
     if len(names) < len(leaves):
-        twice = next(n for n in names if sum(leaf.name == n for leaf in leaves) > 1)
+        twice = Counter(leaf.name for leaf in leaves).most_common(1)[0][0]
         raise UnsupportedValueError(f"{key!r}: two entries are named {twice!r}", key=key)
     if "" in names:
         raise UnsupportedValueError(f"{key!r}: an entry's name is empty", key=key)
@@ -70,15 +71,19 @@ def _leaves(key: str, value: Any, path: tuple[Step, ...]) -> Iterator[Leaf]:
         raise UnsupportedValueError(f"{key!r}: nested deeper than {_MAX_DEPTH}", key=key)
     steps: Sequence[tuple[Step, Any]] | None = None
     if isinstance(value, Mapping):
-        if value and (all(_is_name(k) for k in value) or _holds_tensors(value, 0)):
+        if value and (all(_is_name(k) for k in value) or _holds_tensors(value, set(), 0)):
             steps = [(_step(key, k), inner) for k, inner in value.items()]
-    elif isinstance(value, list | tuple) and _holds_tensors(value, 0):
+    elif isinstance(value, list | tuple) and _holds_tensors(value, set(), 0):
         kind = _LIST if isinstance(value, list) else _TUPLE
         steps = [((kind, i), inner) for i, inner in enumerate(value)]
     if steps is None:
         name = ".".join(str(s[1]) if isinstance(s, tuple) else str(s) for s in path)
         plain = len(path) == 1 and type(path[0]) is str
-        yield Leaf(name, b"" if plain else _encoder.encode(path), value)
+        try:
+            encoded = b"" if plain else _encoder.encode(path)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise UnsupportedValueError(f"{key!r}: the name {name!r}: {error}", key=key) from error
+        yield Leaf(name, encoded, value)
         return
     for step, inner in steps:
         yield from _leaves(key, inner, (*path, step))
@@ -90,7 +95,7 @@ def _is_name(key: object) -> bool:
 
 def _step(key: str, name: object) -> Step:
     if isinstance(name, str):
-        return str(name)
+        return str.__str__(name)  # what an enum's member is equal to, not what it shows
     if type(name) is int:
         return name
     raise UnsupportedValueError(
@@ -98,15 +103,15 @@ def _step(key: str, name: object) -> Step:
     )
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
+def _holds_tensors(value: Any, seen: set[int], depth: int) -> bool:
+    """``seen``: containers without tensors, or under way; each is looked into once."""
     if isinstance(value, torch.Tensor | TensorShard):
         return True
-    if depth > _MAX_DEPTH:
+    if not isinstance(value, Mapping | list | tuple) or depth > _MAX_DEPTH or id(value) in seen:
         return False
+    seen.add(id(value))
     inner = value.values() if isinstance(value, Mapping) else value
-    if isinstance(value, Mapping | list | tuple):
-        return any(_holds_tensors(v, depth + 1) for v in inner)
-    return False
+    return any(_holds_tensors(v, seen, depth + 1) for v in inner)
 
 
 def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, Any]:
@@ -117,11 +122,8 @@ def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, 
     """
     root = _Node(None)
     for name, path, value in entries:
-        if not path:
-            root[name] = value
-            continue
         try:
-            steps = _decoder.decode(path)
+            steps = _decoder.decode(path) if path else ()
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{key!r}: the path of {name!r} is unreadable", key=key) from error
         node = root
@@ -130,7 +132,8 @@ def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, 
             node = node.setdefault(_place(step), _Node(kind))
             if type(node) is not _Node or node.kind != kind:
                 raise ProtocolError(f"{key!r}: {name!r} lies inside of another entry", key=key)
-        node[_place(steps[-1])] = value
+        if node.setdefault(_place(steps[-1]) if steps else name, value) is not value:
+            raise ProtocolError(f"{key!r}: {name!r} is an entry, and others lie inside it", key=key)
     return {name: _built(value) for name, value in root.items()}
 
 
@@ -156,30 +159,34 @@ def _built(value: Any) -> Any:
 
 def replace(state_dict: Any, leaves: Sequence[Leaf], new: Callable[[str, Any], Any]) -> Any:
     """Put ``new(name, value)`` in the place of every leaf; containers stay the same objects, but
-    for tuples. ``leaves``: as :func:`flatten` gave them.
+    for those that cannot be changed. ``leaves``: as :func:`flatten` gave them.
     """
-    changed = {
-        leaf.name: value
-        for leaf in leaves
-        if (value := new(leaf.name, leaf.value)) is not leaf.value
+    changes = _Node(None)
+    for leaf in leaves:
+        value = new(leaf.name, leaf.value)
+        if value is leaf.value:
+            continue
+        steps = _decoder.decode(leaf.path) if leaf.path else [leaf.name]
+        node = changes
+        for step in steps[:-1]:
+            node = node.setdefault(_place(step), _Node(None))
+        node[_place(steps[-1])] = value
+    return _replaced(state_dict, changes)
+
+
+def _replaced(value: Any, changes: _Node) -> Any:
+    made = {
+        at: _replaced(value[at], change) if type(change) is _Node else change
+        for at, change in changes.items()
     }
-    return _replaced(state_dict, (), changed) if changed else state_dict
-
-
-def _replaced(value: Any, path: tuple[str, ...], changed: dict[str, Any]) -> Any:
-    name = ".".join(path)
-    if path and name in changed:
-        return changed[name]
-    if isinstance(value, MutableMapping):
-        for key, inner in list(value.items()):
-            made = _replaced(inner, (*path, str(key)), changed)
-            if made is not inner:
-                value[key] = made
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            value[i] = _replaced(inner, (*path, str(i)), changed)
-    elif type(value) is tuple:
-        made_all = tuple(_replaced(v, (*path, str(i)), changed) for i, v in enumerate(value))
-        if any(a is not b for a, b in zip(made_all, value, strict=True)):
-            return made_all
-    return value
+    made = {at: new for at, new in made.items() if new is not value[at]}
+    if not made:
+        return value
+    if isinstance(value, MutableMapping | list):
+        for at, new in made.items():
+            value[at] = new
+        return value
+    if isinstance(value, Mapping):
+        return {**value, **made}
+    members = [made.get(at, old) for at, old in enumerate(value)]
+    return value._make(members) if hasattr(value, "_make") else tuple(members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -239,6 +240,10 @@ class Putting:
         self._done = True
         self._clock.phase("commit")
         return done.versions
+
+    def undo_with(self, owner: object) -> None:
+        """It is over when ``owner`` dies: a task whose event loop has closed never ends."""
+        weakref.finalize(owner, self._session.forsake, self._txn).atexit = False
 
     def __exit__(self, *_: object) -> None:
         if not self._done:

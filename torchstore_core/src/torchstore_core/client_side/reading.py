@@ -21,6 +21,7 @@ from torchstore_core.client_side.tensors import (
     from_buffer,
     slice_box,
     split_rows,
+    strided_copy,
     tensor_at,
 )
 from torchstore_core.contracts.transport import Copy, Link, SupportsMap, SupportsWindow
@@ -411,18 +412,12 @@ async def _copy_window(
         for chunk in copying.cut(pieces(), copying.chunk_size(total)):
             yield _chunk(link, segment, window.address, chunk, stream)
         for into, source in strided:
-            yield from (_strided(*rows) for rows in split_rows(into, source, copying.CHUNK))
+            for rows in split_rows(into, source, copying.CHUNK):
+                yield strided_copy(*rows, stream=stream)
 
     await copying.run(tasks(), total)
     if device:
         await cuda.transfer(device, window)
-
-
-def _strided(target: torch.Tensor, source: torch.Tensor) -> copying.Task:
-    def task() -> None:
-        target.copy_(source)
-
-    return task
 
 
 def _chunk(

@@ -222,6 +222,12 @@ class Session:
         self._aborted.append(txn)
         self._wake()
 
+    def forsake(self, txn: int) -> None:
+        """Abort a put that nobody will end any more; safe in any thread and in finalizers."""
+        if txn in self._busy:
+            self.abort(txn)
+            self.end(txn)
+
     async def let_go(self) -> None:
         """Wait until the leases of tensors that have died so far are on their way back."""
         loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from torchstore_core.values import TensorSlice
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["LocalPart", "TensorShard", "is_dtensor", "is_sharded", "local_parts", "mesh_ranks"]
+__all__ = ["LocalPart", "ShardList", "TensorShard", "is_dtensor", "is_sharded", "local_parts"]
+__all__ += ["mesh_ranks", "this_rank"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,10 @@ class TensorShard:
     tensor_slice: TensorSlice
 
 
+class ShardList(list[TensorShard]):
+    """Several pieces of one tensor, as one value: what is here where placements interleave."""
+
+
 class LocalPart(NamedTuple):
     """A view of local memory, and its place in the whole tensor."""
 
@@ -54,7 +60,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 def is_sharded(value: object) -> bool:
     """Whether it stands for a larger tensor, of which only part is here."""
-    return isinstance(value, TensorShard) or is_dtensor(value)
+    return isinstance(value, TensorShard | ShardList) or is_dtensor(value)
 
 
 def local_parts(key: str, value: Any) -> list[LocalPart]:
@@ -67,6 +73,8 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
     """
     if isinstance(value, TensorShard):
         return [_checked(key, value)]
+    if isinstance(value, ShardList):
+        return [_checked(key, shard) for shard in value]
     with torch.no_grad():
         local = value.to_local()
     if hasattr(local, "wait"):  # the result of a collective that may still be under way
@@ -110,6 +118,13 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
 def mesh_ranks(value: DTensor) -> frozenset[int]:
     """The global ranks of a DTensor's mesh."""
     return _ranks_of(value.device_mesh)
+
+
+def this_rank() -> str:
+    """Which rank this process is; empty if it is none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return str(torch.distributed.get_rank())
+    return os.environ.get("RANK", "")
 
 
 @lru_cache(maxsize=64)

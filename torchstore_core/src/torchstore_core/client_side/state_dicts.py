@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -52,7 +53,9 @@ class PendingPut:
         self._task: asyncio.Task[ObjectRef] | None = None
         if putting is not None:
             self._task = asyncio.create_task(self._commit(putting))
-            _under_way.add(self._task)
+            # Not in the task: one that is cancelled before it begins would undo nothing.
+            self._task.add_done_callback(putting.__exit__)
+            putting.undo_with(self._task)
             self._task.add_done_callback(_ended)
 
     @classmethod
@@ -80,16 +83,11 @@ class PendingPut:
         return self._ref
 
     async def _commit(self, putting: Putting) -> ObjectRef:
-        with putting:
-            versions = await putting.commit()
+        versions = await putting.commit()
         return ObjectRef(self.key, versions[0])
 
 
-_under_way: set[asyncio.Task[ObjectRef]] = set()
-
-
 def _ended(task: asyncio.Task[ObjectRef]) -> None:
-    _under_way.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("a put_state_dict with blocking=False failed: %s", error)
 
@@ -138,9 +136,10 @@ def plan_put(
         sources.extend(made)
     if participants is None:
         participants = len(ranks) or 1
-    who = str(participant) if participant is not None else ""
-    if participants > 1 and participant is None:
-        who = _rank() or f"{anonymous} {_digest(leaves)}"
+    who = ""  # one that is alone needs no name: whoever puts next makes the next version
+    if participants > 1:
+        who = str(participant) if participant is not None else _rank()
+        who = who or f"{anonymous} {_digest(leaves)}"
     return sources, m.Publication(key, who, participants, partial, keep)
 
 
@@ -215,6 +214,9 @@ def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
     return TensorMeta(dtype_name(dtype), tuple(shape))
 
 
+_WILDCARD = re.compile(r"[*?]|\[.[^]]*\]")
+
+
 class _Casts:
     """Which dtype an entry is stored in."""
 
@@ -224,9 +226,12 @@ class _Casts:
         if isinstance(wanted, torch.dtype):
             self._all = _floating(wanted)
         elif isinstance(wanted, Mapping):
-            patterns = [(p, None if d is None else _floating(d)) for p, d in wanted.items()]
+            for pattern, dtype in wanted.items():
+                if not isinstance(pattern, str):
+                    raise ConfigurationError(f"transfer_dtype: a pattern is a str, not {pattern!r}")
+                self._patterns.append((pattern, None if dtype is None else _floating(dtype)))
             # The most literal characters first.
-            self._patterns = sorted(patterns, key=lambda item: -len(item[0].replace("*", "")))
+            self._patterns.sort(key=lambda item: -len(_WILDCARD.sub("", item[0])))
         elif wanted is not None:
             raise ConfigurationError(
                 f"transfer_dtype is a torch.dtype or a dict of patterns, not {wanted!r}"
@@ -278,13 +283,14 @@ class StateDictReport:
 
 
 class Wanted(NamedTuple):
-    """A reader's state dict, looked at once. ``asks``: by leaf; none if it shares the memory of an
-    earlier one.
+    """A reader's state dict, looked at once. ``asks``: by leaf. ``same_as``: leaves that share the
+    memory of an earlier one, and which.
     """
 
     state_dict: Any
     leaves: list[Leaf]
     asks: list[list[Ask]]
+    same_as: dict[int, int]
 
 
 def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
@@ -297,20 +303,21 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
         return None
     leaves = nesting.flatten(key, user_state_dict)
     ties = _Ties()
+    same_as: dict[int, int] = {}
     asks: list[list[Ask]] = []
     for at, leaf in enumerate(leaves):
         name, value = leaf.name, leaf.value
         plain = type(value) in _PLAIN
         if plain or isinstance(value, torch.Tensor) or is_sharded(value):
-            if ties.find(value, at) is not None:
-                asks.append([])
-            elif plain:
+            if (first := ties.find(value, at)) is not None:
+                same_as[at] = first
+            if plain:
                 asks.append([Ask(name, 0, value, None)])
             else:
                 asks.append(asks_of(Want(name, 0, value, None)))
         else:
             asks.append([Ask(name, 0, None, None)])
-    return Wanted(user_state_dict, leaves, asks)
+    return Wanted(user_state_dict, leaves, asks, same_as)
 
 
 class Filling(NamedTuple):
@@ -406,20 +413,26 @@ def _matching(
     *,
     cast: bool,
 ) -> list[reading.Target]:
-    """Targets for the entries that match; what does not, goes into the report."""
-    tied = {leaf.name for leaf, asks in zip(wanted.leaves, wanted.asks, strict=True) if not asks}
-    report.missing, report.mismatched = [], {}
-    report.unexpected = [name for name in reply.names if name not in tied]
+    """Targets for the entries that match; what does not, goes into the report.
+
+    Destinations that share their memory are filled once, from the first of them that is stored.
+    """
+    absent = {leaf.name for leaf, asks in zip(wanted.leaves, wanted.asks, strict=True) if not asks}
+    report.mismatched = {}
+    report.unexpected = [name for name in reply.names if name not in absent]
     targets: list[reading.Target] = []
+    missing: list[tuple[str, int]] = []
+    filled: set[int] = set()
     at = 0
-    for leaf, asks in zip(wanted.leaves, wanted.asks, strict=True):
+    for place, (leaf, asks) in enumerate(zip(wanted.leaves, wanted.asks, strict=True)):
+        memory = wanted.same_as.get(place, place)
         entries = reply.entries[at : at + len(asks)]
         begins = starts[at : at + len(asks)]
         at += len(asks)
         made: list[reading.Target] = []
         for ask, entry, start in zip(asks, entries, begins, strict=True):
             if entry is None:
-                report.missing.append(leaf.name)
+                missing.append((leaf.name, memory))
                 break
             where = at - len(asks) + len(made)
             try:
@@ -431,7 +444,10 @@ def _matching(
                 report.mismatched[leaf.name] = error.message
                 break
         else:
-            targets.extend(made)
+            if memory not in filled:
+                filled.add(memory)
+                targets.extend(made)
+    report.missing = [name for name, memory in missing if memory not in filled]
     return targets
 
 

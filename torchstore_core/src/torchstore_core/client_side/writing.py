@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from torchstore_core.client_side.tensors import (
     dtype_of,
     split_rows,
     storable,
+    strided_copy,
     tensor_at,
 )
 from torchstore_core.contracts.transport import Copy, Link, SupportsWindow
@@ -170,7 +171,8 @@ async def _write_window(
         for chunk in copying.cut(pieces(), copying.chunk_size(nbytes)):
             yield _chunk(link, segment, base, chunk, stream)
         for to, of in strided:
-            yield from (_strided(*rows) for rows in split_rows(to, of, copying.CHUNK))
+            for rows in split_rows(to, of, copying.CHUNK):
+                yield strided_copy(*rows, stream=stream)
 
     await copying.run(tasks(), nbytes)
     if device:
@@ -189,13 +191,6 @@ def _chunk(
         if 0 < high - low <= size + size // 2:
             link.prepare(segment, low, high - low, fresh=True)
         copying.copy_pieces(chunk, stream=stream)
-
-    return task
-
-
-def _strided(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def task() -> None:
-        target.copy_(source)
 
     return task
 

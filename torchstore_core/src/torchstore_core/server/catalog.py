@@ -77,12 +77,19 @@ class Catalog:
         return None
 
     def missing_error(self, keys: list[str]) -> KeyNotFoundError:
-        """The error for keys of which no version is whole."""
+        """The error for keys of which no version is whole, or that only name an entry."""
         for key in keys:
             for base in (key, *(base for base, _ in _splits(key))):
                 group = self.groups.get(base)
                 if base not in self.newest and group is not None and group.pending:
                     return _partial_error(key, base, next(iter(group.pending.values())).state())
+            if self._entry(key, 0) is not None:
+                return KeyNotFoundError(
+                    f"{key!r} is an entry of a state dict, no key of its own; the state dict is "
+                    "deleted as a whole",
+                    key=key,
+                    details={"missing": keys},
+                )
         shown = ", ".join(repr(k) for k in keys[:5]) + (", ..." if len(keys) > 5 else "")
         what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
         return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
@@ -211,10 +218,9 @@ class Catalog:
                     "number of participants",
                     key=key,
                 )
-            group.rejoin(generation, who, dead)
+            generation = group.rejoin(generation, who, session, dead)
         elif version < self._next_version_at_least(key):
-            before = line.last.get(who)
-            if version in line.versions and (before is None or before[0] < version):
+            if version in line.versions and line.last.get(who, (0,))[0] < version:
                 return Slot(key, who, line, version, None)
             raise VersionGoneError(
                 f"version {version} of {key!r} cannot be put: it is at "
@@ -223,7 +229,7 @@ class Catalog:
                 details={"current": self.newest_version(key)},
             )
         if generation is None:
-            version = version or self._next_version(key)
+            version = version or max(self._next_version(key), line.next_version())
             generation = Generation(line, version, participants, publication)
         return Slot(key, who, line, version, generation)
 
@@ -241,17 +247,16 @@ class Catalog:
             group = self.groups[slot.key] = Group()
         line = group.lines.setdefault(layout, slot.line)
         slot.line = line
-        contribution = Contribution(slot.who, session, line.last.get(slot.who))
-        before = contribution.before
-        if before is None or before[0] < slot.version:
-            line.last[slot.who] = (slot.version, session)
+        before, _ = line.last.get(slot.who, (0, session))
+        contribution = Contribution(slot.who, session, before)
+        line.last[slot.who] = (max(before, slot.version), session)
         generation = slot.generation
         if generation is not None:
             if generation.version not in group.pending:
                 generation.line = line
                 group.pending[generation.version] = generation
                 group.pending = dict(sorted(group.pending.items()))
-                line.announce(generation.version)
+                line.announce(generation.version, group.pending)
             generation.contributions[slot.who] = contribution
         return contribution
 
@@ -276,6 +281,8 @@ class Catalog:
             group.keep = generation.publication.keep
         stored = generation.seal(key, self.newest.get(key))
         del group.pending[generation.version]
+        if generation.participants:  # all were part of it: nobody can be late for it
+            generation.line.versions.remove(generation.version)
         generation.discard(dead)
         self._replace(key, stored, generation.version, dead)
         return True
@@ -284,10 +291,7 @@ class Catalog:
         """A contribution will never be complete."""
         last = slot.line.last
         if last.get(slot.who) == (slot.version, contribution.session):
-            if contribution.before is None:
-                del last[slot.who]
-            else:
-                last[slot.who] = contribution.before
+            last[slot.who] = (contribution.before, contribution.session)
         generation = slot.generation
         if generation is None:
             return

@@ -108,6 +108,7 @@ class Connection(asyncio.Protocol):
         self._unwatch()
         session = self._session
         if session is not None:
+            session.end()
             self._server.controller.abort(session, list(session.txns))
 
     def _unwatch(self) -> None:

@@ -85,7 +85,7 @@ class Controller:
         """Undo everything the session had open."""
         if self.sessions.pop(session.token, None) is None:
             return
-        session.closed = time.monotonic()
+        session.end()
         self.abort(session, list(session.txns))
         self.release(session, list(session.leases), [])
 

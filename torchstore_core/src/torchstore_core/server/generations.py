@@ -78,13 +78,14 @@ def disown(stored: Stored, dead: list[Value]) -> None:
 
 
 class Contribution:
-    """What one participant put into a generation. It holds its values."""
+    """What one participant put into a generation. It holds its values.
+
+    ``before``: the version that the participant was at; 0 at first.
+    """
 
     __slots__ = ("before", "committed", "items", "session", "who")
 
-    def __init__(
-        self, who: str, session: SessionRecord, before: tuple[int, SessionRecord] | None
-    ) -> None:
+    def __init__(self, who: str, session: SessionRecord, before: int) -> None:
         self.who = who
         self.session = session
         self.before = before
@@ -94,7 +95,7 @@ class Contribution:
 
 class Line:
     """The generations of one layout, and how far each participant is: its last version, and the
-    session that put it.
+    session that put for it last, finished or not.
     """
 
     __slots__ = ("last", "versions")
@@ -103,10 +104,15 @@ class Line:
         self.versions: list[int] = []
         self.last: dict[str, tuple[int, SessionRecord]] = {}
 
-    def announce(self, version: int) -> None:
-        """A version of this line begins."""
+    def announce(self, version: int, pending: Collection[int]) -> None:
+        """A version of this line begins. Old ones that are not ``pending`` are forgotten."""
         bisect.insort(self.versions, version)
-        del self.versions[:-_MAX_VERSIONS]
+        while len(self.versions) > _MAX_VERSIONS and self.versions[0] not in pending:
+            del self.versions[0]
+
+    def next_version(self) -> int:
+        """Above all that any participant ever put to: a number means one thing to all of them."""
+        return max([version for version, _ in self.last.values()], default=0) + 1
 
 
 class Generation:
@@ -307,36 +313,51 @@ class Group:
         """The version that the next put of ``who`` belongs to without saying so, and its
         generation if that is on its way; 0 if it begins a new one.
         """
-        before = line.last.get(who)
-        start = bisect.bisect_right(line.versions, before[0]) if before is not None else 0
-        for version in line.versions[start:]:
+        last, earlier = line.last.get(who, (0, session))
+        came_back = earlier is not session and earlier.closed is not None
+        for version in line.versions[bisect.bisect_right(line.versions, last) :]:
             generation = self.pending.get(version)
             if generation is None:
+                if came_back:  # it did not miss its turn: it was not there
+                    continue
                 return version, None
             if who in generation.contributions:
                 continue
-            if before is not None and _left_over(generation, before[1], session):
-                generation.discard(dead)
-                del self.pending[version]
-                line.versions.remove(version)
+            if _left_over(generation, who, session):
+                self._throw_out(generation, dead)
                 continue
             return version, generation
         return 0, None
 
-    def rejoin(self, generation: Generation, who: str, dead: list[Value]) -> None:
-        """A participant puts the same explicit version again: the new put counts.
+    def rejoin(
+        self, generation: Generation, who: str, session: SessionRecord, dead: list[Value]
+    ) -> Generation | None:
+        """A participant puts an explicit version, maybe again: the new put counts, and nothing
+        that is left over from an earlier run. None if that was all of it.
 
         Raises:
             ConfigurationError: its other put of that version is still under way.
         """
         earlier = generation.contributions.get(who)
-        if earlier is None:
-            return
-        if not earlier.committed:
-            raise ConfigurationError(
-                f"participant {who} is putting version {generation.version} at this moment"
-            )
-        generation.remove(earlier, dead)
+        replaced = _left_over(generation, who, session)
+        if earlier is not None:
+            if not earlier.committed:
+                raise ConfigurationError(
+                    f"participant {who} is putting version {generation.version} at this moment"
+                )
+            replaced.append(earlier)
+        for contribution in replaced:
+            generation.remove(contribution, dead)
+        if generation.contributions:
+            return generation
+        self._throw_out(generation, dead)
+        return None
+
+    def _throw_out(self, generation: Generation, dead: list[Value]) -> None:
+        """As if it had never begun."""
+        generation.discard(dead)
+        del self.pending[generation.version]
+        generation.line.versions.remove(generation.version)
 
     def overtake(self, version: int, dead: list[Value]) -> None:
         """``version`` is there: older ones on their way are not wanted any more."""
@@ -351,19 +372,30 @@ class Group:
             disown(self.history.pop(min(self.history)), dead)
 
 
-def _left_over(generation: Generation, ended: SessionRecord, joining: SessionRecord) -> bool:
-    """Whether a generation is left over from processes that are gone.
+def _left_over(generation: Generation, who: str, session: SessionRecord) -> list[Contribution]:
+    """What an earlier run put into a generation that ``who`` is about to join.
 
-    A participant that died and comes back must not complete what another one put before it died
-    as well: together they would be a mixture of two runs. What was put by a process that began
-    only after the participant's own end is of the same run.
+    A participant that died and comes back must not complete what another one put that lived beside
+    it and died too, nor, new, what another one put that has come back itself: together they would
+    be a mixture of two runs. (Processes that put one after the other, and never lived at the same
+    time, do make one version.)
     """
-    if ended is joining or ended.closed is None:
-        return False
-    return any(
-        c.session.closed is not None and c.session.opened < ended.closed
-        for c in generation.contributions.values()
-    )
+    last = generation.line.last
+    ended = last[who][1] if who in last else session
+    found: list[Contribution] = []
+    for c in generation.contributions.values():
+        closed = c.session.closed
+        if closed is None or c.who == who:
+            continue
+        beside = (
+            ended is not session
+            and ended.closed is not None
+            and c.session.opened < ended.closed
+            and ended.opened < closed
+        )
+        if beside or (closed < session.opened and last[c.who][1] is not c.session):
+            found.append(c)
+    return found
 
 
 def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:

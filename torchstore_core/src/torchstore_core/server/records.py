@@ -160,6 +160,11 @@ class SessionRecord:
         self.opened = time.monotonic()
         self.closed: float | None = None
 
+    def end(self) -> None:
+        """Its process has ended, or left the store."""
+        if self.closed is None:
+            self.closed = time.monotonic()
+
 
 class VolumeRecord:
     """One volume: its allocator and its accounts, in bytes."""

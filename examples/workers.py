@@ -1,0 +1,136 @@
+"""What the examples with progress bars share: child processes, and how they are followed.
+
+Nothing here knows of the store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+PATIENCE_S = 120.0  # another process has to load its model first, or to train
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Worker:
+    """A child process, our end of its pipe, and what it has reported."""
+
+    name: str
+    process: BaseProcess
+    connection: Connection
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+
+def start(name: str, target: Callable[..., None], *arguments: Any) -> Worker:
+    """Start a process that calls ``target(connection, *arguments)``; it reports dicts with a
+    ``"step"`` over the connection. Ctrl-C is for this process, not for it.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(theirs, *arguments), name=name)
+    resource_tracker.ensure_running()  # its own start would unblock the signal
+    # A child inherits the mask; a Ctrl-C that comes meanwhile reaches this process afterwards.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return Worker(name, process, ours)
+
+
+def stop() -> None:
+    """End the workers that still run."""
+    processes = multiprocessing.active_children()
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(5)
+        process.kill()
+        process.join()
+
+
+def follow(
+    workers: Sequence[Worker],
+    steps: int,
+    console: Console,
+    note: Callable[[Worker, dict[str, Any]], str],
+) -> None:
+    """Show progress until all workers have ended; SystemExit as soon as one of them fails.
+
+    Args:
+        note: what to say of a report, beside the worker's bar.
+    """
+    width = max(len(worker.name) for worker in workers)
+    columns = (
+        TextColumn(f"{{task.description:<{width}}}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    running: dict[Any, Worker] = {worker.connection: worker for worker in workers}
+    with Progress(*columns, console=console) as progress:
+        bars = {w.name: progress.add_task(w.name, total=steps, note="") for w in workers}
+        while running:
+            for connection in wait(list(running)):
+                worker = running[connection]
+                try:
+                    report = worker.connection.recv()
+                except EOFError:
+                    del running[connection]
+                    worker.process.join()
+                    if code := worker.process.exitcode:
+                        raise SystemExit(f"{worker.name} died, exit code {code}") from None
+                    continue
+                worker.reports.append(report)
+                text = note(worker, report)
+                progress.update(bars[worker.name], completed=report["step"], note=text)
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Of the tensor's bytes, whatever its dtype."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy()).hexdigest()
+
+
+def copy_floor(nbytes: int) -> Callable[[], float]:
+    """A function that copies ``nbytes`` of warm memory on all cores and returns the seconds."""
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    cores = os.cpu_count() or 1
+    part = -(-nbytes // cores)
+    pool = ThreadPoolExecutor(cores)
+
+    def copy(at: int) -> None:  # memmove lets go of the GIL
+        size = min(part, nbytes - at)
+        ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, size)
+
+    def measure() -> float:
+        started = time.perf_counter()
+        list(pool.map(copy, range(0, nbytes, part)))
+        return time.perf_counter() - started
+
+    return measure
+
+
+def times(worker: Worker, nbytes: int, what: str = "seconds") -> dict[str, float]:
+    """Of a worker's reports: median, worst, and how fast ``nbytes`` were in the median."""
+    seconds = [report[what] for report in worker.reports]
+    median = statistics.median(seconds)
+    return {"median_s": median, "max_s": max(seconds), "gb_per_s": nbytes / median / 1e9}
