@@ -21,7 +21,7 @@ BENCH_ARGS  ?=
 
 help:
 	@echo "make setup   create $(VENV) with everything the other targets need"
-	@echo "make demo    run the trainer/generators example"
+	@echo "make demo    trainers and generators: one process each, then FSDP2 to tensor parallel"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make test    check, then the tests (PYTEST_ARGS=...)"
@@ -48,6 +48,7 @@ $(STAMP): $(SETUP_INPUTS)
 
 demo: $(STAMP)
 	$(BIN)/python examples/trainer_generators.py
+	$(BIN)/python examples/fsdp_to_tp.py
 
 check: $(STAMP)
 	$(BIN)/python -m ruff check .

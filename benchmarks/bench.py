@@ -25,6 +25,7 @@ from typing import Any
 
 import floors
 import overheads
+import resharding
 import torch
 import transfers
 import workload
@@ -43,6 +44,8 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "prefaulted": transfers.prefaulted,
     "warm": transfers.warm,
     "warm-omp1": transfers.warm_omp1,
+    "state-dict": resharding.state_dict,
+    "layouts": resharding.layouts,
     "small": overheads.small,
     "batch": overheads.batch,
     "import": overheads.imports,
@@ -135,7 +138,7 @@ def run(options: Options, console: Console) -> tuple[list[Metric], list[Metric],
         Crew() as crew,
         Progress(*columns, TimeElapsedColumn(), text, console=console) as progress,
     ):
-        bench = Bench(options.gb, options.repeat, options.seed, options.cycles, crew)
+        bench = Bench(workload.shapes(options.gb), options.repeat, options.seed, options.cycles, crew)
         for role in ("publisher", "reader"):  # import torch at the same time
             crew.get(role)
         for name in options.only or SCENARIOS:
@@ -165,7 +168,7 @@ def run(options: Options, console: Console) -> tuple[list[Metric], list[Metric],
         "options": asdict(options),
         "machine": machine(),
         "workload": {
-            "tensors": len(workload.shapes(options.gb)),
+            "tensors": len(bench.shapes),
             "nbytes": bench.nbytes,
             "warm_up_rounds": WARM_UPS,
             **bench.facts,

@@ -19,6 +19,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import echo
+from dicts import Dicts
 from small import Small
 from watching import process_size, timed, until_quiet
 from weights import Weights
@@ -72,7 +73,13 @@ def main(loop: str) -> None:
     os.dup2(2, 1)
     store = Store(loop)
     small = Small(store.run)
-    parts = {"store": store, "small": small, "weights": Weights(store.run, store.open)}
+    dicts = Dicts(store.run)
+    parts = {
+        "store": store,
+        "small": small,
+        "weights": Weights(store.run, store.open),
+        "dicts": dicts,
+    }
     for line in sys.stdin:
         command = json.loads(line)
         part, _, name = command.pop("op").partition(".")
@@ -82,6 +89,7 @@ def main(loop: str) -> None:
             reply = {"error": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")
     small.end_echo()
+    dicts.drop()
     store.close()
 
 

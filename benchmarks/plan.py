@@ -21,7 +21,7 @@ WARM_UPS = 3
 class Bench:
     """One run: its sizes, its processes, and what came out beside the metrics."""
 
-    gb: float
+    shapes: workload.Shapes
     repeat: int
     seed: int
     cycles: int
@@ -35,7 +35,7 @@ class Bench:
     @property
     def nbytes(self) -> int:
         """Bytes of the set of weights."""
-        return workload.nbytes(workload.shapes(self.gb))
+        return workload.nbytes(self.shapes)
 
     @property
     def capacity(self) -> int:
@@ -47,7 +47,7 @@ class Bench:
     @property
     def patience(self) -> float:
         """Seconds that one command may take."""
-        return 60.0 + 60.0 * self.gb
+        return 60.0 + 60.0 * self.nbytes / 1e9
 
     def check(self, reply: Mapping[str, Any], where: str) -> None:
         """Note what came back different from what was put."""
@@ -55,7 +55,7 @@ class Bench:
 
     def make(self, publisher: Peer, reader: Peer) -> int:
         """The set in the publisher, destinations in the reader; bytes of their floors."""
-        options = {"gb": self.gb, "seed": self.seed, "limit": FLOOR_MAX}
+        options = {"shapes": self.shapes, "seed": self.seed, "limit": FLOOR_MAX}
         publisher.start("weights.make", filled=True, **options)
         reader.start("weights.make", filled=False, **options)
         made = publisher.result(self.patience)

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import floors
-import workload
 from plan import WARM_UPS, Bench
 from results import Metric, fastest
 
 
-def _rates(rounds: Sequence[Mapping[str, float]], kind: str, nbytes: int) -> list[float]:
+def rates(rounds: Sequence[Mapping[str, float]], kind: str, nbytes: int) -> list[float]:
+    """GB/s, one a round."""
     return [nbytes / each[kind] / 1e9 for each in rounds]
 
 
-def _note_floors(
+def note_floors(
     bench: Bench, rounds: Sequence[Mapping[str, float]], nbytes: int, where: str
 ) -> None:
     """Keep all floors of some rounds for the report."""
     for kind in (*floors.WARM, *floors.COLD):
         if kind in rounds[0]:
-            bench.floors.append(Metric(kind, where, "GB/s", _rates(rounds, kind, nbytes)))
+            bench.floors.append(Metric(kind, where, "GB/s", rates(rounds, kind, nbytes)))
 
 
-def _against_copies(
+def against_copies(
     metric: Metric, rounds: Sequence[Mapping[str, float]], nbytes: int, target: float | None
 ) -> None:
     """Compare a rate with the strictest floor and the plain one (tensor-sized pieces)."""
     plain, strict = fastest(rounds, floors.PIECES), fastest(rounds, floors.WARM)
     for kind in dict.fromkeys((strict, plain)):
-        metric.against(kind, _rates(rounds, kind, nbytes), target, at_most=False)
+        metric.against(kind, rates(rounds, kind, nbytes), target, at_most=False)
 
 
 def _first_puts(bench: Bench, prefault: int, floor: str) -> tuple[list[dict[str, float]], int]:
@@ -56,7 +56,7 @@ def _first_puts(bench: Bench, prefault: int, floor: str) -> tuple[list[dict[str,
             rounds.append(put["times"])
     publisher.call("weights.drop")
     reader.call("weights.drop")
-    _note_floors(
+    note_floors(
         bench, rounds, floor_nbytes, f"first puts, {'cold' if not prefault else 'prefaulted'} pool"
     )
     return rounds, floor_nbytes
@@ -65,20 +65,21 @@ def _first_puts(bench: Bench, prefault: int, floor: str) -> tuple[list[dict[str,
 def cold(bench: Bench) -> list[Metric]:
     """First put into a store that was never prefaulted."""
     rounds, floor_nbytes = _first_puts(bench, 0, "cold")
-    put = Metric("put, cold pool", "cold", "GB/s", _rates(rounds, "put", bench.nbytes))
+    put = Metric("put, cold pool", "cold", "GB/s", rates(rounds, "put", bench.nbytes))
     first = fastest(rounds, floors.COLD)
     for kind in sorted(floors.COLD, key=lambda kind: kind != first):
-        put.against(kind, _rates(rounds, kind, floor_nbytes), 0.85, at_most=False)
+        put.against(kind, rates(rounds, kind, floor_nbytes), 0.85, at_most=False)
     return [put]
 
 
 def prefaulted(bench: Bench) -> list[Metric]:
     """First put into a prefaulted pool."""
-    aligned = bench.nbytes + 64 * len(workload.shapes(bench.gb))
+    aligned = bench.nbytes + 64 * len(bench.shapes)
     rounds, floor_nbytes = _first_puts(bench, aligned, "warm")
-    rates = _rates(rounds, "put", bench.nbytes)
-    put = Metric("first put, prefaulted pool", "prefaulted", "GB/s", rates)
-    _against_copies(put, rounds, floor_nbytes, 0.80)
+    put = Metric(
+        "first put, prefaulted pool", "prefaulted", "GB/s", rates(rounds, "put", bench.nbytes)
+    )
+    against_copies(put, rounds, floor_nbytes, 0.80)
     return [put]
 
 
@@ -109,19 +110,19 @@ def warm(bench: Bench, omp: int | None = None) -> list[Metric]:
     publisher.call("weights.drop")
     reader.call("weights.drop")
     name, suffix = ("warm", "") if omp is None else (f"warm-omp{omp}", f" (OMP={omp})")
-    _note_floors(bench, puts, floor_nbytes, f"warm puts{suffix}")
-    _note_floors(bench, gets, floor_nbytes, f"gets{suffix}")
+    note_floors(bench, puts, floor_nbytes, f"warm puts{suffix}")
+    note_floors(bench, gets, floor_nbytes, f"gets{suffix}")
     n = bench.nbytes
-    put_rate = Metric(f"put, warm{suffix}", name, "GB/s", _rates(puts, "put", n))
-    _against_copies(put_rate, puts, floor_nbytes, 0.90)
-    in_place = Metric(f"get in place{suffix}", name, "GB/s", _rates(gets, "in_place", n))
-    _against_copies(in_place, gets, floor_nbytes, 0.90)
+    put_rate = Metric(f"put, warm{suffix}", name, "GB/s", rates(puts, "put", n))
+    against_copies(put_rate, puts, floor_nbytes, 0.90)
+    in_place = Metric(f"get in place{suffix}", name, "GB/s", rates(gets, "in_place", n))
+    against_copies(in_place, gets, floor_nbytes, 0.90)
     zero_copy = Metric(
         f"get zero-copy, all tensors{suffix}", name, "ms", [g["zero_copy"] * 1e3 for g in gets], 5.0
     )
-    reading = Metric(f"… then reading all of it{suffix}", name, "GB/s", _rates(gets, "reading", n))
+    reading = Metric(f"… then reading all of it{suffix}", name, "GB/s", rates(gets, "reading", n))
     plain = floors.PIECES[1]
-    reading.against(plain, _rates(gets, plain, floor_nbytes), None, at_most=False)
+    reading.against(plain, rates(gets, plain, floor_nbytes), None, at_most=False)
     return [put_rate, in_place, zero_copy, reading]
 
 

@@ -29,18 +29,21 @@ class Weights:
         self._run = run
         self._open = open_store
         self._tensors: dict[str, torch.Tensor] = {}
-        self._set: tuple[float, int] = (0.0, 0)
+        self._set: tuple[workload.Shapes, int] = ({}, 0)
         self._warm: floors.WarmCopy | None = None
         self._cold: floors.ColdTouch | None = None
 
-    def make(self, gb: float, seed: int, filled: bool, limit: int) -> dict[str, int]:
+    def make(
+        self, shapes: dict[str, list[int]], seed: int, filled: bool, limit: int
+    ) -> dict[str, int]:
         """Make the set (``filled``) or destinations for it, and the warm-copy floors of at most
         ``limit`` bytes, warmed up by one unmeasured round.
         """
         self.drop()
-        self._set = gb, seed
-        self._tensors = workload.make(gb, seed) if filled else workload.make_empty(gb)
-        sizes = workload.sizes(workload.shapes(gb))
+        of = workload.received(shapes)
+        self._set = of, seed
+        self._tensors = workload.make(of, seed) if filled else workload.make_empty(of)
+        sizes = workload.sizes(of)
         self._warm = floors.WarmCopy(min(sum(sizes), limit), sizes)
         floors.interleave(self._warm.kinds, 0)
         return {
@@ -95,7 +98,7 @@ class Weights:
         """
         wrong: list[str] = []
         reading = 0.0
-        check = partial(workload.wrong, gb=self._set[0], seed=self._set[1], number=stamp, full=full)
+        check = partial(workload.wrong, of=self._set[0], seed=self._set[1], number=stamp, full=full)
 
         def in_place() -> float:
             for tensor in self._tensors.values():

@@ -8,11 +8,16 @@ common factor, so that the large tensors keep their shares of the whole.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2560, 8960, 151936, 36
 FULL_GB = 8.398
 DTYPE = torch.bfloat16
+
+#: Name to shape, in the order of the set.
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shapes(gb: float) -> dict[str, tuple[int, ...]]:
@@ -42,12 +47,17 @@ def shapes(gb: float) -> dict[str, tuple[int, ...]]:
     return made
 
 
-def sizes(of: dict[str, tuple[int, ...]]) -> list[int]:
+def received(shapes: Mapping[str, Sequence[int]]) -> Shapes:
+    """Shapes as they come out of JSON."""
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def sizes(of: Shapes) -> list[int]:
     """Bytes of each tensor, in order."""
     return [torch.Size(shape).numel() * DTYPE.itemsize for shape in of.values()]
 
 
-def nbytes(of: dict[str, tuple[int, ...]]) -> int:
+def nbytes(of: Shapes) -> int:
     """Bytes of the set."""
     return sum(sizes(of))
 
@@ -60,16 +70,14 @@ def random_tensor(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return words.view(DTYPE)[:count].view(shape)
 
 
-def make(gb: float, seed: int) -> dict[str, torch.Tensor]:
+def make(of: Shapes, seed: int) -> dict[str, torch.Tensor]:
     """The set, filled. Tensor i has the bits of ``random_tensor(shape, seed + i)``."""
-    return {
-        name: random_tensor(shape, seed + at) for at, (name, shape) in enumerate(shapes(gb).items())
-    }
+    return {name: random_tensor(shape, seed + at) for at, (name, shape) in enumerate(of.items())}
 
 
-def make_empty(gb: float) -> dict[str, torch.Tensor]:
+def make_empty(of: Shapes) -> dict[str, torch.Tensor]:
     """Destinations for the set: zeros, in memory that has been written once."""
-    return {name: torch.zeros(shape, dtype=DTYPE) for name, shape in shapes(gb).items()}
+    return {name: torch.zeros(shape, dtype=DTYPE) for name, shape in of.items()}
 
 
 def stamp(tensors: dict[str, torch.Tensor], number: int) -> None:
@@ -82,15 +90,14 @@ def stamp(tensors: dict[str, torch.Tensor], number: int) -> None:
 
 
 def wrong(
-    tensors: dict[str, torch.Tensor], gb: float, seed: int, number: int, *, full: bool
+    tensors: dict[str, torch.Tensor], of: Shapes, seed: int, number: int, *, full: bool
 ) -> list[str]:
     """Names of tensors that are not those of the set with that stamp, bit for bit.
 
     ``full``: all bytes are compared, else shape, dtype and stamp.
     """
     bad: list[str] = []
-    expected = shapes(gb)
-    for at, (name, shape) in enumerate(expected.items()):
+    for at, (name, shape) in enumerate(of.items()):
         tensor = tensors.get(name)
         if tensor is None or tensor.dtype != DTYPE or tuple(tensor.shape) != shape:
             bad.append(name)
@@ -103,4 +110,4 @@ def wrong(
                 bad.append(name)
         elif int(bits[0]) != number or int(bits[-1]) != number:
             bad.append(name)
-    return bad + [name for name in tensors if name not in expected]
+    return bad + [name for name in tensors if name not in of]

@@ -226,8 +226,7 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
         counts = summary[what]["layout"].items()
         cuts = ", ".join(f"{count} {cut}" for cut, count in counts)
         console.print(f"{job:<10} {cuts}", highlight=False)
-    behind = summary["behind"]
-    newer = f"{min(behind)} to {max(behind)} newer versions once a version was used up"
+    newer = f"at most {max(summary['behind'])} newer versions when one was used up"
     console.print(f"staleness  {newer}", highlight=False)
     if bad := summary["not_equal"]:
         console.print(f"verified   {bad} times the weights were wrong", style="red")

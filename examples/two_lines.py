@@ -22,7 +22,7 @@ def make_model(seed: int) -> torch.nn.Module:
 async def read() -> None:
     """In the other process: the store is found through TORCHSTORE_ADDRESS."""
     model = make_model(seed=1)
-    await ts.get_batch(model.state_dict())  # in place: a state dict shares the model's memory
+    await ts.get_state_dict("policy", model.state_dict())  # in place: it shares the model's memory
     print(f"reader: {model(torch.ones(64)).sum():.6f}")
 
 
@@ -36,7 +36,7 @@ async def main() -> None:
     await ts.initialize(capacity=64 << 20)
     try:
         model = make_model(seed=0)
-        await ts.put_batch(model.state_dict())
+        await ts.put_state_dict(model.state_dict(), "policy")
         print(f"writer: {model(torch.ones(64)).sum():.6f}")
         child = multiprocessing.get_context("spawn").Process(target=reader)
         child.start()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +20,18 @@ from tests.support import until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAINER = "trainer_generators.py"
+FSDP = "fsdp_to_tp.py"
 PATIENCE_S = 90.0
+_MARK = "EXAMPLE_OF_A_TEST"  # in the environment of an example, and so of all its processes
 
 
 @contextmanager
 def example(name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A running example, in a process group of its own; it and its children are ended."""
+    """A running example, in a process group of its own; it and its children are ended.
+
+    One that ends by itself must leave no process behind.
+    """
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [sys.executable, str(EXAMPLES / name), *arguments],
         stdin=subprocess.DEVNULL,
@@ -31,9 +39,12 @@ def example(name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env={**os.environ, _MARK: mark},
     )
     try:
         yield process
+        if process.returncode is not None:
+            assert not left_over(mark)
     finally:
         children = descendants(process.pid)
         process.kill()
@@ -51,8 +62,20 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
+def left_over(mark: str) -> list[psutil.Process]:
+    """The processes that an example has started, and that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_MARK) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return alive(found)
+
+
 def workers(pid: int) -> list[psutil.Process]:
-    """Its children that multiprocessing has spawned: trainer and generators."""
+    """Its children that multiprocessing has spawned: trainers and generators."""
     found = []
     for child in descendants(pid):
         try:
@@ -112,8 +135,54 @@ async def test_a_wrong_checksum_is_noticed_by_every_generator() -> None:
     assert [len(g["mismatches"]) for g in numbers["generators"]] == [1, 1]
 
 
-async def test_a_killed_worker_ends_the_job_with_an_error() -> None:
-    with example(TRAINER, "--steps", "1000", "--json") as process:
+async def test_tensor_parallel_ranks_hold_what_fsdp_ranks_have_published() -> None:
+    with example(FSDP, "--steps", "3", "--json") as process:
+        status, out, err = await output(process)
+    assert status == 0, err
+    assert not err
+    numbers = json.loads(out)
+    assert numbers["not_equal"] == 0
+    assert numbers["versions_published"] == 3
+    first, second = numbers["versions_seen"]
+    assert first == second == sorted(set(first))
+    assert first[0] >= 1
+    assert first[-1] == 3
+    assert all(behind in range(3) for behind in numbers["behind"])
+    assert numbers["losses"][-1] < numbers["losses"][0]
+    cut, other = numbers["publish"]["layout"], numbers["fetch"]["layout"]
+    assert set(cut) == {"cut along dim 0"}
+    assert set(other) == {"cut along dim 0", "cut along dim 1", "whole"}
+    assert sum(cut.values()) == sum(other.values())
+    # Together the trainer ranks have each byte once; what is whole, each generator rank has.
+    assert numbers["publish"]["nbytes"] == numbers["copy_floor"]["nbytes"] > 90e6
+    assert numbers["publish"]["nbytes"] < numbers["fetch"]["nbytes"] < 100e6
+    timed = [numbers["copy_floor"], numbers["publish"], numbers["fetch"]]
+    assert all(0 < times["median_s"] <= times["max_s"] for times in timed)
+
+
+async def test_the_fsdp_demo_says_what_it_has_shown() -> None:
+    with example(FSDP, "--steps", "2") as process:
+        status, out, err = await output(process)
+    assert status == 0, err
+    assert re.search(r"2 FSDP2 ranks put +2 +90\.9 ", out)
+    assert re.search(r"2 TP ranks get +[12] +92\.3 ", out)
+    assert re.search(r"^generator +\d+ cut along dim 0, \d+ whole, \d+ cut along dim 1$", out, re.M)
+    assert re.search(r"^staleness +at most [01] newer versions", out, re.M)
+    assert re.search(
+        r"^verified +all tensors of [12] versions, .* every bit as published$", out, re.M
+    )
+
+
+async def test_a_wrong_checksum_is_noticed_by_every_tensor_parallel_rank() -> None:
+    with example(FSDP, "--steps", "2", "--json", "--corrupt") as process:
+        status, out, err = await output(process)
+    assert status == 1, err
+    assert json.loads(out)["not_equal"] == 2
+
+
+@pytest.mark.parametrize("name", [TRAINER, FSDP])
+async def test_a_killed_worker_ends_the_job_with_an_error(name: str) -> None:
+    with example(name, "--steps", "1000", "--json") as process:
         started = await until(lambda: workers(process.pid)[2:] and descendants(process.pid), 60)
         workers(process.pid)[-1].kill()
         status, out, err = await output(process)
@@ -123,8 +192,9 @@ async def test_a_killed_worker_ends_the_job_with_an_error() -> None:
         await until(lambda: not alive(started))
 
 
-async def test_ctrl_c_ends_everything_without_a_traceback() -> None:
-    with example(TRAINER, "--steps", "1000", "--json") as process:
+@pytest.mark.parametrize("name", [TRAINER, FSDP])
+async def test_ctrl_c_ends_everything_without_a_traceback(name: str) -> None:
+    with example(name, "--steps", "1000", "--json") as process:
         started = await until(lambda: workers(process.pid)[2:] and descendants(process.pid), 60)
         assert all(ignores_sigint(worker.pid) for worker in workers(process.pid))
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
@@ -144,9 +214,60 @@ async def test_two_lines_carry_a_module_to_another_process() -> None:
     assert reader == writer.replace("writer", "reader")
 
 
-@pytest.mark.parametrize("arguments", [("--steps", "0"), ("--generators", "0")])
-async def test_senseless_arguments_are_refused(arguments: tuple[str, str]) -> None:
-    with example(TRAINER, *arguments) as process:
+@pytest.mark.parametrize("lag", [0, 2])
+async def test_rollouts_never_come_from_weights_that_are_too_old(lag: int) -> None:
+    with example("bounded_staleness.py", "--lag", str(lag), "--steps", "60") as process:
+        status, out, err = await output(process)
+    assert status == 0, err
+    assert not err
+    before, after = map(float, re.findall(r"^reward: (\S+) -> (\S+)$", out, re.M)[0])
+    assert before < 0.3
+    assert after > 0.7
+    ages = {int(age): int(count) for age, count in re.findall(r"(\d+) \((\d+) rollouts\)", out)}
+    assert sum(ages.values()) == 2 * 60
+    assert max(ages) <= lag
+    assert max(ages) > 0 or lag == 0  # they do run ahead
+
+
+async def test_lora_adapters_are_published_alone_and_the_rest_is_shared() -> None:
+    with example("lora.py", "--steps", "3") as process:
+        status, out, err = await output(process)
+    assert status == 0, err
+    assert not err
+    rows = {
+        name: (int(tensors), float(size), float(took))
+        for name, tensors, size, took in re.findall(
+            r"^(\w+ \w+) +(\d+) tensors, +(\S+) MB, +(\S+) ms", out, re.M
+        )
+    }
+    whole, partial, got = (rows[n] for n in ("whole publish", "partial publish", "partial get"))
+    assert partial[:2] == got[:2]
+    assert 0 < partial[1] < whole[1] / 50
+    assert 0 < partial[0] < whole[0]
+    assert min(took for _, _, took in rows.values()) > 0
+    losses = [float(loss) for loss in re.findall(r"^version \d+: loss (\S+),", out, re.M)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    held = re.search(r"the store held (\S+) MB", out)
+    assert held is not None
+    assert whole[1] <= float(held[1]) < whole[1] + 4 * partial[1]
+    assert re.search(r"^a partial publish took \d+% of the time", out, re.M)
+    assert out.endswith("all 4 versions arrived bit by bit\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        (TRAINER, ("--steps", "0")),
+        (TRAINER, ("--generators", "0")),
+        (FSDP, ("--steps", "0")),
+        ("bounded_staleness.py", ("--steps", "0")),
+        ("bounded_staleness.py", ("--lag", "-1")),
+        ("lora.py", ("--steps", "0")),
+    ],
+)
+async def test_senseless_arguments_are_refused(name: str, arguments: tuple[str, str]) -> None:
+    with example(name, *arguments) as process:
         status, _, err = await output(process)
     assert status == 2
     assert "at least 1" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -47,6 +48,7 @@ async def test_programs_print_what_it_says(code: str, printed: str, tmp_path: Pa
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
     try:
         out, err = await asyncio.to_thread(process.communicate, timeout=60)
@@ -70,11 +72,23 @@ def test_the_readme_lists_the_whole_api() -> None:
     assert sorted(rows) == sorted(functions)
 
 
-def test_the_readme_shows_the_arguments_of_initialize() -> None:
-    shown = re.search(r"^\| `initialize\((.*?)\)` \|", README, re.M)
+def test_the_readme_lists_every_public_class() -> None:
+    rows = re.findall(r"^\| `([A-Z]\w*[a-z])` \|", README, re.M)
+    classes = [name for name in ts.__all__ if inspect.isclass(getattr(ts, name))]
+    # The errors have a table of their own.
+    assert sorted(r for r in rows if not r.endswith("Error")) == sorted(
+        name for name in classes if not name.endswith("Error")
+    )
+
+
+@pytest.mark.parametrize("call", ["initialize", "put_state_dict", "get_state_dict"])
+def test_the_readme_shows_all_arguments(call: str) -> None:
+    shown = re.search(rf"^\| `{call}\((.*?)\)` \|", README, re.M)
     assert shown is not None
-    names = re.findall(r"(\w+)=", shown[1])
-    assert names == list(inspect.signature(ts.initialize).parameters)
+    names = [argument.partition("=")[0] for argument in shown[1].split(", ") if argument != "*"]
+    everywhere = {"store_name", "timeout", "allow_pickle"} if call != "initialize" else set()
+    wanted = [n for n in inspect.signature(getattr(ts, call)).parameters if n not in everywhere]
+    assert names == wanted
 
 
 def test_the_readme_lists_every_error_with_its_code() -> None:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         wait,
     )
     from torchstore_core.client_side.client import Client
+    from torchstore_core.client_side.packed import TensorReference, TorchStoreStateDict
     from torchstore_core.client_side.sharding import TensorShard
     from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
 
@@ -86,9 +87,11 @@ __all__ = [
     "StoreClosedError",
     "StoreFullError",
     "StoreTimeoutError",
+    "TensorReference",
     "TensorShard",
     "TensorSlice",
     "TorchStoreError",
+    "TorchStoreStateDict",
     "TransportError",
     "TransportUnavailableError",
     "UnsafeObjectError",
@@ -123,7 +126,9 @@ _HOMES = {
     "Client": "client_side.client",
     "PendingPut": "client_side.state_dicts",
     "StateDictReport": "client_side.state_dicts",
+    "TensorReference": "client_side.packed",
     "TensorShard": "client_side.sharding",
+    "TorchStoreStateDict": "client_side.packed",
 }
 
 

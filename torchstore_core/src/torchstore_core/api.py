@@ -25,6 +25,7 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     import torch
 
+    from torchstore_core.client_side.packed import TorchStoreStateDict
     from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
 
 __all__ = [
@@ -327,7 +328,7 @@ async def get_batch(
 
 
 async def put_state_dict(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | TorchStoreStateDict,
     key: str,
     *,
     version: int | None = None,

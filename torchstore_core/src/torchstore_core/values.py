@@ -65,9 +65,13 @@ class ObjectMeta(msgspec.Struct, frozen=True, array_like=True, tag="o"):
 
 
 class StateDictMeta(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """A state dict: a manifest of ``entries`` tensors and objects, one version together."""
+    """A state dict: a manifest of ``entries`` tensors and objects, one version together.
+
+    ``packed``: it was put as a ``TorchStoreStateDict``, and is got as one.
+    """
 
     entries: int
+    packed: bool = False
 
 
 ValueMeta = TensorMeta | ObjectMeta | StateDictMeta

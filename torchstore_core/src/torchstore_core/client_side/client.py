@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchstore_core.client_side import state_dicts, writing
+from torchstore_core.client_side import packed, state_dicts, writing
 from torchstore_core.client_side.key_operations import KeyOperations, check_min_version
 from torchstore_core.client_side.operations import (
     Clock,
@@ -16,6 +16,7 @@ from torchstore_core.client_side.operations import (
     get_asks,
     put_sources,
 )
+from torchstore_core.client_side.packed import TorchStoreStateDict
 from torchstore_core.client_side.sharding import TensorShard
 from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
@@ -64,7 +65,8 @@ class Client(KeyOperations):
         Args:
             key: 1 to 4096 characters.
             value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached), a
-                DTensor, a :class:`TensorShard`, or any other Python object.
+                DTensor, a :class:`TensorShard`, a :class:`TorchStoreStateDict` (as by
+                ``put_state_dict``), or any other Python object.
             tensor_slice_spec: ``value`` is this piece of a larger tensor.
             version: the version to be, above the newest; None: the next one. Ranks that may
                 restart say it, so that no two of them mean different steps.
@@ -87,6 +89,11 @@ class Client(KeyOperations):
         """
         if tensor_slice_spec is not None:
             value = TensorShard(value, tensor_slice_spec)
+        if isinstance(value, TorchStoreStateDict):
+            ref = await self.put_state_dict(
+                value, key, version=version, timeout=timeout, allow_pickle=allow_pickle
+            )
+            return await ref if isinstance(ref, PendingPut) else ref
         versions = await self._put("put", ((key, value),), version, timeout, allow_pickle)
         return ObjectRef(key, versions[0])
 
@@ -228,7 +235,7 @@ class Client(KeyOperations):
         transport = ""
         error = ""
         values: list[Any] = []
-        dicts: list[tuple[int, int]] = []
+        dicts: list[tuple[int, int, StateDictMeta]] = []
         try:
             asked = [asks_of(want) for want in wants]
             asks = [ask for parts in asked for ask in parts]
@@ -239,8 +246,8 @@ class Client(KeyOperations):
             for want, parts in zip(wants, asked, strict=True):
                 # The very tensor that was given (a read writes into a detached alias of it).
                 values.append(result.values[at] if want.tensor is None else want.tensor)
-                if parts and type(entries[at].meta) is StateDictMeta:
-                    dicts.append((len(values) - 1, entries[at].version))
+                if parts and isinstance(meta := entries[at].meta, StateDictMeta):
+                    dicts.append((len(values) - 1, entries[at].version, meta))
                 at += len(parts)
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)
@@ -248,13 +255,16 @@ class Client(KeyOperations):
         finally:
             if self._membership.observe is not None:
                 self._observe(name, clock, len(wants), nbytes, transport, error)
-        for at, version in dicts:
-            values[at] = await self._get_dict(wants[at], version, clock, allow_pickle)
+        for at, version, meta in dicts:
+            found = await self._get_dict(wants[at], version, clock, allow_pickle)
+            if meta.packed:
+                found = await clock.within(packed.pack(found, allow_pickle=pickle_too))
+            values[at] = found
         return values
 
     async def _get_dict(
         self, want: Want, version: int, clock: Clock, allow_pickle: bool | None
-    ) -> dict[str, Any]:
+    ) -> Any:
         """What a key that turned out to be a state dict's stands for."""
 
         async def get(exact: int | None) -> dict[str, Any]:
@@ -274,7 +284,7 @@ class Client(KeyOperations):
 
     async def put_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
         key: str,
         *,
         version: int | None = None,
@@ -295,7 +305,7 @@ class Client(KeyOperations):
 
         Args:
             state_dict: a dict of tensors, DTensors, :class:`TensorShard`, dicts and lists of them,
-                and other values.
+                and other values; or a :class:`TorchStoreStateDict`.
             key: 1 to 4096 characters.
             version: the version to be, above the newest; None: the n-th put of each participant
                 makes the n-th version.

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchstore_core.client_side.sharding import TensorShard
+from torchstore_core.client_side.sharding import TensorShard, is_sharded
 from torchstore_core.errors import ProtocolError, UnsupportedValueError
 
 __all__ = ["Leaf", "flatten", "replace", "unflatten"]
@@ -70,7 +70,9 @@ def _leaves(key: str, value: Any, path: tuple[Step, ...]) -> Iterator[Leaf]:
     if len(path) > _MAX_DEPTH:
         raise UnsupportedValueError(f"{key!r}: nested deeper than {_MAX_DEPTH}", key=key)
     steps: Sequence[tuple[Step, Any]] | None = None
-    if isinstance(value, Mapping):
+    if is_sharded(value):
+        pass  # also if it is a list
+    elif isinstance(value, Mapping):
         if value and (all(_is_name(k) for k in value) or _holds_tensors(value, set(), 0)):
             steps = [(_step(key, k), inner) for k, inner in value.items()]
     elif isinstance(value, list | tuple) and _holds_tensors(value, set(), 0):
@@ -124,8 +126,10 @@ def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, 
     for name, path, value in entries:
         try:
             steps = _decoder.decode(path) if path else ()
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"{key!r}: the path of {name!r} is unreadable", key=key) from error
+        if len(steps) > _MAX_DEPTH:
+            raise ProtocolError(f"{key!r}: {name!r} is nested deeper than {_MAX_DEPTH}", key=key)
         node = root
         for step, after in pairwise(steps):
             kind = after[0] if isinstance(after, tuple) else None

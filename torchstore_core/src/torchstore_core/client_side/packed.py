@@ -41,55 +41,26 @@ once instead of twice.
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import math
 import mmap as memory_maps
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
-from torchstore_core import boxes, copying
-from torchstore_core.boxes import Box
-from torchstore_core.client_side import nesting, packed_header
-from torchstore_core.client_side.codec import decode_object, encode_object
+from torchstore_core import boxes
+from torchstore_core.client_side import nesting, packed_header, packing
+from torchstore_core.client_side.codec import decode_object
 from torchstore_core.client_side.nesting import Leaf
-from torchstore_core.client_side.packed_header import ALIGNMENT, Entry, Header, TensorReference
-from torchstore_core.client_side.sharding import (
-    ShardList,
-    TensorShard,
-    is_dtensor,
-    is_sharded,
-    local_parts,
-    mesh_ranks,
-    this_rank,
-)
-from torchstore_core.client_side.tensors import (
-    byte_like,
-    check_destination,
-    dtype_name,
-    dtype_of,
-    slice_box,
-    split_rows,
-    storable,
-)
-from torchstore_core.errors import (
-    ConfigurationError,
-    LayoutMismatchError,
-    ProtocolError,
-    UnsupportedValueError,
-)
-from torchstore_core.values import ObjectMeta, TensorMeta, TensorSlice
+from torchstore_core.client_side.packed_header import Entry, Header, TensorReference
+from torchstore_core.client_side.packing import ME, Layout, Pair
+from torchstore_core.client_side.sharding import ShardList, TensorShard
+from torchstore_core.client_side.tensors import check_destination, dtype_of, slice_box
+from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
+from torchstore_core.values import ObjectMeta, TensorMeta
 
 __all__ = ["TensorReference", "TorchStoreStateDict", "pack"]
-
-_ME = "state dict"
-Pair = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
 class TorchStoreStateDict:
@@ -106,21 +77,20 @@ class TorchStoreStateDict:
     Attributes:
         blob: the tensors' bytes, row-major, each at a multiple of 64 bytes. Shared with what
             :meth:`to_state_dict` gives: a write to one is seen in the other.
-        participants: how many such puts make a version, and ``participant``: which of them this is.
 
     Raises:
         ProtocolError: the header is damaged, or says what the blob cannot hold.
         UnsupportedValueError: a dtype that this torch does not know, or another kind of blob.
     """
 
-    __slots__ = ("_allow_pickle", "_entries", "_typed", "blob", "participant", "participants")
+    __slots__ = ("_allow_pickle", "_header", "_typed", "blob")
 
     def __init__(self, header: bytes, blob: torch.Tensor, *, allow_pickle: bool = False) -> None:
         if (
             type(blob) is not torch.Tensor
             or (blob.dtype, blob.dim(), blob.device.type) != (torch.uint8, 1, "cpu")
             or not blob.is_contiguous()
-            or (blob.data_ptr() | blob.storage_offset()) % packed_header.MEMORY_ALIGNMENT
+            or (blob.data_ptr() | int(blob.storage_offset())) % packed_header.MEMORY_ALIGNMENT
         ):
             raise UnsupportedValueError(
                 "a blob is a contiguous one-dimensional uint8 tensor on the CPU, aligned to "
@@ -130,17 +100,15 @@ class TorchStoreStateDict:
 
     def _set(self, header: Header, blob: torch.Tensor, allow_pickle: bool) -> None:
         self.blob = blob
-        self.participants = header.participants
-        self.participant = header.participant
-        self._entries = header.entries
+        self._header = header
         self._allow_pickle = allow_pickle
         self._typed: dict[torch.dtype, torch.Tensor] = {}
 
     def __repr__(self) -> str:
-        return f"<TorchStoreStateDict of {len(self._entries)} entries, {self.nbytes} bytes>"
+        return f"<TorchStoreStateDict of {len(self._header.entries)} entries, {self.nbytes} bytes>"
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._header.entries)
 
     @property
     def nbytes(self) -> int:
@@ -150,12 +118,22 @@ class TorchStoreStateDict:
     @property
     def header(self) -> bytes:
         """What the blob holds, as msgpack."""
-        return packed_header.encode(Header(self._entries, self.participants, self.participant))
+        return packed_header.encode(self._header)
+
+    @property
+    def participants(self) -> int:
+        """How many such puts make a version."""
+        return self._header.participants
+
+    @property
+    def participant(self) -> str:
+        """Which of them this is; empty if nobody has said so."""
+        return self._header.participant
 
     @property
     def references(self) -> dict[str, tuple[TensorReference, ...]]:
         """Where each tensor lies: mostly one place; none if nothing of it is here."""
-        return {entry.name: entry.parts for entry in self._entries if not entry.codec}
+        return {entry.name: entry.parts for entry in self._header.entries if not entry.codec}
 
     # ---- from and to a state dict ---------------------------------------------------------
 
@@ -183,8 +161,9 @@ class TorchStoreStateDict:
             UnsafeObjectError: a value needs pickle, which is not allowed.
             LayoutMismatchError: a shard that does not fit its slice or placements.
         """
-        made, pairs = _plan(state_dict, participants, participant, allow_pickle)
-        _now(pairs)
+        layout = packing.lay_out(state_dict, participants, participant, allow_pickle)
+        made, pairs = _place(layout, allow_pickle)
+        packing.copy_now(pairs)
         return made
 
     def to_state_dict(self, user_state_dict: Any = None) -> Any:
@@ -196,7 +175,8 @@ class TorchStoreStateDict:
 
         Args:
             user_state_dict: filled and returned: tensors, DTensors and TensorShards of any layout
-                that the blob covers; None: a view. Other values are replaced.
+                that the blob covers. None in the place of a tensor becomes a view, and other values
+                are replaced.
 
         Raises:
             LayoutMismatchError: names the entries that are missing, unexpected, or do not fit or
@@ -207,14 +187,14 @@ class TorchStoreStateDict:
         if user_state_dict is not None:
             return self._fill(user_state_dict)
         found = ((leaf.name, leaf.path, leaf.value) for leaf in self.leaves())
-        return nesting.unflatten(_ME, found)
+        return nesting.unflatten(ME, found)
 
     def leaves(self) -> list[Leaf]:
         """The entries of which something is here, flat."""
         seen: dict[int, torch.Tensor] = {}
         return [
             Leaf(entry.name, entry.path, self._value(entry, seen))
-            for entry in self._entries
+            for entry in self._header.entries
             if entry.codec or entry.parts
         ]
 
@@ -236,16 +216,17 @@ class TorchStoreStateDict:
         return shards[0] if len(shards) == 1 else shards
 
     def _view(self, part: TensorReference) -> torch.Tensor:
-        dtype = dtype_of(TensorMeta(part.dtype, part.shape), _ME)
+        dtype = dtype_of(TensorMeta(part.dtype, part.shape), ME)
         typed = self._typed.get(dtype)
         if typed is None:
-            typed = self._typed[dtype] = self.blob.view(dtype)
+            with torch.inference_mode(False):  # see packing.new_blob
+                typed = self._typed[dtype] = self.blob.view(dtype)
         size = dtype.itemsize
         return typed.narrow(0, part.offset // size, part.nbytes // size).view(part.shape)
 
     def _fill(self, user_state_dict: Any) -> Any:
-        leaves = nesting.flatten(_ME, user_state_dict)
-        entries = {entry.name: entry for entry in self._entries}
+        leaves = nesting.flatten(ME, user_state_dict)
+        entries = {entry.name: entry for entry in self._header.entries}
         pairs: list[Pair] = []
         new: dict[str, Any] = {}
         filled: dict[object, torch.Tensor] = {}
@@ -256,18 +237,17 @@ class TorchStoreStateDict:
             entry = entries.pop(name, None)
             if entry is None:
                 missing.append(name)
-            elif value is None and (entry.codec or entry.parts):
-                new[name] = self._value(entry, {})
-            elif entry.codec and not (isinstance(value, torch.Tensor) or is_sharded(value)):
+            elif value is None or (entry.codec and not packing.is_tensor(value)):
                 new[name] = self._value(entry, {})
             else:
                 try:
                     pairs += self._pairs(entry, value, filled)
                 except (LayoutMismatchError, UnsupportedValueError) as error:
                     mismatched[name] = error.message
-        if missing or entries or mismatched:
-            raise _unlike(missing, [*entries], mismatched)
-        _now(pairs)
+        unexpected = [entry.name for entry in entries.values() if entry.codec or entry.parts]
+        if missing or unexpected or mismatched:
+            raise packing.unlike(missing, unexpected, mismatched)
+        packing.copy_now(pairs)
         for tensor in filled.values():
             if not tensor.is_inference():  # autograd did not see the write
                 torch.autograd.graph.increment_version(tensor)
@@ -278,12 +258,12 @@ class TorchStoreStateDict:
     ) -> Iterator[Pair]:
         """What to copy to fill one destination; memory that is ``filled`` already is left out."""
         name = entry.name
-        if entry.codec or not (isinstance(value, torch.Tensor) or is_sharded(value)):
+        if entry.codec or not packing.is_tensor(value):
             what = "no tensor" if entry.codec else "a tensor"
             raise LayoutMismatchError(
                 f"{name!r} is {what}, the destination is a {type(value).__qualname__}", key=name
             )
-        wanted = _parts_of(name, value)
+        wanted = packing.parts_of(name, value)
         if not entry.parts:
             if wanted:
                 raise LayoutMismatchError(f"{name!r}: nothing of it is here", key=name)
@@ -291,11 +271,11 @@ class TorchStoreStateDict:
         first = entry.parts[0]
         dtype = dtype_of(TensorMeta(first.dtype, first.shape), name)
         shape = first.shape if first.tensor_slice is None else first.tensor_slice.global_shape
-        sources = [_box_of(part) for part in entry.parts]
+        sources = [packing.box_of(part) for part in entry.parts]
         for tensor, part_slice in wanted:
             box = boxes.whole(shape) if part_slice is None else slice_box(name, part_slice, shape)
             target = check_destination(name, tensor, box.shape, dtype, cast=False)
-            mark = _memory(target)
+            mark = packing.memory_of(target)
             if mark in filled:
                 continue
             filled[mark] = tensor
@@ -310,15 +290,17 @@ class TorchStoreStateDict:
             for source, piece in plan:
                 view = self._view(entry.parts[source])
                 yield (
-                    _cut(target, boxes.relative(piece, box)),
-                    _cut(view, boxes.relative(piece, sources[source])),
+                    packing.cut(target, boxes.relative(piece, box)),
+                    packing.cut(view, boxes.relative(piece, sources[source])),
                 )
 
     # ---- from and to bytes ----------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
         """All of it, as :meth:`from_bytes` takes it: one copy."""
-        return b"".join([*packed_header.prelude(self.header, self.nbytes), _bytes_of(self.blob)])
+        return b"".join(
+            [*packed_header.prelude(self.header, self.nbytes), packing.bytes_of(self.blob)]
+        )
 
     @classmethod
     def from_bytes(cls, data: Any, *, allow_pickle: bool = False) -> TorchStoreStateDict:
@@ -342,13 +324,13 @@ class TorchStoreStateDict:
         where = packed_header.find(view[: packed_header.PREFIX], view.nbytes)
         header = where.check(view[packed_header.PREFIX : where.header_end])
         if view.readonly or not where.blob_nbytes:
-            blob = _new_blob(where.blob_nbytes)
-            _bytes_of(blob)[:] = view[where.blob_start :]
+            blob = packing.new_blob(where.blob_nbytes)
+            packing.bytes_of(blob)[:] = view[where.blob_start :]
         else:
             with torch.inference_mode(False):
                 blob = torch.frombuffer(view, dtype=torch.uint8, offset=where.blob_start)
-            if blob.data_ptr() % packed_header.MEMORY_ALIGNMENT:
-                blob = blob.clone()
+                if blob.data_ptr() % packed_header.MEMORY_ALIGNMENT:
+                    blob = blob.clone()
         return cls(header, blob, allow_pickle=allow_pickle)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -357,7 +339,7 @@ class TorchStoreStateDict:
         try:
             with beside.open("wb") as file:
                 file.writelines(packed_header.prelude(self.header, self.nbytes))
-                file.write(_bytes_of(self.blob))
+                file.write(packing.bytes_of(self.blob))
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
@@ -385,8 +367,8 @@ class TorchStoreStateDict:
                 return cls.from_bytes(mapped, allow_pickle=allow_pickle)
             header = where.check(file.read(where.header_end - packed_header.PREFIX))
             file.seek(where.blob_start)
-            blob = _new_blob(where.blob_nbytes)
-            rest = _bytes_of(blob)
+            blob = packing.new_blob(where.blob_nbytes)
+            rest = packing.bytes_of(blob)
             while rest:
                 count = file.readinto(rest)
                 if not count:
@@ -397,151 +379,13 @@ class TorchStoreStateDict:
 
 async def pack(state_dict: Mapping[str, Any], *, allow_pickle: bool) -> TorchStoreStateDict:
     """:meth:`TorchStoreStateDict.from_state_dict` of CPU tensors, while the event loop goes on."""
-    made, pairs = _plan(state_dict, None, None, allow_pickle)
-    await _copy(pairs)
+    made, pairs = _place(packing.lay_out(state_dict, None, None, allow_pickle), allow_pickle)
+    await packing.copy(pairs)
     return made
 
 
-def _plan(
-    state_dict: Mapping[str, Any],
-    participants: int | None,
-    participant: str | int | None,
-    allow_pickle: bool,
-) -> tuple[TorchStoreStateDict, list[Pair]]:
+def _place(layout: Layout, allow_pickle: bool) -> tuple[TorchStoreStateDict, list[Pair]]:
     """The packed form, and what is still to be copied into it."""
-    if participants is not None and (type(participants) is not int or participants < 1):
-        raise ConfigurationError(f"participants is an int above 0, not {participants!r}")
-    entries: list[Entry] = []
-    sources: list[tuple[TensorReference, torch.Tensor]] = []
-    known: dict[object, TensorReference] = {}
-    ranks: frozenset[int] = frozenset()
-    mesh = coordinates = ()
-    end = 0
-    for leaf in nesting.flatten(_ME, state_dict):
-        name, value = leaf.name, leaf.value
-        if not (isinstance(value, torch.Tensor) or is_sharded(value)):
-            meta, data = encode_object(name, value, allow_pickle=allow_pickle)
-            entries.append(Entry(name, leaf.path, (), meta.codec, data))
-            continue
-        if is_dtensor(value):
-            ranks |= mesh_ranks(value)
-        parts: list[TensorReference] = []
-        for local, part in _parts_of(name, value):
-            tensor = storable(name, local)
-            mark = (_memory(tensor), part)
-            made = known.get(mark) if tensor.numel() else None
-            if made is None:
-                nbytes = tensor.numel() * tensor.element_size()
-                dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-                made = known[mark] = TensorReference(end, nbytes, dtype, shape, part)
-                sources.append((made, tensor))
-                end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-            parts.append(made)
-            if part is not None and math.prod(part.mesh_shape) > math.prod(mesh):
-                mesh, coordinates = part.mesh_shape, part.coordinates
-        entries.append(Entry(name, leaf.path, tuple(parts)))
-    if participants is None:
-        participants = len(ranks) or math.prod(mesh)
-    who = "" if participant is None else str(participant)
-    if participants > 1 and participant is None:
-        who = this_rank() or ",".join(map(str, coordinates))
     packed = TorchStoreStateDict.__new__(TorchStoreStateDict)
-    packed._set(Header(tuple(entries), participants, who), _new_blob(end), allow_pickle)
-    return packed, [(packed._view(made), tensor) for made, tensor in sources if made.nbytes]
-
-
-def _parts_of(name: str, value: Any) -> list[tuple[torch.Tensor, TensorSlice | None]]:
-    """What of a tensor is here, and which part of it that is; None: all."""
-    if not is_sharded(value):
-        return [(value, None)]
-    return [(local.tensor, _plain(local.part)) for local in local_parts(name, value)]
-
-
-def _plain(part: TensorSlice) -> TensorSlice:
-    """Of plain ints, whatever the user made it of."""
-    fields = (part.offsets, part.local_shape, part.global_shape, part.mesh_shape, part.coordinates)
-    return TensorSlice(*[tuple([int(n) for n in field]) for field in fields])
-
-
-def _memory(tensor: torch.Tensor) -> object:
-    """The same for tensors that are the same elements in memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _box_of(part: TensorReference) -> Box:
-    if part.tensor_slice is None:
-        return boxes.whole(part.shape)
-    return Box(part.tensor_slice.offsets, part.shape)
-
-
-def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    return tensor[tuple([slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True)])]
-
-
-def _new_blob(nbytes: int) -> torch.Tensor:
-    # In inference mode it would be a tensor that cannot be written to outside of it.
-    with torch.inference_mode(False):
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-
-def _bytes_of(blob: torch.Tensor) -> memoryview:
-    """Its memory, which the caller keeps alive."""
-    if not blob.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * blob.numel()).from_address(blob.data_ptr())).cast("B")
-
-
-def _now(pairs: Sequence[Pair]) -> None:
-    """Copy all. The copy threads are waited for in a thread: this one may run an event loop."""
-    on_host = [pair for pair in pairs if pair[0].is_cpu and pair[1].is_cpu]
-    with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(lambda: asyncio.run(_copy(on_host)))
-        for target, source in pairs:  # here, where the user's current stream is the current one
-            if not (target.is_cpu and source.is_cpu):
-                byte_like(target).copy_(byte_like(source))
-        done.result()
-
-
-async def _copy(pairs: Iterable[Pair]) -> None:
-    pieces: list[copying.Piece] = []
-    tasks: list[copying.Task] = []
-    total = 0
-    for target, source in pairs:
-        nbytes = source.numel() * source.element_size()
-        total += nbytes
-        if target.is_contiguous() and source.is_contiguous():
-            pieces.append((target.data_ptr(), source.data_ptr(), nbytes))
-        else:
-            rows = split_rows(byte_like(target), byte_like(source), copying.CHUNK)
-            tasks += [_strided(to, of) for to, of in rows]
-    stream = total >= copying.STREAM_MIN
-    chunks = copying.plan(pieces, copying.chunk_size(total))
-    tasks += [_chunk(chunk, stream) for chunk in chunks]
-    await copying.run(tasks, total)
-
-
-def _strided(target: torch.Tensor, source: torch.Tensor) -> copying.Task:
-    def task() -> None:
-        target.copy_(source)
-
-    return task
-
-
-def _chunk(chunk: list[copying.Piece], stream: bool) -> copying.Task:
-    def task() -> None:
-        copying.copy_pieces(chunk, stream=stream)
-
-    return task
-
-
-def _unlike(
-    missing: list[str], unexpected: list[str], mismatched: dict[str, str]
-) -> LayoutMismatchError:
-    said = [f"{len(n)} {what}: {', '.join(map(repr, n))}" for what, n in
-            (("missing", missing), ("unexpected", unexpected)) if n]
-    if mismatched:
-        said.append(f"{len(mismatched)} mismatched: {'; '.join(mismatched.values())}")
-    return LayoutMismatchError(
-        f"the packed state dict does not match; nothing was written. {'; '.join(said)}",
-        details={"missing": missing, "unexpected": unexpected, "mismatched": mismatched},
-    )
+    packed._set(layout.header, packing.new_blob(layout.nbytes), allow_pickle)
+    return packed, [(packed._view(at), tensor) for at, tensor in layout.tensors if at.nbytes]

@@ -179,12 +179,12 @@ def decode(data: bytes, blob_nbytes: int) -> Header:
     for one, other in pairwise(sorted(places, key=lambda part: part.offset)):
         if one.offset + one.nbytes > other.offset:
             raise ProtocolError(f"two tensors lie at {other.offset} of a packed state dict")
-    _ = nesting.unflatten("state dict", _hollow(header))  # raises if paths contradict each other
+    nesting.unflatten("state dict", _hollow(header))  # raises if paths contradict each other
     return header
 
 
-def _hollow(header: Header) -> Iterator[tuple[str, bytes, None]]:
-    return ((entry.name, entry.path, None) for entry in header.entries)
+def _hollow(header: Header) -> Iterator[tuple[str, bytes, Entry]]:
+    return ((entry.name, entry.path, entry) for entry in header.entries)
 
 
 def _check_entry(entry: Entry) -> None:

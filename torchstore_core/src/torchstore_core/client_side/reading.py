@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from torchstore_core import boxes, copying
+from torchstore_core import boxes
 from torchstore_core.boxes import Box
-from torchstore_core.client_side import cuda
 from torchstore_core.client_side.codec import decode_object
+from torchstore_core.client_side.moving import Move, move
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.tensors import (
     byte_like,
@@ -20,8 +21,6 @@ from torchstore_core.client_side.tensors import (
     dtype_of,
     from_buffer,
     slice_box,
-    split_rows,
-    strided_copy,
     tensor_at,
 )
 from torchstore_core.contracts.transport import Copy, Link, SupportsMap, SupportsWindow
@@ -147,14 +146,11 @@ def _gather(
     position: int, key: str, parts: Sequence[m.Part], target: Box, itemsize: int
 ) -> Iterator[Piece]:
     """Which boxes of which shards make ``target``; each byte comes once."""
-    sources = [Box(part.offset, part.shape) for part in parts]
-    if len(sources) == 1 and sources[0].contains(target):
-        plan = [boxes.Piece(0, target)]
-    else:
-        plan = boxes.read_plan(target, sources)
-    if sum(piece.box.numel for piece in plan) != target.numel:
+    sources = tuple([Box(part.offset, part.shape) for part in parts])
+    cuts, numel = _cuts(target, sources)
+    if numel != target.numel:
         raise ProtocolError(f"{key!r}: its shards do not cover what they should", key=key)
-    for source, box in plan:
+    for source, inside, into, size in cuts:
         part = parts[source]
         if math.prod(part.shape) * itemsize != part.nbytes:
             raise ProtocolError(
@@ -162,17 +158,32 @@ def _gather(
                 "broken client, delete it",
                 key=key,
             )
-        inside = None if box == sources[source] else boxes.relative(box, sources[source])
-        into = None if box == target else boxes.relative(box, target)
-        yield Piece(
-            position + source,
-            part.data,
-            part.grant,
-            part.shape,
-            inside,
-            into,
-            box.numel * itemsize,
+        at = position + source
+        yield Piece(at, part.data, part.grant, part.shape, inside, into, size * itemsize)
+
+
+Cut = tuple[int, Box | None, Box | None, int]
+
+
+@lru_cache(maxsize=4096)  # layers repeat, and so do steps
+def _cuts(target: Box, sources: tuple[Box, ...]) -> tuple[list[Cut], int]:
+    """The read plan: source, box in it (None: all), place in the target (None: all of it) and
+    number of elements of each piece; and of all.
+    """
+    if len(sources) == 1 and sources[0].contains(target):
+        plan = [boxes.Piece(0, target)]
+    else:
+        plan = boxes.read_plan(target, sources)
+    cuts: list[Cut] = [
+        (
+            source,
+            None if box == sources[source] else boxes.relative(box, sources[source]),
+            None if box == target else boxes.relative(box, target),
+            box.numel,
         )
+        for source, box in plan
+    ]
+    return cuts, sum(cut[3] for cut in cuts)
 
 
 class Result(NamedTuple):
@@ -376,14 +387,11 @@ async def _copy_window(
     link: SupportsWindow, jobs: Sequence[Job], results: Sequence[torch.Tensor]
 ) -> None:
     """Copy out of the window: runs in chunks over the copy threads, the rest by torch."""
-    strided: list[tuple[torch.Tensor, torch.Tensor]] = []
-    device: list[tuple[torch.Tensor, torch.Tensor]] = []
     grant = jobs[0][1].grant
     segment = 0 if grant is None else grant.segment
     window = link.window(segment)
-    total = sum([piece.nbytes for _, piece in jobs])
 
-    def pieces() -> Iterator[copying.Piece]:
+    def moves() -> Iterator[Move]:
         for (target, piece), result in zip(jobs, results, strict=True):
             grant, nbytes, itemsize = piece.grant, piece.nbytes, target.dtype.itemsize
             if grant is None or not nbytes:
@@ -401,38 +409,9 @@ async def _copy_window(
             if piece.box is not None:
                 source = _narrow(source, piece.box)
             into = result if piece.into is None else _narrow(result, piece.into)
-            if same:
-                into = byte_like(into)
-            else:
-                source = source.view(target.dtype)
-            (strided if result.is_cpu else device).append((into, source))
+            yield (byte_like(into), source) if same else (into, source.view(target.dtype))
 
-    def tasks() -> Iterator[copying.Task]:
-        stream = total >= copying.STREAM_MIN
-        for chunk in copying.cut(pieces(), copying.chunk_size(total)):
-            yield _chunk(link, segment, window.address, chunk, stream)
-        for into, source in strided:
-            for rows in split_rows(into, source, copying.CHUNK):
-                yield strided_copy(*rows, stream=stream)
-
-    await copying.run(tasks(), total)
-    if device:
-        await cuda.transfer(device, window)
-
-
-def _chunk(
-    link: SupportsWindow, segment: int, base: int, chunk: list[copying.Piece], stream: bool
-) -> copying.Task:
-    low = min(piece[1] for piece in chunk) - base
-    high = max(piece[1] + piece[2] for piece in chunk) - base
-    size = sum(piece[2] for piece in chunk)
-
-    def task() -> None:
-        if 0 < high - low <= size + size // 2:
-            link.prepare(segment, low, high - low, fresh=False)
-        copying.copy_pieces(chunk, stream=stream)
-
-    return task
+    await move(link, segment, moves(), sum([piece.nbytes for _, piece in jobs]), into=False)
 
 
 async def _copy_link(link: Link, jobs: Sequence[Job], results: Sequence[torch.Tensor]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,15 @@ from torchstore_core.client_side import nesting, reading, writing
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.nesting import Leaf
 from torchstore_core.client_side.operations import Ask, Clock, Leasing, Putting, Want, asks_of
+from torchstore_core.client_side.packed import TorchStoreStateDict
 from torchstore_core.client_side.session import Session
-from torchstore_core.client_side.sharding import TensorShard, is_dtensor, is_sharded, mesh_ranks
+from torchstore_core.client_side.sharding import (
+    TensorShard,
+    is_dtensor,
+    is_sharded,
+    mesh_ranks,
+    this_rank,
+)
 from torchstore_core.client_side.tensors import dtype_name
 from torchstore_core.errors import (
     ConfigurationError,
@@ -115,7 +121,8 @@ def plan_put(
     for name, number in (("participants", participants), ("keep", keep)):
         if number is not None and (type(number) is not int or number < 1):
             raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
-    leaves = nesting.flatten(key, state_dict)
+    packed = state_dict if isinstance(state_dict, TorchStoreStateDict) else None
+    leaves = nesting.flatten(key, state_dict) if packed is None else packed.leaves()
     ranks: frozenset[int] = frozenset()
     ties = _Ties()
     sources: list[writing.Source] = []
@@ -134,20 +141,17 @@ def plan_put(
         if path:
             made = [msgspec.structs.replace(source, path=path) for source in made]
         sources.extend(made)
+    if packed is not None:
+        participants = participants or packed.participants
+        participant = packed.participant or None if participant is None else participant
     if participants is None:
         participants = len(ranks) or 1
     who = ""  # one that is alone needs no name: whoever puts next makes the next version
     if participants > 1:
-        who = str(participant) if participant is not None else _rank()
+        who = str(participant) if participant is not None else this_rank()
         who = who or f"{anonymous} {_digest(leaves)}"
-    return sources, m.Publication(key, who, participants, partial, keep)
-
-
-def _rank() -> str:
-    """Which rank this is, if it is one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return str(torch.distributed.get_rank())
-    return os.environ.get("RANK", "")
+    group = m.Publication(key, who, participants, partial, keep, packed is not None)
+    return sources, group
 
 
 def _digest(leaves: Sequence[Leaf]) -> str:
@@ -441,7 +445,7 @@ def _matching(
                     reading.resolve(where, start, leaf.name, entry, ask.tensor, ask.part, cast=cast)
                 )
             except (LayoutMismatchError, UnsupportedValueError) as error:
-                report.mismatched[leaf.name] = error.message
+                report.mismatched[leaf.name] = error.message.removesuffix("; nothing was written")
                 break
         else:
             if memory not in filled:

@@ -287,7 +287,8 @@ def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[
     rows = grids(a, b) if plain else None
 
     def by_torch() -> None:
-        a.copy_(b)
+        with torch.inference_mode():  # nowhere else may its tensors be written to
+            a.copy_(b)
 
     def by_rows() -> None:
         copying.copy_grids(rows or (), stream=stream)

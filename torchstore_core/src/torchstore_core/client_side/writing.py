@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import torch
 
-from torchstore_core import copying
-from torchstore_core.client_side import cuda
 from torchstore_core.client_side.codec import encode_object
+from torchstore_core.client_side.moving import Move, move
+from torchstore_core.client_side.packed import TorchStoreStateDict
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.client_side.tensors import (
@@ -19,9 +19,7 @@ from torchstore_core.client_side.tensors import (
     describe,
     dtype_name,
     dtype_of,
-    split_rows,
     storable,
-    strided_copy,
     tensor_at,
 )
 from torchstore_core.contracts.transport import Copy, Link, SupportsWindow
@@ -87,6 +85,10 @@ def prepare(
             return [Source(key, describe(tensor), nbytes, tensor, None)]
         meta = TensorMeta(dtype_name(dtype), tuple(tensor.shape))
         return [Source(key, meta, tensor.numel() * dtype.itemsize, tensor, None)]
+    if isinstance(value, TorchStoreStateDict):
+        raise UnsupportedValueError(
+            f"{key!r}: a packed state dict is a version of its own; put it alone", key=key
+        )
     codec, data = encode_object(key, value, allow_pickle=allow_pickle)
     return [Source(key, codec, len(data), None, data)]
 
@@ -146,11 +148,9 @@ async def _write_window(
     link: SupportsWindow, segment: int, items: Sequence[tuple[Source, m.Grant]], nbytes: int
 ) -> None:
     """Copy straight into the segment: contiguous bytes in chunks, strided tensors by torch."""
-    device: list[tuple[torch.Tensor, torch.Tensor]] = []
-    strided: list[tuple[torch.Tensor, torch.Tensor]] = []
     base = link.window(segment).address
 
-    def pieces() -> Iterator[copying.Piece]:
+    def moves() -> Iterator[Move]:
         for source, grant in items:
             address = base + grant.offset
             tensor = source.tensor
@@ -162,37 +162,9 @@ async def _write_window(
                 yield address, tensor.data_ptr(), source.nbytes
                 continue
             to = _window_tensor(source, address)
-            if same:
-                to, tensor = byte_like(to), byte_like(tensor)
-            (device if tensor.is_cuda else strided).append((to, tensor))
+            yield (byte_like(to), byte_like(tensor)) if same else (to, tensor)
 
-    def tasks() -> Iterator[copying.Task]:
-        stream = nbytes >= copying.STREAM_MIN
-        for chunk in copying.cut(pieces(), copying.chunk_size(nbytes)):
-            yield _chunk(link, segment, base, chunk, stream)
-        for to, of in strided:
-            for rows in split_rows(to, of, copying.CHUNK):
-                yield strided_copy(*rows, stream=stream)
-
-    await copying.run(tasks(), nbytes)
-    if device:
-        await cuda.transfer(device, link.window(segment))
-
-
-def _chunk(
-    link: SupportsWindow, segment: int, base: int, chunk: list[copying.Piece], stream: bool
-) -> copying.Task:
-    low = chunk[0][0] - base
-    high = chunk[-1][0] + chunk[-1][2] - base
-    size = sum(piece[2] for piece in chunk)
-
-    def task() -> None:
-        # A batch lies in one run, so a chunk is one range; when it is not, faults do the work.
-        if 0 < high - low <= size + size // 2:
-            link.prepare(segment, low, high - low, fresh=True)
-        copying.copy_pieces(chunk, stream=stream)
-
-    return task
+    await move(link, segment, moves(), nbytes, into=True)
 
 
 def stored_dtype(source: Source) -> torch.dtype:

@@ -13,6 +13,7 @@ from torchstore_core.server.generations import (
     Contribution,
     Generation,
     Group,
+    Participant,
     Slot,
     disown,
     drop,
@@ -220,11 +221,12 @@ class Catalog:
                 )
             generation = group.rejoin(generation, who, session, dead)
         elif version < self._next_version_at_least(key):
-            if version in line.versions and line.last.get(who, (0,))[0] < version:
+            if version in line.versions and line.last_of(who) < version:
                 return Slot(key, who, line, version, None)
+            used = self._next_version_at_least(key) - 1
+            now = f"it is at {used}" if key in self.newest else f"all up to {used} were used before"
             raise VersionGoneError(
-                f"version {version} of {key!r} cannot be put: it is at "
-                f"{self.newest_version(key)} already, and versions only grow",
+                f"version {version} of {key!r} cannot be put: {now}, and versions only grow",
                 key=key,
                 details={"current": self.newest_version(key)},
             )
@@ -247,9 +249,9 @@ class Catalog:
             group = self.groups[slot.key] = Group()
         line = group.lines.setdefault(layout, slot.line)
         slot.line = line
-        before, _ = line.last.get(slot.who, (0, session))
-        contribution = Contribution(slot.who, session, before)
-        line.last[slot.who] = (max(before, slot.version), session)
+        one = line.participants.setdefault(slot.who, Participant())
+        contribution = Contribution(slot.who, session, one.version)
+        one.puts(slot.version, session)
         generation = slot.generation
         if generation is not None:
             if generation.version not in group.pending:
@@ -289,9 +291,9 @@ class Catalog:
 
     def abort(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> None:
         """A contribution will never be complete."""
-        last = slot.line.last
-        if last.get(slot.who) == (slot.version, contribution.session):
-            last[slot.who] = (contribution.before, contribution.session)
+        one = slot.line.participants[slot.who]
+        if one.version == slot.version and one.sessions[-1] is contribution.session:
+            one.version = contribution.before
         generation = slot.generation
         if generation is None:
             return
@@ -372,7 +374,7 @@ def _partial_error(key: str, base: str, state: m.Pending) -> PartialPutError:
         shown = ", ".join(boxes[:5]) + (", ..." if len(boxes) > 5 else "")
         parts.append(f"boxes (offset+shape) still missing: {shown}")
     return PartialPutError(
-        f"{key!r} is not whole yet: of version {state.version} {'; '.join(parts)}. Wait for it "
+        f"{key!r} is not whole yet: of version {state.version}, {'; '.join(parts)}. Wait for it "
         f"with `await ts.wait({base!r})`",
         key=key,
         details={

@@ -22,13 +22,15 @@ from torchstore_core.server.records import Manifest, SessionRecord, Shards, Stor
 from torchstore_core.values import TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Contribution", "Generation", "Group", "Line", "Slot", "all_values", "disown", "drop"]
-__all__ += ["values_in"]
+__all__ = ["Contribution", "Generation", "Group", "Line", "Participant", "Slot", "all_values"]
+__all__ += ["disown", "drop", "values_in"]
 
 # Layouts of one key that are remembered, and versions of one layout.
 _MAX_LINES = 16
 _MAX_VERSIONS = 1024
 _MAX_SHOWN = 100
+# Processes of one participant, one after the other, that are remembered.
+_MAX_SESSIONS = 8
 
 
 def drop(value: Value, dead: list[Value]) -> None:
@@ -93,16 +95,33 @@ class Contribution:
         self.committed = False
 
 
-class Line:
-    """The generations of one layout, and how far each participant is: its last version, and the
-    session that put for it last, finished or not.
+class Participant:
+    """Who puts to a line: its last version, and the last sessions that put for it, finished or not;
+    the newest at the end.
     """
 
-    __slots__ = ("last", "versions")
+    __slots__ = ("sessions", "version")
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.sessions: list[SessionRecord] = []
+
+    def puts(self, version: int, session: SessionRecord) -> None:
+        """It begins a put."""
+        self.version = max(self.version, version)
+        if not self.sessions or self.sessions[-1] is not session:
+            self.sessions.append(session)
+            del self.sessions[:-_MAX_SESSIONS]
+
+
+class Line:
+    """The generations of one layout, and its participants by name."""
+
+    __slots__ = ("participants", "versions")
 
     def __init__(self) -> None:
         self.versions: list[int] = []
-        self.last: dict[str, tuple[int, SessionRecord]] = {}
+        self.participants: dict[str, Participant] = {}
 
     def announce(self, version: int, pending: Collection[int]) -> None:
         """A version of this line begins. Old ones that are not ``pending`` are forgotten."""
@@ -112,7 +131,12 @@ class Line:
 
     def next_version(self) -> int:
         """Above all that any participant ever put to: a number means one thing to all of them."""
-        return max([version for version, _ in self.last.values()], default=0) + 1
+        return max([one.version for one in self.participants.values()], default=0) + 1
+
+    def last_of(self, who: str) -> int:
+        """The last version of a participant; 0 if there is none."""
+        one = self.participants.get(who)
+        return 0 if one is None else one.version
 
 
 class Generation:
@@ -128,6 +152,7 @@ class Generation:
         "dropped",
         "entries",
         "line",
+        "order",
         "participants",
         "paths",
         "publication",
@@ -144,6 +169,8 @@ class Generation:
         self.entries: dict[str, Value | Shards] = {}
         self.paths: dict[str, bytes] = {}
         self.aliases: dict[str, str] = {}
+        #: Names of entries in the order they came; only if there are aliases.
+        self.order: dict[str, None] = {}
         self.contributions: dict[str, Contribution] = {}
         self.dropped = False
 
@@ -254,6 +281,9 @@ class Generation:
             for name, of in self.aliases.items():
                 if of in entries:
                     entries.setdefault(name, entries[of])
+            if self.order:
+                names = self.order | dict.fromkeys(entries)
+                entries = {name: entries[name] for name in names if name in entries}
             paths = self.paths
             if publication.partial and type(base) is Manifest:
                 entries = base.entries | entries
@@ -261,7 +291,8 @@ class Generation:
             first = next(iter(self.contributions.values()))
             nbytes = sum(entry.nbytes for entry in {id(e): e for e in entries.values()}.values())
             facts = first.session.facts
-            stored = Manifest(key, entries, paths, facts, nbytes, self.version, now)
+            packed = publication.packed
+            stored = Manifest(key, entries, paths, facts, nbytes, self.version, now, packed)
         own(stored)
         return stored
 
@@ -313,9 +344,10 @@ class Group:
         """The version that the next put of ``who`` belongs to without saying so, and its
         generation if that is on its way; 0 if it begins a new one.
         """
-        last, earlier = line.last.get(who, (0, session))
+        one = line.participants.get(who)
+        earlier = session if one is None else one.sessions[-1]
         came_back = earlier is not session and earlier.closed is not None
-        for version in line.versions[bisect.bisect_right(line.versions, last) :]:
+        for version in line.versions[bisect.bisect_right(line.versions, line.last_of(who)) :]:
             generation = self.pending.get(version)
             if generation is None:
                 if came_back:  # it did not miss its turn: it was not there
@@ -375,25 +407,24 @@ class Group:
 def _left_over(generation: Generation, who: str, session: SessionRecord) -> list[Contribution]:
     """What an earlier run put into a generation that ``who`` is about to join.
 
-    A participant that died and comes back must not complete what another one put that lived beside
-    it and died too, nor, new, what another one put that has come back itself: together they would
-    be a mixture of two runs. (Processes that put one after the other, and never lived at the same
-    time, do make one version.)
+    It was put by a process that had ended before this one began. And a participant that died must
+    not, when it comes back, complete what another one put that lived beside it; nor, if it is new,
+    what another one put that has come back, too: together they would be a mixture of two runs.
+    (Processes that come one after the other, and never live at the same time, do make one version.)
     """
-    last = generation.line.last
-    ended = last[who][1] if who in last else session
+    participants = generation.line.participants
+    one = participants.get(who)
+    earlier = [] if one is None else [s for s in one.sessions if s is not session]
     found: list[Contribution] = []
     for c in generation.contributions.values():
         closed = c.session.closed
-        if closed is None or c.who == who:
+        if c.who == who or closed is None or closed > session.opened:
             continue
-        beside = (
-            ended is not session
-            and ended.closed is not None
-            and c.session.opened < ended.closed
-            and ended.opened < closed
+        beside = any(
+            s.closed is not None and c.session.opened < s.closed and s.opened < closed
+            for s in earlier
         )
-        if beside or (closed < session.opened and last[c.who][1] is not c.session):
+        if beside or participants[c.who].sessions[-1] is not c.session:
             found.append(c)
     return found
 

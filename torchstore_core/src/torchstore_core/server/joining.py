@@ -99,6 +99,11 @@ class JointPut:
         joined: dict[str, tuple[Slot, Contribution]] = {}
         for key, (slot, layout) in self._slots.items():
             joined[key] = slot, self._catalog.join(slot, layout, self._session)
+        group = request.group
+        if group is not None and any(item.same_as >= 0 for item in request.items):
+            generation = self._slots[group.key][0].generation
+            if generation is not None:
+                generation.order |= dict.fromkeys([item.key for item in request.items])
         plain: list[Value] = []
         results: list[Value | Slot] = []
         for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):

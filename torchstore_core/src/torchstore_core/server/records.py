@@ -93,10 +93,11 @@ class Manifest(msgspec.Struct, eq=False):
     nbytes: int
     version: int
     created: float
+    packed: bool = False
 
     @property
     def meta(self) -> StateDictMeta:
-        return StateDictMeta(len(self.entries))
+        return StateDictMeta(len(self.entries), self.packed)
 
 
 Stored = Value | Shards | Manifest

@@ -76,6 +76,7 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
         participants: how many of them make a version.
         partial: entries that no participant puts are those of the version before.
         keep: how many versions stay readable.
+        packed: a get of the key gives it packed.
     """
 
     key: str
@@ -83,6 +84,7 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
     participants: int
     partial: bool = False
     keep: int = 1
+    packed: bool = False
 
 
 class Put(Message, frozen=True, tag="put"):

@@ -1,0 +1,134 @@
+"""Who holds which box of a tensor, what is in it, and marks that tell one version from the next.
+
+Layouts are those of the usual meshes of one dimension: ``rows`` (``Shard(0)``, as FSDP),
+``columns`` (``Shard(1)``, as a tensor-parallel linear; what has one dimension is replicated) and
+``whole``. Uneven shards are cut as ``torch.chunk`` cuts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import workload
+
+from torchstore_core import TensorShard, TensorSlice
+
+ROWS, COLUMNS, WHOLE = "rows", "columns", "whole"
+_MARKS = 8
+
+#: Name to a plain tensor (whole) or a shard.
+Part = dict[str, torch.Tensor | TensorShard]
+
+
+def box(
+    layout: str, shape: tuple[int, ...], rank: int, world: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and shape of what a rank holds of a tensor.
+
+    >>> box("rows", (5, 4), 1, 2), box("columns", (5, 4), 3, 4), box("columns", (5,), 1, 2)
+    (((3, 0), (2, 4)), ((0, 3), (5, 1)), ((0,), (5,)))
+    >>> box("rows", (5, 4), 3, 4)
+    ((5, 0), (0, 4))
+    """
+    dim = {ROWS: 0, COLUMNS: 1, WHOLE: len(shape)}[layout]
+    offsets, local = [0] * len(shape), list(shape)
+    if dim < len(shape):
+        step = -(-shape[dim] // world)
+        offsets[dim] = min(rank * step, shape[dim])
+        local[dim] = min(step, shape[dim] - offsets[dim])
+    return tuple(offsets), tuple(local)
+
+
+def part(
+    of: workload.Shapes, layout: str, rank: int, world: int, seed: int | None = None
+) -> Part:
+    """A rank's part of a set: with the set's bits (``seed``), or zeros to get into."""
+    made: Part = {}
+    for at, (name, shape) in enumerate(of.items()):
+        offsets, local = box(layout, shape, rank, world)
+        if seed is None:
+            tensor = torch.zeros(local, dtype=workload.DTYPE)
+        else:
+            full = workload.random_tensor(shape, seed + at)
+            tensor = _cut(full, offsets, local).clone(memory_format=torch.contiguous_format)
+        whole = local == shape and layout == WHOLE
+        made[name] = tensor if whole else TensorShard(tensor, TensorSlice(offsets, local, shape))
+    return made
+
+
+def local(value: torch.Tensor | TensorShard) -> torch.Tensor:
+    """The memory of a part's entry."""
+    return value.tensor if isinstance(value, TensorShard) else value
+
+
+def nbytes(parts: Iterable[Part]) -> int:
+    """Bytes of all of them."""
+    return sum(local(v).numel() * workload.DTYPE.itemsize for p in parts for v in p.values())
+
+
+def mark(parts: Iterable[Part], number: int) -> None:
+    """Write ``number`` at marked places of every tensor, the same ones in every layout."""
+    for tensor, rows in _marked(parts):
+        tensor[rows] = number
+
+
+def wrong(
+    parts: Iterable[Part], of: workload.Shapes, seed: int, number: int, *, full: bool
+) -> list[str]:
+    """Names of entries that are not those of the set with that mark, bit for bit.
+
+    ``full``: all bytes are compared, else marks.
+    """
+    bad: list[str] = []
+    for one in parts:
+        if one.keys() != of.keys():
+            bad.extend(one.keys() ^ of.keys())
+            continue
+        for at, (name, value) in enumerate(one.items()):
+            if full:
+                want = workload.random_tensor(of[name], seed + at)
+                mark([{name: want}], number)
+                offsets, shape = _place(value)
+                want = _cut(want, offsets, shape)
+                same = torch.equal(_bits(local(value)), _bits(want))
+            else:
+                marks = [tensor[rows] for tensor, rows in _marked([{name: value}])]
+                same = all(bool((found == number).all()) for found in marks)
+            if not same:
+                bad.append(name)
+    return bad
+
+
+def _marked(parts: Iterable[Part]) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    """Tensors as integers, and the places of the marks in them."""
+    for one in parts:
+        for value in one.values():
+            offsets, shape = _place(value)
+            whole = value.tensor_slice.global_shape if isinstance(value, TensorShard) else shape
+            axes: list[torch.Tensor] = []
+            for offset, extent, size in zip(offsets, shape, whole, strict=True):
+                marks = {i * (size - 1) // _MARKS for i in range(_MARKS + 1)}
+                here = sorted(i - offset for i in marks if offset <= i < offset + extent)
+                axes.append(torch.tensor(here, dtype=torch.int64))
+            if all(len(axis) for axis in axes):
+                grid = torch.meshgrid(*axes, indexing="ij")
+                yield _bits(local(value)), tuple(grid)
+
+
+def _place(value: torch.Tensor | TensorShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if isinstance(value, TensorShard):
+        return value.tensor_slice.offsets, value.tensor_slice.local_shape
+    return (0,) * value.dim(), tuple(value.shape)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+def _cut(
+    tensor: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]
+) -> torch.Tensor:
+    for dim, (offset, extent) in enumerate(zip(offsets, shape, strict=True)):
+        tensor = tensor.narrow(dim, offset, extent)
+    return tensor

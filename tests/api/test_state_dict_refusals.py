@@ -1,0 +1,89 @@
+"""State dicts that cannot be stored, and arguments that make no sense: refused, nothing changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.trees import assert_same
+
+import torchstore_core as ts
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "match"),
+    [
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, r"two entries are named 'a\.b'"),
+        ({1: 1, "1": 2}, "two entries are named '1'"),
+        ({"": torch.ones(1)}, "name is empty"),
+        ({(1, 2): torch.ones(1)}, "names of entries"),
+        ({"m": torch.empty(3, device="meta"), "ok": 1}, "meta"),
+        ({"ok": 1, "s": torch.ones(3).to_sparse()}, "sparse"),
+        ({"l": [torch.ones(1), lambda: 1]}, r"l\.1"),
+        ([torch.ones(1)], "dict of names"),
+        ({"x" * 5000: torch.ones(1)}, "4096"),
+    ],
+    ids=["clash", "int", "empty", "tuple", "meta", "sparse", "function", "list", "long"],
+)
+async def test_a_state_dict_that_cannot_be_stored_changes_nothing(shared, state_dict, match):
+    before = await ts.put_state_dict({"w": torch.ones(2)}, "k")
+    with pytest.raises(ts.UnsupportedValueError, match=match):
+        await ts.put_state_dict(state_dict, "k")
+    assert await ts.latest_version("k") == before.version
+    assert (await ts.stat("k")).pending == []
+    assert (await ts.get_state_dict("k"))["w"].tolist() == [1, 1]
+
+
+async def test_arguments_that_make_no_sense(shared):
+    for arguments in (
+        {"participants": 0},
+        {"participants": 1.0},
+        {"keep": 0},
+        {"keep": True},
+        {"version": 0},
+        {"version": "1"},
+        {"transfer_dtype": torch.int8},
+        {"transfer_dtype": torch.complex64},
+        {"transfer_dtype": "bfloat16"},
+        {"transfer_dtype": {"*": torch.int8}},
+        {"transfer_dtype": {5: torch.float16}},
+    ):
+        with pytest.raises(ts.ConfigurationError):
+            await ts.put_state_dict({"w": torch.ones(1)}, "k", **arguments)
+    with pytest.raises(ts.UnsupportedValueError, match="a key is a str"):
+        await ts.put_state_dict("k", {"w": torch.ones(1)})
+    assert not await ts.exists("k")
+    await ts.put_state_dict({"w": torch.ones(1)}, "k")
+    for wrong in ("1", 1.5, 1 << 70):
+        with pytest.raises(ts.UnsupportedValueError, match="min_version"):
+            await ts.get_state_dict("k", min_version=wrong)
+    with pytest.raises(ts.ConfigurationError, match="version"):
+        await ts.get_state_dict("k", version=0)
+    with pytest.raises(ts.ConfigurationError, match="below min_version"):
+        await ts.get_state_dict("k", version=2, min_version=3)
+    assert (await ts.get_state_dict("k"))["w"].item() == 1
+
+
+class _Own:
+    """Only pickle can keep it."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Own
+
+    __hash__ = None
+
+
+async def test_pickle_is_needed_only_for_what_needs_it(shared):
+    plain = {"w": torch.ones(3), "set": {1, 2}, "in": {"t": (1, "x", b"y", None)}}
+    await ts.put_state_dict(plain, "plain", allow_pickle=False)
+    assert_same(await ts.get_state_dict("plain", allow_pickle=False), plain)
+    own = {"w": torch.ones(3), "in": {"own": _Own()}}
+    with pytest.raises(ts.UnsafeObjectError, match=r"in\.own"):
+        await ts.put_state_dict(own, "own", allow_pickle=False)
+    assert not await ts.exists("own")
+    await ts.put_state_dict(own, "own")
+    assert_same(await ts.get_state_dict("own"), own)
+    with pytest.raises(ts.UnsafeObjectError, match=r"in\.own"):
+        await ts.get_state_dict("own", allow_pickle=False)
+    with pytest.raises(ts.UnsafeObjectError):
+        await ts.get("own", allow_pickle=False)
+    assert (await ts.get("own/w", allow_pickle=False)).tolist() == [1, 1, 1]
