@@ -7,7 +7,8 @@ Layouts are those of the usual meshes of one dimension: ``rows`` (``Shard(0)``, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
 import workload
@@ -41,7 +42,13 @@ def box(
 
 
 def part(
-    of: workload.Shapes, layout: str, rank: int, world: int, seed: int | None = None
+    of: workload.Shapes,
+    layout: str,
+    rank: int,
+    world: int,
+    seed: int | None = None,
+    *,
+    finite: bool = False,
 ) -> Part:
     """A rank's part of a set: with the set's bits (``seed``), or zeros to get into."""
     made: Part = {}
@@ -50,7 +57,7 @@ def part(
         if seed is None:
             tensor = torch.zeros(local, dtype=workload.DTYPE)
         else:
-            full = workload.random_tensor(shape, seed + at)
+            full = workload.random_tensor(shape, seed + at, finite=finite)
             tensor = _cut(full, offsets, local).clone(memory_format=torch.contiguous_format)
         whole = local == shape and layout == WHOLE
         made[name] = tensor if whole else TensorShard(tensor, TensorSlice(offsets, local, shape))
@@ -69,16 +76,28 @@ def nbytes(parts: Iterable[Part]) -> int:
 
 def mark(parts: Iterable[Part], number: int) -> None:
     """Write ``number`` at marked places of every tensor, the same ones in every layout."""
-    for tensor, rows in _marked(parts):
-        tensor[rows] = number
+    for one in parts:
+        for value in one.values():
+            places = _marks(*_place(value))
+            if places is not None:
+                _bits(local(value)).view(-1)[places] = number
 
 
 def wrong(
-    parts: Iterable[Part], of: workload.Shapes, seed: int, number: int, *, full: bool
+    parts: Iterable[Part],
+    of: workload.Shapes,
+    seed: int,
+    number: Callable[[int], int],
+    *,
+    full: bool,
+    finite: bool = False,
 ) -> list[str]:
-    """Names of entries that are not those of the set with that mark, bit for bit.
+    """Names of entries that are not those of the set with their mark, bit for bit.
 
-    ``full``: all bytes are compared, else marks.
+    Args:
+        number: the mark of an entry, by its place in the set.
+        full: compare all bytes, else marks.
+        finite: as the set was made.
     """
     bad: list[str] = []
     for one in parts:
@@ -86,49 +105,48 @@ def wrong(
             bad.extend(one.keys() ^ of.keys())
             continue
         for at, (name, value) in enumerate(one.items()):
+            offsets, shape, whole = _place(value)
+            bits = _bits(local(value))
             if full:
-                want = workload.random_tensor(of[name], seed + at)
-                mark([{name: want}], number)
-                offsets, shape = _place(value)
-                want = _cut(want, offsets, shape)
-                same = torch.equal(_bits(local(value)), _bits(want))
+                want = workload.random_tensor(whole, seed + at, finite=finite)
+                mark([{name: want}], number(at))
+                same = torch.equal(bits, _bits(_cut(want, offsets, shape)))
             else:
-                marks = [tensor[rows] for tensor, rows in _marked([{name: value}])]
-                same = all(bool((found == number).all()) for found in marks)
+                places = _marks(offsets, shape, whole)
+                same = places is None or bool((bits.view(-1)[places] == number(at)).all())
             if not same:
                 bad.append(name)
     return bad
 
 
-def _marked(parts: Iterable[Part]) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
-    """Tensors as integers, and the places of the marks in them."""
-    for one in parts:
-        for value in one.values():
-            offsets, shape = _place(value)
-            whole = value.tensor_slice.global_shape if isinstance(value, TensorShard) else shape
-            axes: list[torch.Tensor] = []
-            for offset, extent, size in zip(offsets, shape, whole, strict=True):
-                marks = {i * (size - 1) // _MARKS for i in range(_MARKS + 1)}
-                here = sorted(i - offset for i in marks if offset <= i < offset + extent)
-                axes.append(torch.tensor(here, dtype=torch.int64))
-            if all(len(axis) for axis in axes):
-                grid = torch.meshgrid(*axes, indexing="ij")
-                yield _bits(local(value)), tuple(grid)
+_Shape = tuple[int, ...]
 
 
-def _place(value: torch.Tensor | TensorShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _place(value: torch.Tensor | TensorShard) -> tuple[_Shape, _Shape, _Shape]:
+    """Offsets, shape, shape of the whole."""
     if isinstance(value, TensorShard):
-        return value.tensor_slice.offsets, value.tensor_slice.local_shape
-    return (0,) * value.dim(), tuple(value.shape)
+        part = value.tensor_slice
+        return part.offsets, part.local_shape, part.global_shape
+    shape = tuple(value.shape)
+    return (0,) * value.dim(), shape, shape
+
+
+@lru_cache(maxsize=1024)
+def _marks(offsets: _Shape, shape: _Shape, whole: _Shape) -> torch.Tensor | None:
+    """Where in a part, flat, the marks are; None if there are none."""
+    places = torch.zeros((), dtype=torch.int64)
+    for offset, extent, size in zip(offsets, shape, whole, strict=True):
+        marks = {i * (size - 1) // _MARKS for i in range(_MARKS + 1)}
+        here = sorted(i - offset for i in marks if offset <= i < offset + extent)
+        places = places.unsqueeze(-1) * extent + torch.tensor(here, dtype=torch.int64)
+    return places.flatten() if places.numel() else None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-def _cut(
-    tensor: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]
-) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, offsets: _Shape, shape: _Shape) -> torch.Tensor:
     for dim, (offset, extent) in enumerate(zip(offsets, shape, strict=True)):
         tensor = tensor.narrow(dim, offset, extent)
     return tensor

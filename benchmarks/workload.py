@@ -3,7 +3,8 @@
 327 bfloat16 tensors: embedding, head and last norm, and nine in each of 36 layers (four attention
 projections of hidden × hidden, three of the MLP, two norms). At full size they have 8.40 GB
 (7.82 GiB). Smaller sets keep the 327 tensors; hidden, intermediate and vocabulary shrink by one
-common factor, so that the large tensors keep their shares of the whole.
+common factor, and are rounded to what models have, so that the large tensors keep their shares of
+the whole. Other sets: those of a named model (``models.py``), and many small tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2560, 8960, 151936, 36
 FULL_GB = 8.398
 DTYPE = torch.bfloat16
+_TOP_OF_EXPONENT = 0x4000
 
 #: Name to shape, in the order of the set.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -30,8 +32,9 @@ def shapes(gb: float) -> dict[str, tuple[int, ...]]:
     (327, 0.76)
     """
     factor = (gb / FULL_GB) ** 0.5
-    hidden, intermediate = (max(1, round(n * factor)) for n in (HIDDEN, INTERMEDIATE))
-    vocabulary = max(1, round(VOCABULARY * factor))
+    hidden, intermediate, vocabulary = (
+        _rounded(n * factor) for n in (HIDDEN, INTERMEDIATE, VOCABULARY)
+    )
     made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
@@ -45,6 +48,34 @@ def shapes(gb: float) -> dict[str, tuple[int, ...]]:
     made["model.norm.weight"] = (hidden,)
     made["lm_head.weight"] = (vocabulary, hidden)
     return made
+
+
+def _rounded(size: float) -> int:
+    """A multiple of 64, as the sizes of models are; of less if that would change it by 1 %.
+
+    >>> _rounded(770.1), _rounded(279.35), _rounded(3.2)
+    (768, 280, 3)
+    """
+    for unit in (64, 32, 16, 8, 4, 2):
+        near = round(size / unit) * unit
+        if abs(near - size) < 0.01 * size:
+            return near
+    return max(1, round(size))
+
+
+def experts(count: int, nbytes: int) -> dict[str, tuple[int, ...]]:
+    """Name to shape of many small tensors of ``nbytes`` bytes, named like experts of a model.
+
+    >>> list(experts(376, 4096).items())[-1]
+    ('model.layers.1.mlp.experts.0.gate_proj.weight', (2048,))
+    """
+    projections = ("gate_proj", "up_proj", "down_proj")
+    return {
+        f"model.layers.{i // 375}.mlp.experts.{i % 375 // 3}.{projections[i % 3]}.weight": (
+            nbytes // DTYPE.itemsize,
+        )
+        for i in range(count)
+    }
 
 
 def received(shapes: Mapping[str, Sequence[int]]) -> Shapes:
@@ -62,11 +93,13 @@ def nbytes(of: Shapes) -> int:
     return sum(sizes(of))
 
 
-def random_tensor(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Random bits (NaNs and infinities included), the same in every process."""
+def random_tensor(shape: tuple[int, ...], seed: int, *, finite: bool = False) -> torch.Tensor:
+    """Random bits (NaNs and infinities included, unless ``finite``), the same in every process."""
     count = torch.Size(shape).numel()
     words = torch.empty(count * DTYPE.itemsize // 8 + 1, dtype=torch.int64)
     words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
+    if finite:
+        words.view(torch.int16).bitwise_and_(~_TOP_OF_EXPONENT)
     return words.view(DTYPE)[:count].view(shape)
 
 

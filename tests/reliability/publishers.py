@@ -54,11 +54,16 @@ def rows(rank: int) -> slice:
 
 
 class Publisher:
-    """What one rank publishes."""
+    """What one rank publishes.
 
-    def __init__(self, kind: str, rank: int) -> None:
+    Args:
+        named: it says which participant it is.
+    """
+
+    def __init__(self, kind: str, rank: int, *, named: bool = True) -> None:
         self._kind = kind
         self._rank = rank
+        self._who = rank if named else None
         here = rows(rank)
         self._zeros = [pattern(SHAPE, seed)[here] for seed in range(len(NAMES))]
         self._shards = [torch.empty_like(zero) for zero in self._zeros]
@@ -90,7 +95,7 @@ class Publisher:
             state_dict,
             KEY,
             participants=RANKS,
-            participant=self._rank,
+            participant=self._who,
             transfer_dtype=None,
             partial=False,
             keep=1,
@@ -109,7 +114,7 @@ class Publisher:
                 KEY,
                 version=version,
                 participants=RANKS,
-                participant=self._rank,
+                participant=self._who,
                 **how,
             )
         return ref.version
@@ -289,7 +294,9 @@ async def publish(
     await told(pipe)
 
 
-async def obey(pipe: Connection, address: str, kind: str, rank: int) -> None:
+async def obey(
+    pipe: Connection, address: str, kind: str, rank: int, named: bool = True
+) -> None:
     """Do what the test says, one word after the other:
 
     * ``("put", number, version)``: publish; answer the version, or the name of the error.
@@ -297,7 +304,7 @@ async def obey(pipe: Connection, address: str, kind: str, rank: int) -> None:
     * ``"fork"``: hold zero-copy values, fork a child that sleeps with them; answer its pid.
     """
     client = await ts.connect(address)
-    mine = Publisher(kind, rank)
+    mine = Publisher(kind, rank, named=named)
     held: list[Any] = []
     pipe.send("ready")
     while True:

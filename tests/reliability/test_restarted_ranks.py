@@ -20,8 +20,10 @@ WAYS = pytest.mark.parametrize("explicit", [False, True], ids=["counted", "expli
 class Rank(Child):
     """A rank that publishes at the test's word."""
 
-    def __init__(self, address: str, kind: str, rank: int, *, explicit: bool = False) -> None:
-        super().__init__(publishers.obey, address, kind, rank)
+    def __init__(
+        self, address: str, kind: str, rank: int, *, explicit: bool = False, named: bool = True
+    ) -> None:
+        super().__init__(publishers.obey, address, kind, rank, named)
         self._explicit = explicit
 
     async def do(self, what: str, number: int, version: int) -> Any:
@@ -45,10 +47,13 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-async def run_of(stack: ExitStack, address: str, kind: str, *, explicit: bool) -> list[Rank]:
+async def run_of(
+    stack: ExitStack, address: str, kind: str, *, explicit: bool = True, named: bool = True
+) -> list[Rank]:
     """All ranks of a run."""
     ranks = [
-        stack.enter_context(Rank(address, kind, rank, explicit=explicit)) for rank in range(RANKS)
+        stack.enter_context(Rank(address, kind, rank, explicit=explicit, named=named))
+        for rank in range(RANKS)
     ]
     for rank in ranks:
         assert await rank.said() == "ready"
@@ -99,7 +104,161 @@ async def test_what_one_rank_put_before_all_were_killed_is_not_completed_by_the_
         before, version = number, one + 1
         used.add((await account()).used)
     assert len(used) == 1
-    for rank in new:
+    await nothing_is_left(new)
+
+
+async def nothing_is_left(ranks: list[Rank]) -> None:
+    """All that the store held was for the one key."""
+    for rank in ranks:
         rank.kill()
     await ts.delete(KEY)
     await settled(Account(1, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_rank_had_put_ahead_of_the_others_is_not_completed_by_the_next_run(
+    shared: ts.Client, stack: ExitStack, kind: str
+):
+    version = await a_new_key()
+    old = await run_of(stack, shared.address, kind)
+    assert [await rank.put(1001, version) for rank in old] == [version] * 2
+    for number in (1002, 1003, 1004):
+        version += 1
+        assert await old[0].put(number, version) == version
+    for rank in old:
+        rank.kill()
+    await until(nobody_writes)
+    assert len(await pending()) == 3
+
+    new = await run_of(stack, shared.address, kind)
+    for ahead in range(3):
+        assert await new[1].put(2002 + ahead, version - 2 + ahead) == version - 2 + ahead
+        assert await published(kind) == 1001
+    for ahead in range(3):
+        assert await new[0].put(2002 + ahead, version - 2 + ahead) == version - 2 + ahead
+        assert await published(kind) == 2002 + ahead
+    assert not await pending()
+    await nothing_is_left(new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_killed_process_is_dead_though_a_forked_child_of_it_lives_on(
+    shared: ts.Client, stack: ExitStack, kind: str
+):
+    version = await a_new_key()
+    old = await run_of(stack, shared.address, kind)
+    assert [await rank.put(1001, version) for rank in old] == [version] * 2
+    old[0].tell("fork")
+    forked = await old[0].said()
+    try:
+        version += 1
+        assert await old[0].put(1002, version) == version
+        await old[1].begin(1002, version)
+        for rank in old:
+            rank.kill()
+
+        async def nobody_writes() -> bool:
+            return not any(p.writing for p in await pending())
+
+        await until(nobody_writes)
+        new = await run_of(stack, shared.address, kind)
+        assert await new[1].put(2002, version) == version
+        assert await published(kind) == 1001
+        assert await new[0].put(2002, version) == version
+        assert await published(kind) == 2002
+    finally:
+        kill(forked)
+    await nothing_is_left(new)
+
+
+async def test_ranks_without_a_name_go_on_after_a_restart(shared: ts.Client, stack: ExitStack):
+    """They are new to the store; that others of their kind were further does not hold them up."""
+    version = await a_new_key()
+    for number in (1001, 1002):
+        run = await run_of(stack, shared.address, "state dict", explicit=False, named=False)
+        for _ in range(3):
+            assert [await rank.put(number, 0) for rank in run] == [version] * 2
+            assert await published("state dict") == number
+            number += 1
+            version += 1
+        for rank in run:
+            rank.kill()
+        await until(nobody_writes)
+    await nothing_is_left(run)
+
+
+@WAYS
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_rank_put_before_it_ended_counts_for_those_that_lived_beside_it(
+    shared: ts.Client, stack: ExitStack, kind: str, explicit: bool
+):
+    version = await a_new_key()
+    ranks = await run_of(stack, shared.address, kind, explicit=explicit)
+    await ranks[1].begin(1001, version)
+    ranks[1].kill()
+    ranks[1] = stack.enter_context(Rank(shared.address, kind, 1, explicit=explicit))
+    assert await ranks[1].said() == "ready"
+    for number in (1001, 1002):
+        assert [await rank.put(number, version) for rank in ranks] == [version] * 2
+        version += 1
+    assert await ranks[0].put(1003, version) == version
+    ranks[0].kill()
+    await until(lambda: sessions(2))
+    assert await ranks[1].put(1003, version) == version
+    assert await published(kind) == 1003
+    await nothing_is_left(ranks)
+
+
+async def sessions(expected: int) -> bool:
+    return (await account()).sessions == expected
+
+
+@WAYS
+@pytest.mark.parametrize("kind", KINDS)
+async def test_processes_one_after_the_other_make_one_version_though_one_of_them_was_killed(
+    shared: ts.Client, stack: ExitStack, kind: str, explicit: bool
+):
+    version = await a_new_key()
+    before = 0
+    for number in (1001, 1002):
+        for rank, ends in ((0, "put"), (1, "begin"), (1, "put")):
+            with Rank(shared.address, kind, rank, explicit=explicit) as process:
+                assert await process.said() == "ready"
+                assert await published(kind) == before
+                if ends == "put":
+                    assert await process.put(number, version) == version
+                else:
+                    await process.begin(number, version)
+            await until(nobody_writes)
+        before = number
+        assert await published(kind) == number
+        version += 1
+    await nothing_is_left([])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_memory_of_a_version_that_is_never_finished_comes_back_with_the_next_one(
+    shared: ts.Client, stack: ExitStack, kind: str
+):
+    version = await publish_all(kind, 1001)
+    one = (await account()).used
+    ranks = await run_of(stack, shared.address, kind)
+    for ahead in (1, 2):
+        assert await ranks[0].put(1001 + ahead, version + ahead) == version + ahead
+    await ranks[1].begin(1002, version + 1)
+    seen = await account()
+    assert seen.used >= 2 * one
+    assert 0 < seen.unfinished < one
+    ranks[1].kill()
+    await until(lambda: sessions(2))
+    seen = await account()
+    assert one < seen.used < 3 * one
+    assert seen.unfinished == 0
+    assert await published(kind) == 1001
+    assert [p.version for p in await pending()] == [version + 1, version + 2]
+    # Whoever publishes it.
+    assert await publish_all(kind, 1004, version + 3) == version + 3
+    await settled(Account(2, one))
+    assert await pending() == []
+    assert await published(kind) == 1004
+    await nothing_is_left(ranks)

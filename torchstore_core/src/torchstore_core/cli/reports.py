@@ -69,7 +69,9 @@ class StatusReport(msgspec.Struct, frozen=True):
 
 
 class KeyLine(msgspec.Struct, frozen=True):
-    """One key of ``torchstore ls``. ``codec`` is None for a tensor, ``dtype``/``shape`` else."""
+    """One key of ``torchstore ls``. ``codec`` is for objects, ``dtype`` and ``shape`` for tensors,
+    ``entries`` for state dicts.
+    """
 
     key: str
     version: int
@@ -83,6 +85,7 @@ class KeyLine(msgspec.Struct, frozen=True):
     leases: int
     created: float
     creator_pid: int
+    entries: int | None = None
 
     @classmethod
     def make(cls, found: m.Listed) -> KeyLine:
@@ -97,10 +100,11 @@ class KeyLine(msgspec.Struct, frozen=True):
             codec,
             found.nbytes,
             found.volume,
-            found.segment < 0,
+            found.segment == -1,
             found.leases,
             found.created,
             found.creator_pid,
+            getattr(found.meta, "entries", None),
         )
 
 
@@ -121,7 +125,11 @@ class Creator(msgspec.Struct, frozen=True):
 
 
 class KeyDetails(msgspec.Struct, frozen=True):
-    """``torchstore stat``. ``segment`` and ``offset`` are None for an inline value."""
+    """``torchstore stat``. ``segment`` and ``offset`` are None for what is not one range of memory.
+
+    ``parts``: the shards that a tensor lies in. ``versions``: those that can be read; ``pending``:
+    those that wait for shards or participants.
+    """
 
     key: str
     version: int
@@ -137,12 +145,16 @@ class KeyDetails(msgspec.Struct, frozen=True):
     leases: int
     created: float
     creator: Creator
+    entries: int | None
+    parts: int
+    versions: list[int]
+    pending: list[m.Pending]
 
     @classmethod
     def make(cls, found: m.Found) -> KeyDetails:
         """From the wire."""
         kind, dtype, shape, codec = _kind(found.meta)
-        inline = found.segment < 0
+        placed = found.segment >= 0
         return cls(
             found.key,
             found.version,
@@ -152,12 +164,16 @@ class KeyDetails(msgspec.Struct, frozen=True):
             codec,
             found.nbytes,
             found.volume,
-            inline,
-            None if inline else found.segment,
-            None if inline else found.offset,
+            found.segment == -1,
+            found.segment if placed else None,
+            found.offset if placed else None,
             found.leases,
             found.created,
             Creator(found.creator.pid, found.creator.hostname, found.creator.rank),
+            getattr(found.meta, "entries", None),
+            found.parts,
+            found.versions,
+            found.pending,
         )
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from torchstore_core.cli import reports
 from torchstore_core.cli.screen import Cell, Screen, bar, printable
 from torchstore_core.cli.units import human_bytes, human_duration, human_latency
+from torchstore_core.wire import messages as m
 
 __all__ = ["show"]
 
@@ -120,6 +121,8 @@ def _sessions(screen: Screen, report: reports.StatusReport) -> None:
 
 
 def _type(entry: reports.KeyLine | reports.KeyDetails) -> str:
+    if entry.entries is not None:
+        return f"state dict ({entry.entries:,})"
     return entry.dtype if entry.dtype is not None else f"object ({entry.codec})"
 
 
@@ -151,7 +154,8 @@ def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
             ]
         rows.append([*row, Text(printable(e.key), "bold")])
     screen.table([*titles, "KEY"], rows, right=(0, 3, 4, 5, 6) if long else (0, 3))
-    total = human_bytes(sum(e.nbytes for e in report.entries))
+    # A state dict's entries are listed, too: its bytes are theirs.
+    total = human_bytes(sum(e.nbytes for e in report.entries if e.entries is None))
     count = len(report.entries)
     screen.line()
     screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}", "dim"))
@@ -162,20 +166,38 @@ def _key(screen: Screen, e: reports.KeyDetails) -> None:
     age = human_duration(time.time() - e.created)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.created))
     rank = "" if e.creator.rank is None else f", rank {e.creator.rank}"
-    place = "inline, in the controller" if e.inline else f"segment {e.segment}, offset {e.offset:,}"
+    place = "inline, in the controller" if e.inline else f"{e.parts:,} parts"
+    if e.segment is not None and e.offset is not None:
+        place = f"segment {e.segment}, offset {e.offset:,}"
+    if e.entries is not None:
+        place = f"{e.entries:,} entries"
     rows = [
         ("version", str(e.version)),
         ("type", _type(e) if e.shape is None else f"{e.dtype} tensor"),
         ("size", f"{human_bytes(e.nbytes)} ({e.nbytes:,} bytes)"),
-        ("volume", f"{e.volume} ({place})"),
+        ("volume", f"{e.volume or 'none'} ({place})"),
         ("leases", f"{e.leases:,}"),
         ("created", f"{when} ({age} ago)"),
         ("creator", f"pid {e.creator.pid} on {e.creator.hostname}{rank}"),
     ]
     if e.shape is not None:
         rows.insert(2, ("shape", _shape(e.shape)))
+    if len(e.versions) > 1:
+        rows.insert(1, ("kept", ", ".join(map(str, e.versions[:-1]))))
+    rows += [(f"version {p.version}", _pending(p)) for p in e.pending]
     screen.line((printable(e.key), "bold"))
     screen.table((), [(Text(name, "dim"), text) for name, text in rows])
+
+
+def _pending(p: m.Pending) -> str:
+    """What a version that is not whole yet waits for."""
+    done = f"{len(p.committed)}" + (f" of {p.participants}" if p.participants else "")
+    text = f"not whole yet: done {done}, writing {len(p.writing)}"
+    if p.missing:
+        name, offset, shape = p.missing[0]
+        box = f"{printable(name)}{list(offset)}+{list(shape)}"
+        text += f", boxes missing {len(p.missing)} (the first: {box})"
+    return text
 
 
 def _removed(screen: Screen, report: reports.Removed) -> None:

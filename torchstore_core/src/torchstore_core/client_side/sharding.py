@@ -30,7 +30,9 @@ class TensorShard:
 
     Args:
         tensor: the piece, of any strides.
-        tensor_slice: its place; ``local_shape`` is the tensor's shape.
+        tensor_slice: its place; ``local_shape`` is the tensor's shape. With ``mesh_shape`` and
+            ``coordinates`` several ranks may hold the same piece; without them each piece is put
+            once a version.
 
     >>> part = TensorSlice(offsets=(2, 0), local_shape=(2, 4), global_shape=(4, 4))
     >>> TensorShard(torch.zeros(2, 4), part).tensor_slice.offsets

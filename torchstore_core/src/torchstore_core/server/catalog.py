@@ -283,8 +283,9 @@ class Catalog:
             group.keep = generation.publication.keep
         stored = generation.seal(key, self.newest.get(key))
         del group.pending[generation.version]
-        if generation.participants:  # all were part of it: nobody can be late for it
-            generation.line.versions.remove(generation.version)
+        line = generation.line
+        if generation.participants or not line.replicas:
+            line.versions.remove(generation.version)  # all were part of it: nobody can be late
         generation.discard(dead)
         self._replace(key, stored, generation.version, dead)
         return True

@@ -82,16 +82,35 @@ def disown(stored: Stored, dead: list[Value]) -> None:
 class Contribution:
     """What one participant put into a generation. It holds its values.
 
-    ``before``: the version that the participant was at; 0 at first.
+    Attributes:
+        before: the version that the participant was at; 0 at first.
+        items: the values that it stores, by name of their entry.
+        others: entries that it puts too, but that others store: replicas, and empty shards.
+        paths, aliases: see ``messages.PutItem``; by name.
+        order: names of entries as they came; only if there are aliases.
     """
 
-    __slots__ = ("before", "committed", "items", "session", "who")
+    __slots__ = (
+        "aliases",
+        "before",
+        "committed",
+        "items",
+        "order",
+        "others",
+        "paths",
+        "session",
+        "who",
+    )
 
     def __init__(self, who: str, session: SessionRecord, before: int) -> None:
         self.who = who
         self.session = session
         self.before = before
         self.items: list[tuple[str, Value]] = []
+        self.others: dict[str, ValueMeta] = {}
+        self.paths: dict[str, bytes] = {}
+        self.aliases: dict[str, str] = {}
+        self.order: dict[str, None] = {}
         self.committed = False
 
 
@@ -115,11 +134,16 @@ class Participant:
 
 
 class Line:
-    """The generations of one layout, and its participants by name."""
+    """The generations of one layout, and its participants by name.
 
-    __slots__ = ("participants", "versions")
+    Args:
+        replicas: several participants may put the same bytes, so that one of them may come late.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("participants", "replicas", "versions")
+
+    def __init__(self, *, replicas: bool) -> None:
+        self.replicas = replicas
         self.versions: list[int] = []
         self.participants: dict[str, Participant] = {}
 
@@ -147,14 +171,11 @@ class Generation:
     """
 
     __slots__ = (
-        "aliases",
         "contributions",
         "dropped",
         "entries",
         "line",
-        "order",
         "participants",
-        "paths",
         "publication",
         "version",
     )
@@ -167,18 +188,14 @@ class Generation:
         self.participants = participants
         self.publication = publication
         self.entries: dict[str, Value | Shards] = {}
-        self.paths: dict[str, bytes] = {}
-        self.aliases: dict[str, str] = {}
-        #: Names of entries in the order they came; only if there are aliases.
-        self.order: dict[str, None] = {}
         self.contributions: dict[str, Contribution] = {}
         self.dropped = False
 
-    def holds(self, name: str, meta: ValueMeta, box: Box | None) -> bool:
+    def holds(self, name: str, meta: ValueMeta, box: Box | None, nbytes: int) -> bool:
         """Whether somebody puts these very bytes.
 
         Raises:
-            LayoutMismatchError: somebody puts the entry with another shape or dtype.
+            LayoutMismatchError: somebody puts the entry with another shape, dtype or element size.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -193,8 +210,16 @@ class Generation:
             )
         if type(entry) is Value:
             return True
-        if box is None and isinstance(meta, TensorMeta):
-            box = boxes.whole(meta.shape)
+        if box is None:
+            box = boxes.whole(entry.meta.shape)
+        if entry.parts:
+            other, value = next(iter(entry.parts.items()))
+            if value.nbytes * box.numel != nbytes * other.numel:
+                raise LayoutMismatchError(
+                    f"version {self.version}: {name or entry.key!r} comes in elements of different "
+                    "sizes",
+                    key=name or entry.key,
+                )
         return box in entry.parts
 
     def add(self, contribution: Contribution, name: str, key: str, value: Value) -> None:
@@ -222,16 +247,24 @@ class Generation:
 
     def remove(self, contribution: Contribution, dead: list[Value]) -> None:
         """Take a contribution out again."""
+        if self.contributions.get(contribution.who) is contribution:
+            del self.contributions[contribution.who]
+        names = dict.fromkeys(contribution.others)
         for name, value in contribution.items:
             entry = self.entries.get(name)
             if entry is value:
                 del self.entries[name]
             elif type(entry) is Shards and value.box is not None:
                 entry.parts.pop(value.box, None)
+                names[name] = None
             drop(value, dead)
         contribution.items.clear()
-        if self.contributions.get(contribution.who) is contribution:
-            del self.contributions[contribution.who]
+        for name in names:
+            entry = self.entries.get(name)
+            if type(entry) is not Shards or entry.parts:
+                continue
+            if not any(name in other.others for other in self.contributions.values()):
+                del self.entries[name]
 
     def discard(self, dead: list[Value]) -> None:
         """Drop it. Contributions that are still being written end by themselves."""
@@ -257,8 +290,12 @@ class Generation:
                 if not boxes.covers(target, ready):
                     yield from ((name, box) for box in boxes.missing(target, ready))
             elif not entry.created:
-                shape = entry.meta.shape if isinstance(entry.meta, TensorMeta) else ()
-                yield name, boxes.whole(shape)
+                yield name, _whole(entry.meta)
+        lost: dict[str, ValueMeta] = {}  # who was to store them gave up
+        for contribution in self.contributions.values():
+            if contribution.others:
+                lost |= {n: m for n, m in contribution.others.items() if n not in self.entries}
+        yield from ((name, _whole(meta)) for name, meta in lost.items())
 
     def state(self) -> m.Pending:
         """What of it is there, for people."""
@@ -278,17 +315,21 @@ class Generation:
         if publication is None:
             stored: Stored = entries[""]
         else:
-            for name, of in self.aliases.items():
-                if of in entries:
+            done = [c for c in self.contributions.values() if c.committed]
+            for contribution in done:
+                for name, of in contribution.aliases.items():
                     entries.setdefault(name, entries[of])
-            if self.order:
-                names = self.order | dict.fromkeys(entries)
-                entries = {name: entries[name] for name in names if name in entries}
-            paths = self.paths
+            order: dict[str, None] = {}
+            paths: dict[str, bytes] = {}
+            for contribution in done:
+                order |= contribution.order
+                paths = contribution.paths | paths
+            if order:
+                entries = {name: entries[name] for name in order | dict.fromkeys(entries)}
             if publication.partial and type(base) is Manifest:
+                paths = {n: p for n, p in base.paths.items() if n not in entries} | paths
                 entries = base.entries | entries
-                paths = base.paths | paths
-            first = next(iter(self.contributions.values()))
+            first = done[0]
             nbytes = sum(entry.nbytes for entry in {id(e): e for e in entries.values()}.values())
             facts = first.session.facts
             packed = publication.packed
@@ -335,7 +376,10 @@ class Group:
             idle = [key for key, old in self.lines.items() if id(old) not in busy]
             if len(self.lines) >= _MAX_LINES and idle:
                 del self.lines[idle[0]]
-            line = self.lines[layout] = Line()
+            # By their places in a mesh. Without one a participant is its box: a new box is no late
+            # replica, but the first of another cut.
+            replicas = isinstance(layout, tuple) and bool(layout[-1])
+            line = self.lines[layout] = Line(replicas=replicas)
         return line
 
     def next_of(
@@ -448,6 +492,10 @@ def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:
     sealed = Shards(entry.key, entry.meta, entry.creator, parts, target.numel * itemsize)
     sealed.version, sealed.created = version, now
     return sealed
+
+
+def _whole(meta: ValueMeta) -> Box:
+    return boxes.whole(meta.shape if isinstance(meta, TensorMeta) else ())
 
 
 def _words(meta: ValueMeta) -> str:

@@ -66,12 +66,15 @@ class JointPut:
                     layout, who = _layout_of(item)
                     slot = self._slot(item.key, who, layout, dead)
             self._found.append((slot, box))
-            if item.same_as >= 0 or (box is not None and box.is_empty):
+            if item.same_as >= 0:
                 continue
             if slot is not None:
                 name = "" if group is None else item.key
-                if slot.generation is None or slot.generation.holds(name, item.meta, box):
+                made = slot.generation
+                if made is None or made.holds(name, item.meta, box, item.nbytes):
                     continue
+            if box is not None and box.is_empty:
+                continue
             self._stored.append(at)
             self.items.append(item)
             self.boxes.append(box)
@@ -101,9 +104,7 @@ class JointPut:
             joined[key] = slot, self._catalog.join(slot, layout, self._session)
         group = request.group
         if group is not None and any(item.same_as >= 0 for item in request.items):
-            generation = self._slots[group.key][0].generation
-            if generation is not None:
-                generation.order |= dict.fromkeys([item.key for item in request.items])
+            joined[group.key][1].order = dict.fromkeys([item.key for item in request.items])
         plain: list[Value] = []
         results: list[Value | Slot] = []
         for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):
@@ -117,18 +118,20 @@ class JointPut:
             generation = where.generation
             if generation is None:
                 continue
-            name = "" if request.group is None else item.key
+            name = "" if group is None else item.key
+            contribution = joined[where.key][1]
             if item.path:
-                generation.paths.setdefault(name, item.path)
+                contribution.paths[name] = item.path
             if item.same_as >= 0:
-                if name not in generation.entries:
-                    generation.aliases[name] = request.items[item.same_as].key
+                contribution.aliases[name] = request.items[item.same_as].key
             elif value is not None:
-                generation.add(joined[where.key][1], name, item.key, value)
-            elif box is not None and box.is_empty and name not in generation.entries:
-                generation.shards(name, item.key, item.meta, self._session.facts)
-        if request.group is not None:
-            results = [self._slots[request.group.key][0]]
+                generation.add(contribution, name, item.key, value)
+            else:
+                contribution.others[name] = item.meta
+                if box is not None and box.is_empty and name not in generation.entries:
+                    generation.shards(name, item.key, item.meta, self._session.facts)
+        if group is not None:
+            results = [self._slots[group.key][0]]
         return Txn(list(values), nbytes, plain, list(joined.values()), results)
 
     def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:

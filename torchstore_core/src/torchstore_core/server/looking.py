@@ -65,14 +65,16 @@ def listing(
 def _listed(volumes: Sequence[VolumeRecord], key: str, stored: Stored, version: int) -> m.Listed:
     values = list(all_values(stored))
     places = {volumes[v.volume].info.id: None for v in values}
-    in_segment = isinstance(stored, Value) and stored.data is None
+    segment = -2
+    if isinstance(stored, Value):
+        segment = 0 if stored.data is None else -1
     return m.Listed(
         key,
         version,
         stored.meta,
         stored.nbytes,
         "+".join(places),
-        0 if in_segment else -1,
+        segment,
         max((v.pins for v in values), default=0),
         stored.created,
         stored.creator.pid,

@@ -412,9 +412,9 @@ class Pending(msgspec.Struct, frozen=True):
 class Found(Message, frozen=True, tag="found"):
     """One key, for ``torchstore stat``.
 
-    ``segment`` and ``offset`` are -1 for what is not one range of memory: inline values, shards,
-    state dicts. ``parts``: the shards it lies in, or entries it has. ``versions``: what can be
-    read; ``pending``: what is on its way.
+    ``segment`` is -1 for an inline value, -2 for what is in several places (shards, a state dict);
+    ``offset`` is -1 for both. ``parts``: the shards it lies in, or entries it has. ``versions``:
+    what can be read; ``pending``: what is on its way.
     """
 
     id: int
