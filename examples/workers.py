@@ -46,13 +46,19 @@ def start(name: str, target: Callable[..., None], *arguments: Any) -> Worker:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(theirs, *arguments), name=name)
     resource_tracker.ensure_running()  # its own start would unblock the signal
-    # A child inherits the mask; a Ctrl-C that comes meanwhile reaches this process afterwards.
+    # A child inherits the mask. A Ctrl-C that comes meanwhile, to whichever thread, has to wait:
+    # a child that was started halfway would complain.
+    interrupted: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
     theirs.close()
+    if interrupted:
+        raise KeyboardInterrupt
     return Worker(name, process, ours)
 
 

@@ -13,7 +13,6 @@ from torchstore_core.server.generations import (
     Contribution,
     Generation,
     Group,
-    Participant,
     Slot,
     disown,
     drop,
@@ -213,13 +212,7 @@ class Catalog:
             if version and generation is None:
                 return Slot(key, who, line, version, None)  # late: the others were faster
         elif (generation := group.pending.get(version)) is not None:
-            if generation.line is not line:
-                raise VersionGoneError(
-                    f"version {version} of {key!r} is on its way with another layout or another "
-                    "number of participants",
-                    key=key,
-                )
-            generation = group.rejoin(generation, who, session, dead)
+            generation = group.rejoin(generation, key, line, who, session, dead)
         elif version < self._next_version_at_least(key):
             if version in line.versions and line.last_of(who) < version:
                 return Slot(key, who, line, version, None)
@@ -249,7 +242,7 @@ class Catalog:
             group = self.groups[slot.key] = Group()
         line = group.lines.setdefault(layout, slot.line)
         slot.line = line
-        one = line.participants.setdefault(slot.who, Participant())
+        one = line.participant(slot.who)
         contribution = Contribution(slot.who, session, one.version)
         one.puts(slot.version, session)
         generation = slot.generation
@@ -275,9 +268,17 @@ class Catalog:
         now = time.time()
         for _, value in contribution.items:
             value.created = now
-        if not generation.is_whole():
+        if not generation.is_whole(self.newest.get(slot.key)):
             return False
-        key = slot.key
+        self._finish(slot.key, generation, dead)
+        # Partial ones may have waited for nothing but a version before them.
+        for later in list(self.groups[slot.key].pending.values()):
+            if later.is_partial and later.is_whole(self.newest[slot.key]):
+                self._finish(slot.key, later, dead)
+        return True
+
+    def _finish(self, key: str, generation: Generation, dead: list[Value]) -> None:
+        """A generation is whole: now it is the newest version."""
         group = self.groups[key]
         if generation.publication is not None:
             group.keep = generation.publication.keep
@@ -288,12 +289,11 @@ class Catalog:
             line.versions.remove(generation.version)  # all were part of it: nobody can be late
         generation.discard(dead)
         self._replace(key, stored, generation.version, dead)
-        return True
 
     def abort(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> None:
         """A contribution will never be complete."""
-        one = slot.line.participants[slot.who]
-        if one.version == slot.version and one.sessions[-1] is contribution.session:
+        one = slot.line.participants.get(slot.who)
+        if one and one.version == slot.version and one.sessions[-1] is contribution.session:
             one.version = contribution.before
         generation = slot.generation
         if generation is None:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Hashable, Iterable
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import ConfigurationError, LayoutMismatchError
+from torchstore_core.errors import ConfigurationError, LayoutMismatchError, VersionGoneError
 from torchstore_core.server.records import Manifest, SessionRecord, Shards, Stored, Value
 from torchstore_core.values import TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
@@ -28,6 +28,8 @@ __all__ += ["disown", "drop", "values_in"]
 # Layouts of one key that are remembered, and versions of one layout.
 _MAX_LINES = 16
 _MAX_VERSIONS = 1024
+# Participants of one layout whose place is remembered.
+_MAX_PARTICIPANTS = 1 << 16
 _MAX_SHOWN = 100
 # Processes of one participant, one after the other, that are remembered.
 _MAX_SESSIONS = 8
@@ -134,7 +136,7 @@ class Participant:
 
 
 class Line:
-    """The generations of one layout, and its participants by name.
+    """The generations of one layout, and those of its participants that put last, by name.
 
     Args:
         replicas: several participants may put the same bytes, so that one of them may come late.
@@ -152,6 +154,13 @@ class Line:
         bisect.insort(self.versions, version)
         while len(self.versions) > _MAX_VERSIONS and self.versions[0] not in pending:
             del self.versions[0]
+
+    def participant(self, who: str) -> Participant:
+        """One that puts now."""
+        one = self.participants[who] = self.participants.pop(who, None) or Participant()
+        if len(self.participants) > _MAX_PARTICIPANTS:
+            del self.participants[next(iter(self.participants))]
+        return one
 
     def next_version(self) -> int:
         """Above all that any participant ever put to: a number means one thing to all of them."""
@@ -274,12 +283,21 @@ class Generation:
                 for _, value in contribution.items:
                     drop(value, dead)
 
-    def is_whole(self) -> bool:
-        """Whether all participants are done and the committed boxes cover every tensor."""
+    def is_whole(self, base: Stored | None) -> bool:
+        """Whether all participants are done and the committed boxes cover every tensor; and if it
+        is partial, whether ``base``, the version before, has the rest.
+        """
+        if self.is_partial and type(base) is not Manifest:
+            return False
         done = sum(c.committed for c in self.contributions.values())
         if done < self.participants:
             return False
         return not any(True for _ in self.missing())
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it takes entries from the version before."""
+        return self.publication is not None and self.publication.partial
 
     def missing(self) -> Iterable[tuple[str, Box]]:
         """The boxes that nobody has committed, by name."""
@@ -294,7 +312,8 @@ class Generation:
         lost: dict[str, ValueMeta] = {}  # who was to store them gave up
         for contribution in self.contributions.values():
             if contribution.others:
-                lost |= {n: m for n, m in contribution.others.items() if n not in self.entries}
+                others = contribution.others.items()
+                lost |= {name: meta for name, meta in others if name not in self.entries}
         yield from ((name, _whole(meta)) for name, meta in lost.items())
 
     def state(self) -> m.Pending:
@@ -406,14 +425,30 @@ class Group:
         return 0, None
 
     def rejoin(
-        self, generation: Generation, who: str, session: SessionRecord, dead: list[Value]
+        self,
+        generation: Generation,
+        key: str,
+        line: Line,
+        who: str,
+        session: SessionRecord,
+        dead: list[Value],
     ) -> Generation | None:
         """A participant puts an explicit version, maybe again: the new put counts, and nothing
         that is left over from an earlier run. None if that was all of it.
 
         Raises:
             ConfigurationError: its other put of that version is still under way.
+            VersionGoneError: others that live put that version with another layout.
         """
+        if generation.line is not line:
+            if any(c.session.closed is None for c in generation.contributions.values()):
+                raise VersionGoneError(
+                    f"version {generation.version} of {key!r} is on its way with another layout or "
+                    "another number of participants",
+                    key=key,
+                )
+            self._throw_out(generation, dead)
+            return None
         earlier = generation.contributions.get(who)
         replaced = _left_over(generation, who, session)
         if earlier is not None:
@@ -468,7 +503,8 @@ def _left_over(generation: Generation, who: str, session: SessionRecord) -> list
             s.closed is not None and c.session.opened < s.closed and s.opened < closed
             for s in earlier
         )
-        if beside or participants[c.who].sessions[-1] is not c.session:
+        newest = participants.get(c.who)
+        if beside or (newest is not None and newest.sessions[-1] is not c.session):
             found.append(c)
     return found
 
