@@ -25,6 +25,7 @@ from typing import Any
 
 import floors
 import overheads
+import publishing
 import resharding
 import torch
 import transfers
@@ -46,6 +47,9 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "warm-omp1": transfers.warm_omp1,
     "state-dict": resharding.state_dict,
     "layouts": resharding.layouts,
+    "entries": publishing.entries,
+    "partial": publishing.partial,
+    "cast": publishing.cast,
     "small": overheads.small,
     "batch": overheads.batch,
     "import": overheads.imports,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import floors
 import layouts
 import torch
 import workload
-from watching import Observer
+from watching import Observer, messages_since, operations, peak_rss, process_size, reset_peak, timed
 
 import torchstore_core as ts
 
@@ -28,35 +29,39 @@ class Dicts:
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self._run = run
         self._observer: Observer | None = None
-        self._set: tuple[workload.Shapes, int] = ({}, 0)
-        self._parts: list[layouts.Part] = []
+        self._set: workload.Shapes = {}
+        self._seed = 0
+        self._finite = False
         self._warm: floors.WarmCopy | None = None
+        self.parts: list[layouts.Part] = []
 
     def make(
         self,
         shapes: dict[str, list[int]],
         seed: int,
-        layout: str,
-        ranks: list[int],
-        world: int,
         filled: bool,
+        layout: str = layouts.WHOLE,
+        ranks: tuple[int, ...] = (0,),
+        world: int = 1,
         limit: int = 0,
+        finite: bool = False,
     ) -> dict[str, int]:
         """Make what these ranks of a world hold of the set (``filled``), or destinations for it;
-        and the warm-copy floors, of at most ``limit`` bytes.
+        and the warm-copy floors, of at most ``limit`` bytes. Clients made from now on are watched.
         """
         self.drop()
         self._observer = Observer()
-        of = workload.received(shapes)
-        self._set = of, seed
+        self._set, self._seed, self._finite = workload.received(shapes), seed, finite
         bits = seed if filled else None
-        self._parts = [layouts.part(of, layout, rank, world, bits) for rank in ranks]
+        self.parts = [
+            layouts.part(self._set, layout, rank, world, bits, finite=finite) for rank in ranks
+        ]
         if limit:
-            sizes = workload.sizes(of)
+            sizes = workload.sizes(self._set)
             self._warm = floors.WarmCopy(min(sum(sizes), limit), sizes)
             floors.interleave(self._warm.kinds, 0)
         return {
-            "nbytes": layouts.nbytes(self._parts),
+            "nbytes": layouts.nbytes(self.parts),
             "floor_nbytes": self._warm.nbytes if self._warm is not None else 0,
         }
 
@@ -66,8 +71,12 @@ class Dicts:
             self._warm.close()
         if self._observer is not None:
             self._observer.close()
-        self._parts, self._warm, self._observer = [], None, None
+        self.parts, self._warm, self._observer = [], None, None
         gc.collect()
+
+    def kinds(self) -> list[str]:
+        """The floors there are."""
+        return [] if self._warm is None else list(self._warm.kinds)
 
     def floor(self, kind: str) -> float:
         """Seconds of one floor."""
@@ -75,17 +84,13 @@ class Dicts:
             raise LookupError("no floors were made")
         return self._warm.kinds[kind]()
 
-    def kinds(self) -> list[str]:
-        """The floors there are."""
-        return [] if self._warm is None else list(self._warm.kinds)
-
     def mark(self, number: int) -> None:
         """Make it the next version."""
-        layouts.mark(self._parts, number)
+        layouts.mark(self.parts, number)
 
     def put(self, participants: int = 1, participant: int = 0) -> dict[str, Any]:
         """Publish the one part that is here."""
-        (part,) = self._parts
+        (part,) = self.parts
         who = {"participants": participants, "participant": participant} if participants > 1 else {}
         start = time.perf_counter()
         self._run(ts.put_state_dict(part, KEY, **who))
@@ -95,15 +100,96 @@ class Dicts:
         """Get version ``number`` into all parts that are here, one after the other."""
 
         async def get() -> None:
-            for part in self._parts:
+            for part in self.parts:
                 await ts.get_state_dict(KEY, part, version=number)
 
         start = time.perf_counter()
         self._run(get())
         end = time.perf_counter()
+        moved = self._observer.moved("get_state_dict") if self._observer is not None else 0
+        return {"start": start, "end": end, "moved": moved, "wrong": self.wrong(number, full)}
+
+    def wrong(self, number: int, full: bool) -> list[str]:
+        """Names of entries here that are not those of the version with this mark."""
+        return self._wrong(lambda at: number, full)
+
+    def _wrong(self, number: Callable[[int], int], full: bool) -> list[str]:
+        finite = self._finite
+        return layouts.wrong(self.parts, self._set, self._seed, number, full=full, finite=finite)
+
+    # ---- control messages ------------------------------------------------------------------
+
+    def put_counted(self, number: int) -> dict[str, Any]:
+        """Publish the next version; seconds, and how many control messages it took."""
+        self.mark(number)
+        before = self._run(operations())
+        put = self.put()
         return {
-            "start": start,
-            "end": end,
-            "moved": self._observer.moved("get_state_dict") if self._observer else 0,
-            "wrong": layouts.wrong(self._parts, *self._set, number, full=full),
+            "seconds": put["end"] - put["start"],
+            "messages": self._run(messages_since(before)),
         }
+
+    def get_counted(self, number: int, full: bool) -> dict[str, Any]:
+        """Get a version; seconds, control messages, and what is wrong with it."""
+        before = self._run(operations())
+        got = self.get(number, full)
+        messages = self._run(messages_since(before))
+        return {
+            "seconds": got["end"] - got["start"],
+            "messages": messages,
+            "wrong": got["wrong"],
+        }
+
+    # ---- partial publishes -----------------------------------------------------------------
+
+    def put_some(self, number: int, every: int) -> dict[str, float]:
+        """Publish version ``number``, whole, and the one after it, of which only every ``every``-th
+        entry is given; seconds of both.
+        """
+        (part,) = self.parts
+        some = {name: value for at, (name, value) in enumerate(part.items()) if _is(at, every)}
+
+        def put(given: layouts.Part, mark: int, *, partial: bool) -> float:
+            layouts.mark([given], mark)
+            seconds: float = self._run(timed(ts.put_state_dict(given, KEY, partial=partial)))[0]
+            return seconds
+
+        whole = put(part, number, partial=False)
+        return {"whole": whole, "partial": put(some, number + 1, partial=True)}
+
+    def get_some(self, number: int, every: int, full: bool) -> dict[str, Any]:
+        """Get the version that :meth:`put_some` made last, and check that it is whole."""
+        (part,) = self.parts
+        self._run(ts.get_state_dict(KEY, part, version=number + 1))
+        return {"wrong": self._wrong(lambda at: number + 1 if _is(at, every) else number, full)}
+
+    # ---- casts -----------------------------------------------------------------------------
+
+    def widen(self) -> None:
+        """Make what is here float32, of values that bfloat16 has too."""
+        self.parts = [{name: _wide(value) for name, value in part.items()} for part in self.parts]
+
+    def put_cast(self, server_pid: int) -> dict[str, Any]:
+        """Publish as bfloat16; seconds, by how much the memory of this process (what it sees of
+        the store's included) and the server's own grew at most, and what the store holds.
+        """
+        (part,) = self.parts
+        gc.collect()
+        server = process_size(server_pid)
+        mine = process_size(os.getpid())["rss"]
+        reset_peak()
+        seconds, _ = self._run(timed(ts.put_state_dict(part, KEY, transfer_dtype=workload.DTYPE)))
+        grown = peak_rss() - mine
+        after = process_size(server_pid)
+        servers = (after["rss"] - after["rss_shared"]) - (server["rss"] - server["rss_shared"])
+        held = sum(volume.used_bytes for volume in self._run(ts.status()).volumes)
+        return {"seconds": seconds, "grown": grown + max(0, servers), "held": held}
+
+
+def _is(at: int, every: int) -> bool:
+    """Whether an entry is one of every ``every``; not the first, which is the largest of all."""
+    return at % every == every // 2
+
+
+def _wide(value: torch.Tensor | ts.TensorShard) -> torch.Tensor:
+    return layouts.local(value).float()

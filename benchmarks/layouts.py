@@ -53,14 +53,14 @@ def part(
     """A rank's part of a set: with the set's bits (``seed``), or zeros to get into."""
     made: Part = {}
     for at, (name, shape) in enumerate(of.items()):
-        offsets, local = box(layout, shape, rank, world)
+        offsets, extents = box(layout, shape, rank, world)
         if seed is None:
-            tensor = torch.zeros(local, dtype=workload.DTYPE)
+            tensor = torch.zeros(extents, dtype=workload.DTYPE)
         else:
             full = workload.random_tensor(shape, seed + at, finite=finite)
-            tensor = _cut(full, offsets, local).clone(memory_format=torch.contiguous_format)
-        whole = local == shape and layout == WHOLE
-        made[name] = tensor if whole else TensorShard(tensor, TensorSlice(offsets, local, shape))
+            tensor = _cut(full, offsets, extents).clone(memory_format=torch.contiguous_format)
+        whole = layout == WHOLE
+        made[name] = tensor if whole else TensorShard(tensor, TensorSlice(offsets, extents, shape))
     return made
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +33,17 @@ def process_size(pid: int) -> dict[str, int]:
         "rss": rss,
         "rss_shared": shared,
     }
+
+
+def reset_peak() -> None:
+    """Let :func:`peak_rss` begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """The highest number of bytes that this process had resident."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)["VmHWM"].split()[0]) * 1024
 
 
 async def timed(what: Awaitable[T]) -> tuple[float, T]:
@@ -80,6 +92,22 @@ async def until_unleased(deadline: float = 10.0) -> None:
         if time.perf_counter() > end:
             raise TimeoutError(f"leases were not given back within {deadline} s")
         await asyncio.sleep(_POLL_S)
+
+
+_NO_REPLY = ("Abort", "Release", "Cancel", "Keep")
+
+
+async def operations() -> dict[str, int]:
+    """How many requests of each kind the server has had, this one included."""
+    return (await ts.status()).operations
+
+
+async def messages_since(before: dict[str, int]) -> int:
+    """Control messages since then, replies included, without the counting itself."""
+    asked = Counter(await operations())
+    asked.subtract(before)
+    asked.subtract(["Status"])
+    return sum(n if kind in _NO_REPLY else 2 * n for kind, n in asked.items())
 
 
 class Observer:

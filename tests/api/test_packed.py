@@ -183,6 +183,8 @@ async def test_it_works_on_a_running_event_loop_and_in_inference_mode():
         got = one.to_state_dict()
         assert_same(got, state_dict)
         got["t"] += 1  # no inference tensor: it can be written to
+        one.blob.zero_()
+        assert not got["w"].any()
     other = await asyncio.to_thread(pack, state_dict)
     assert_same(other.to_state_dict(), state_dict)
 
@@ -318,6 +320,14 @@ def test_filling_in_place_fills_tensors_of_any_strides_and_replaces_other_values
     assert not big[1::2].any()
 
 
+def test_filling_tensors_of_inference_mode():
+    packed = pack({"w": torch.randn(300, 200)})
+    with torch.inference_mode():
+        mine = {"w": torch.zeros(200, 300).t()}
+        packed.to_state_dict(mine)
+    assert_same(mine, packed.to_state_dict())
+
+
 def test_filling_none_gives_a_view():
     packed = pack({"w": torch.ones(3)})
     got = packed.to_state_dict({"w": None})
@@ -373,6 +383,10 @@ def test_filling_says_everything_that_does_not_match_and_writes_nothing():
         assert repr(name) in str(caught.value)
     assert not mine["ok"].any()
     assert mine["tensor"] == "text"
+    with pytest.raises(ts.LayoutMismatchError, match=r"1 missing: 'absent'$"):
+        pack({}).to_state_dict({"absent": None})
+    with pytest.raises(ts.LayoutMismatchError, match=r"1 unexpected: 'only'$"):
+        pack({"only": 1}).to_state_dict({})
 
 
 def test_filling_destinations_that_share_memory_once():

@@ -214,9 +214,7 @@ async def test_two_event_loop_tasks_never_show_a_mixture(shared, key):
     await ts.wait(key)
     seen = [0.0]
     while not publishing.done():
-        got = await ts.get(
-            key, tensor_slice_spec=ts.TensorSlice((19, 0), (2, COLUMNS), (40, COLUMNS))
-        )
+        got = await ts.get(key, tensor_slice_spec=seam)
         assert got.min() == got.max() >= seen[-1]
         seen.append(got[0, 0].item())
     await publishing
@@ -330,9 +328,8 @@ async def test_layout_dtype_shape_and_kind_may_change(shared, key):
 
 async def test_another_cut_is_never_taken_for_late_shards_of_the_old_one(shared, key):
     """Without a mesh the store knows shards by their boxes alone: new boxes are new data."""
-    number = 0
-    for parts in ((2, 1), (2, 1), (3, 1), (3, 1), (1, 2), (2, 1), (1, 1)):
-        number += 1
+    cuts = ((2, 1), (2, 1), (3, 1), (3, 1), (1, 2), (2, 1), (1, 1))
+    for number, parts in enumerate(cuts, start=1):
         value = torch.full((12, COLUMNS), float(number))
         for shard in _cut(value, parts):
             assert (await ts.put(key, shard)).version == number

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["SS", "Layout", "R", "S", "every_rank", "roomy", "value_of"]
+__all__ = ["SS", "Layout", "R", "S", "every_rank", "packed", "roomy", "value_of"]
 
 R = Replicate()
 
@@ -75,6 +75,11 @@ def roomy(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for dim in range(like.dim()):
         part = part[(slice(None),) * dim + (slice(1, None, 2),)]
     return around, part
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with row-major strides, also where a dimension of one element has another one."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 @contextmanager

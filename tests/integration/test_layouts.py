@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.integration.layouts import SS, Layout, R, S, every_rank, roomy, value_of
+from tests.integration.layouts import SS, Layout, R, S, every_rank, packed, roomy, value_of
 from tests.integration.test_inprocess import ServerThread
 from tests.support import bits
 from tests.unit.test_plugins import OBSERVERS, TRANSPORTS, Site
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import torchstore_core as ts
 from torchstore_core.client_side.sharding import ShardList, local_parts
@@ -117,9 +119,11 @@ MESHES = st.sampled_from(
 
 
 @st.composite
-def layouts(draw: st.DrawFn, ndim: int) -> Layout:
-    """Any mesh, and any placements of a tensor of so many dimensions."""
-    mesh = draw(MESHES)
+def layouts(
+    draw: st.DrawFn, ndim: int, meshes: st.SearchStrategy[tuple[int, ...]] = MESHES
+) -> Layout:
+    """Any placements of a tensor of so many dimensions on any mesh."""
+    mesh = draw(meshes)
     dims = st.integers(-ndim, ndim - 1)
     cuts = st.builds(S, dims) | st.builds(SS, dims, st.integers(1, 4))
     placement = (cuts | st.just(R)) if ndim else st.just(R)
@@ -173,17 +177,17 @@ def pieces(put: Put) -> list[tuple[Any, ts.TensorSlice | None, list[ts.TensorSli
         elif put.how == "TensorShards":
             shards = [ts.TensorShard(tensor, part) for tensor, part in parts]
             found.append((shards[0] if len(shards) == 1 else ShardList(shards), None, boxes))
-        else:  # whoever has the same box of a tensor is the same one: replicas are not put twice
+        else:  # without a mesh there are no replicas, and nobody needs to put nothing
             for tensor, part in parts:
                 box = ts.TensorSlice(part.offsets, part.local_shape, part.global_shape)
-                if box not in seen:
+                if box not in seen and (tensor.numel() or not (found or put.full.numel())):
                     seen.add(box)
                     found.append((tensor, box, [box]))
     put.order.shuffle(found)
     return found
 
 
-async def put_all(client: ts.Client, put: Put, before: int = 0) -> None:
+async def put_all(client: ts.Client, put: Put, before: int) -> None:
     """Put all pieces. They are one version, and it is there as soon as they cover the tensor."""
     covered = torch.zeros(put.full.shape, dtype=torch.bool)
     for value, part, boxes in pieces(put):
@@ -205,7 +209,7 @@ def _index(box: ts.TensorSlice) -> tuple[slice, ...]:
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
     kind = (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    return kind and (not got.numel() or torch.equal(bits(got), bits(expected)))
+    return kind and torch.equal(bits(packed(got)), bits(packed(expected)))
 
 
 async def get_all(ways: Ways, way: str, put: Put, layout: Layout) -> None:
@@ -239,7 +243,7 @@ async def get_all(ways: Ways, way: str, put: Put, layout: Layout) -> None:
 def nothing_else_written(around: torch.Tensor, room: torch.Tensor) -> bool:
     fresh, into = roomy(room)
     into.copy_(room)
-    return torch.equal(bits(around), bits(fresh))
+    return same(around, fresh)
 
 
 class moving:
@@ -272,16 +276,118 @@ WAYS = pytest.mark.parametrize("way", ["messages", "window", "counted"])
 def test_any_layout_is_read_in_any_other(ways: Ways, way: str, transfer: tuple[Put, Layout]):
     """Bit for bit, in place and new, whole and in parts; and only what is wanted is moved."""
     put, layout = transfer
+    ways.runner.run(_there_and_back(ways, way, put, layout))
 
-    async def there_and_back() -> None:
+
+async def _there_and_back(ways: Ways, way: str, put: Put, layout: Layout) -> None:
+    client = ways.clients[way]
+    await client.delete_batch(["t"])
+    before = await client.put("t", "something else")  # shards may follow any other value
+    written = ways.counts.written[0]
+    await put_all(client, put, before.version)
+    if way == "counted":  # each element once, however many ranks have it
+        assert ways.counts.written[0] - written == put.full.nbytes
+    await get_all(ways, way, put, layout)
+
+
+@settings(relaxed, max_examples=6)
+@given(data=st.data())
+def test_any_layout_of_a_large_tensor_is_read_in_any_other(ways: Ways, data: st.DataObject):
+    """Large enough to be copied in chunks, by several threads."""
+    shape = data.draw(st.sampled_from([(1500, 1031), (2, 700_000), (1_500_001,)]))
+    full = value_of(shape, torch.float32)
+    put = Put(full, data.draw(layouts(len(shape))), "DTensors", random.Random(0))
+    ways.runner.run(_there_and_back(ways, "window", put, data.draw(layouts(len(shape)))))
+
+
+@WAYS
+@settings(relaxed, max_examples=20)
+@given(several=st.lists(puts(), min_size=2, max_size=4))
+def test_layout_shape_and_dtype_may_change_from_version_to_version(
+    ways: Ways, way: str, several: list[Put]
+):
+    """The version before is readable until the next one is whole."""
+
+    async def one_after_the_other() -> None:
         client = ways.clients[way]
         await client.delete_batch(["t"])
-        before = await client.put("t", "something else")  # shards may follow any other value
-        written = ways.counts.written[0]
-        await put_all(client, put, before.version)
-        if way == "counted":  # each element once, however many ranks have it
-            assert ways.counts.written[0] - written == put.full.nbytes
-        await get_all(ways, way, put, layout)
+        previous = value_of((3,), torch.int64)
+        version = (await client.put("t", previous)).version
+        for put in several:
+            rest = pieces(put)
+            while rest:
+                assert same(await client.get("t"), previous)
+                value, part, _ = rest.pop()
+                assert (await client.put("t", value, part)).version == version + 1
+                if await client.latest_version("t") > version:
+                    break
+            for value, part, _ in rest:  # replicas, which come too late to matter
+                assert (await client.put("t", value, part)).version == version + 1
+            version, previous = version + 1, put.full
+            assert await client.versions("t") == [version]
+            assert same(await client.get("t"), previous)
 
-    event(f"{put.how}, {len(put.layout.mesh)}-d to {len(layout.mesh)}-d mesh")
+    ways.runner.run(one_after_the_other())
+
+
+@st.composite
+def dicts(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Layout], list[Layout]]:
+    """Some tensors, and layouts for each of them: of the ranks that put, and of those that get."""
+    tensors = {}
+    sides: tuple[list[Layout], list[Layout]] = [], []
+    meshes = [draw(st.sampled_from([[(4,), (2, 2), (1, 4)], [(2,), (1, 2)], [(3,)]])) for _ in "ab"]
+    for number in range(draw(st.integers(1, 4))):
+        shape = draw(st.lists(st.integers(0, 6), max_size=3))
+        tensors[f"w{number}"] = value_of(shape, draw(st.sampled_from(DTYPES)), number)
+        for side, same_size in zip(sides, meshes, strict=True):
+            side.append(draw(layouts(len(shape), st.sampled_from(same_size))))
+    return tensors, *sides
+
+
+@WAYS
+@settings(relaxed, max_examples=25)
+@given(drawn=dicts())
+def test_a_state_dict_of_any_layouts_is_read_in_any_others(
+    ways: Ways,
+    way: str,
+    drawn: tuple[dict[str, torch.Tensor], list[Layout], list[Layout]],
+):
+    tensors, theirs, mine = drawn
+    client = ways.clients[way]
+
+    async def there_and_back() -> None:
+        await client.delete_batch(["d"])
+        written = ways.counts.written[0]
+        ranks = _ranks(tensors, theirs, Layout.cut)
+        for number, entries in enumerate(ranks):
+            assert await client.versions("d") == []
+            await client.put_state_dict({"n": entries, "step": 7}, "d", participant=number)
+        if way == "counted":
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            assert 0 <= ways.counts.written[0] - written - nbytes < 16  # the step's
+        expected = _ranks(tensors, mine, Layout.cut)
+        for number, entries in enumerate(_ranks(tensors, mine, Layout.empty)):
+            nbytes = sum(dtensor.to_local().nbytes for dtensor in expected[number].values())
+            with moving(ways, way, nbytes):
+                got = await client.get_state_dict("d", {"n": entries}, strict=False)
+            assert got["n"] is entries
+            for name, dtensor in entries.items():
+                assert same(dtensor.to_local(), expected[number][name].to_local()), name
+        got = await client.get_state_dict("d")
+        assert got["step"] == 7
+        assert all(same(got["n"][name], tensor) for name, tensor in tensors.items())
+
     ways.runner.run(there_and_back())
+
+
+def _ranks(
+    tensors: dict[str, torch.Tensor],
+    layouts: Sequence[Layout],
+    make: Callable[[Layout, torch.Tensor, DeviceMesh], DTensor],
+) -> list[dict[str, DTensor]]:
+    """What each rank has of the tensors."""
+    columns = [
+        every_rank(layout, full, make)
+        for layout, full in zip(layouts, tensors.values(), strict=True)
+    ]
+    return [dict(zip(tensors, row, strict=True)) for row in zip(*columns, strict=True)]

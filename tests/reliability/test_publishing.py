@@ -33,47 +33,6 @@ async def server() -> AsyncIterator[int]:
         yield (await ts.status()).controller_pid
 
 
-class Readers:
-    """Two of them, in place and zero-copy, of which each read is checked."""
-
-    def __init__(self, stack: ExitStack, address: str, kind: str) -> None:
-        self._children = [
-            stack.enter_context(Child(function, address, kind))
-            for function in (publishers.read_columns, publishers.read_whole)
-        ]
-
-    async def seen(self) -> list[tuple[int, int, int]]:
-        """Of each, how many reads and different publishes, and the last publish."""
-        for child in self._children:
-            child.tell("how far?")
-        return [await child.said() for child in self._children]
-
-    async def go_on(self) -> None:
-        """Wait until each has read twice more: the second read began after this call."""
-        before = await self.seen()
-
-        async def both() -> bool:
-            now = await self.seen()
-            return all(new[0] >= old[0] + 2 for old, new in zip(before, now, strict=True))
-
-        await until(both)
-
-    async def reach(self, number: int) -> None:
-        """Wait until each has seen a publish of at least this number."""
-
-        async def both() -> bool:
-            return all(last >= number for _, _, last in await self.seen())
-
-        await until(both, 10)
-
-    async def end(self) -> None:
-        """They end, and nothing was wrong."""
-        for child in self._children:
-            child.tell("end")
-        for child in self._children:
-            assert await child.said() == "ended"
-
-
 async def advanced(by: int) -> int:
     """Wait for so many new versions; the newest."""
     target = await ts.latest_version(KEY) + by

@@ -17,47 +17,11 @@ import torchstore_core as ts
 WAYS = pytest.mark.parametrize("explicit", [False, True], ids=["counted", "explicit"])
 
 
-class Rank(Child):
-    """A rank that publishes at the test's word."""
-
-    def __init__(
-        self, address: str, kind: str, rank: int, *, explicit: bool = False, named: bool = True
-    ) -> None:
-        super().__init__(publishers.obey, address, kind, rank, named)
-        self._explicit = explicit
-
-    async def do(self, what: str, number: int, version: int) -> Any:
-        """Tell it; its answer."""
-        self.tell((what, number, version if self._explicit else None))
-        return await self.said()
-
-    async def put(self, number: int, version: int) -> Any:
-        """A publish: the version that it became, or the name of the error."""
-        return await self.do("put", number, version)
-
-    async def begin(self, number: int, version: int) -> None:
-        """A publish up to the moment before its commit."""
-        assert await self.do("begin", number, version) == "begun"
-
-
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     """Ends the processes of a test."""
     with ExitStack() as stack:
         yield stack
-
-
-async def run_of(
-    stack: ExitStack, address: str, kind: str, *, explicit: bool = True, named: bool = True
-) -> list[Rank]:
-    """All ranks of a run."""
-    ranks = [
-        stack.enter_context(Rank(address, kind, rank, explicit=explicit, named=named))
-        for rank in range(RANKS)
-    ]
-    for rank in ranks:
-        assert await rank.said() == "ready"
-    return ranks
 
 
 async def a_new_key() -> int:

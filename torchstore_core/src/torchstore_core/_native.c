@@ -74,24 +74,42 @@ static PyObject *copy_many(PyObject *self, PyObject *args) {
 }
 
 #if defined(__x86_64__)
-/* `rows` rows of whole cache lines, to aligned places: a line of each in turn, while the same
- * line of as many further rows is fetched (each row begins a new page, so the hardware does not). */
-static inline void stream_lines(char *dst, const char *src, size_t n, int rows,
-                                ptrdiff_t dst_step, ptrdiff_t src_step) {
-    for (size_t at = 0; at < n; at += 64) {
+#define TOGETHER 8
+
+/* Up to TOGETHER rows, a cache line of each in turn, while the same line of as many further rows is
+ * fetched (each row begins a new page, so the hardware does not). Rows may be aligned differently:
+ * what is beside the whole lines of each is copied in the ordinary way. */
+static void stream_rows(char *dst, const char *src, size_t n, int rows, ptrdiff_t dst_step,
+                        ptrdiff_t src_step) {
+    char *to[TOGETHER];
+    const char *from[TOGETHER];
+    size_t lines = n;
+    for (int row = 0; row < rows; row++) {
+        char *start = dst + row * dst_step;
+        size_t head = (size_t)(-(uintptr_t)start) & 63;
+        memcpy(start, src + row * src_step, head);
+        to[row] = start + head;
+        from[row] = src + row * src_step + head;
+        if (((n - head) & ~(size_t)63) < lines) lines = (n - head) & ~(size_t)63;
+    }
+    for (size_t at = 0; at < lines; at += 64) {
         for (int row = 0; row < rows; row++) {
-            const char *from = src + row * src_step + at;
-            char *to = dst + row * dst_step + at;
-            _mm_prefetch(from + rows * src_step, _MM_HINT_T0);
-            __m128i a = _mm_loadu_si128((const __m128i *)from);
-            __m128i b = _mm_loadu_si128((const __m128i *)(from + 16));
-            __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
-            __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
-            _mm_stream_si128((__m128i *)to, a);
-            _mm_stream_si128((__m128i *)(to + 16), b);
-            _mm_stream_si128((__m128i *)(to + 32), c);
-            _mm_stream_si128((__m128i *)(to + 48), d);
+            const char *of = from[row] + at;
+            char *at_line = to[row] + at;
+            _mm_prefetch(of + rows * src_step, _MM_HINT_T0);
+            __m128i a = _mm_loadu_si128((const __m128i *)of);
+            __m128i b = _mm_loadu_si128((const __m128i *)(of + 16));
+            __m128i c = _mm_loadu_si128((const __m128i *)(of + 32));
+            __m128i d = _mm_loadu_si128((const __m128i *)(of + 48));
+            _mm_stream_si128((__m128i *)at_line, a);
+            _mm_stream_si128((__m128i *)(at_line + 16), b);
+            _mm_stream_si128((__m128i *)(at_line + 32), c);
+            _mm_stream_si128((__m128i *)(at_line + 48), d);
         }
+    }
+    for (int row = 0; row < rows; row++) {
+        size_t done = (size_t)(to[row] - (dst + row * dst_step)) + lines;
+        memcpy(to[row] + lines, from[row] + lines, n - done);
     }
 }
 #endif
@@ -101,17 +119,8 @@ static void copy_grid(char *dst, const char *src, size_t n, size_t rows,
 #if defined(__x86_64__)
     if (stream && n >= 256) {
         while (rows > 0) {
-            /* Eight rows together if their places are aligned alike, which they mostly are. */
-            int some = rows >= 8 && dst_step % 64 == 0 ? 8 : 1;
-            size_t head = (size_t)(-(uintptr_t)dst) & 63;
-            size_t lines = (n - head) & ~(size_t)63;
-            size_t done = head + lines;
-            for (int row = 0; row < some; row++) {
-                memcpy(dst + row * dst_step, src + row * src_step, head);
-                memcpy(dst + row * dst_step + done, src + row * src_step + done, n - done);
-            }
-            if (some == 8) stream_lines(dst + head, src + head, lines, 8, dst_step, src_step);
-            else stream_lines(dst + head, src + head, lines, 1, dst_step, src_step);
+            int some = rows < TOGETHER ? (int)rows : TOGETHER;
+            stream_rows(dst, src, n, some, dst_step, src_step);
             dst += some * dst_step; src += some * src_step; rows -= (size_t)some;
         }
         _mm_sfence();

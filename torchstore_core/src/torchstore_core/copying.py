@@ -13,6 +13,7 @@ import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 
 from torchstore_core.errors import ConfigurationError
 
@@ -32,6 +33,8 @@ __all__ = [
     "copy_pieces",
     "copy_threads",
     "cut",
+    "cut_grids",
+    "grids",
     "has_native",
     "plan",
     "run",
@@ -43,6 +46,10 @@ CHUNK = 4 << 20
 DIRECT_MAX = 512 << 10
 #: From this many bytes a batch is streamed past the cache.
 STREAM_MIN = 4 << 20
+
+# Rows of fewer bytes are left to torch; and what falls into more grids than this.
+_ROW_MIN = 256
+_MAX_GRIDS = 4096
 
 Piece = tuple[int, int, int]
 Grid = tuple[int, int, int, int, int, int]
@@ -87,6 +94,67 @@ def copy_grids(grids: Iterable[Grid], *, stream: bool) -> None:
     for destination, source, nbytes, rows, to_step, of_step in grids:
         for row in range(rows):
             ctypes.memmove(destination + row * to_step, source + row * of_step, nbytes)
+
+
+def grids(
+    shape: Sequence[int],
+    itemsize: int,
+    to: int,
+    to_steps: Sequence[int],
+    of: int,
+    of_steps: Sequence[int],
+) -> list[Grid] | None:
+    """How to copy a strided array into another one: grids of rows that are contiguous in both.
+
+    Args:
+        to, of: addresses of the first elements.
+        to_steps, of_steps: elements from one index to the next, by dimension.
+
+    Returns:
+        None where rows are no good way: they are short, or too many grids, or there is no compiled
+        copy for them.
+
+    >>> grids((2, 3, 4), 100, 0, (12, 4, 1), 5000, (80, 8, 1)) if has_native() else "none"
+    [(0, 5000, 400, 3, 400, 800), (1200, 13000, 400, 3, 400, 800)]
+    """
+    last = len(shape)
+    run = 1
+    while last and (shape[last - 1] == 1 or to_steps[last - 1] == of_steps[last - 1] == run):
+        last -= 1
+        run *= shape[last]
+    outer = shape[: max(last - 1, 0)]
+    if run * itemsize < _ROW_MIN or prod(outer) > _MAX_GRIDS or _copy_rows is None:
+        return None
+    if not last:
+        return [(to, of, run * itemsize, 1, 0, 0)]
+    row = (
+        run * itemsize,
+        shape[last - 1],
+        to_steps[last - 1] * itemsize,
+        of_steps[last - 1] * itemsize,
+    )
+    places = [(to, of)]
+    for extent, to_step, of_step in zip(outer, to_steps, of_steps, strict=False):
+        a, b = to_step * itemsize, of_step * itemsize
+        places = [(x + i * a, y + i * b) for x, y in places for i in range(extent)]
+    return [(x, y, *row) for x, y in places]
+
+
+def cut_grids(found: Iterable[Grid], chunk: int) -> Iterator[list[Grid]]:
+    """Cut and group grids into chunks of about ``chunk`` bytes, in order, as they come."""
+    current: list[Grid] = []
+    room = chunk
+    for to, of, nbytes, rows, to_step, of_step in found:
+        while rows:
+            some = min(rows, max(room // nbytes, 1))
+            current.append((to, of, nbytes, some, to_step, of_step))
+            to, of, rows = to + some * to_step, of + some * of_step, rows - some
+            room -= some * nbytes
+            if room < nbytes:
+                yield current
+                current, room = [], chunk
+    if current:
+        yield current
 
 
 def chunk_size(total: int) -> int:

@@ -13,8 +13,8 @@ from torchstore_core.contracts.transport import SupportsWindow
 
 __all__ = ["Move", "move"]
 
-#: Contiguous bytes (addresses), or a pair of tensors of one shape: target, source.
-Move = copying.Piece | tuple[torch.Tensor, torch.Tensor]
+#: Contiguous bytes, or rows of them; or a pair of tensors of one shape: target, source.
+Move = copying.Piece | copying.Grid | tuple[torch.Tensor, torch.Tensor]
 
 
 async def move(
@@ -31,26 +31,32 @@ async def move(
     size = copying.chunk_size(nbytes)
     base = link.window(segment).address
 
-    def chunks(pieces: list[copying.Piece]) -> Iterator[copying.Task]:
-        for chunk in copying.cut(pieces, size):
-            yield _chunk(link, segment, base, chunk, stream=stream, into=into)
-
     def tasks() -> Iterator[copying.Task]:
         pieces: list[copying.Piece] = []
+        grids: list[copying.Grid] = []
         gathered = 0
         for one in moves:
             if len(one) == 3:
                 pieces.append(one)
                 gathered += one[2]
-                if gathered >= size:
-                    yield from chunks(pieces)
-                    pieces, gathered = [], 0
+            elif len(one) == 6:
+                grids.append(one)
+                gathered += one[2] * one[3]
             elif one[0].is_cpu and one[1].is_cpu:
                 for rows in split_rows(*one, copying.CHUNK):
                     yield strided_copy(*rows, stream=stream)
             else:
                 device.append(one)
-        yield from chunks(pieces)
+            if gathered >= size:
+                yield from planned(pieces, grids)
+                pieces, grids, gathered = [], [], 0
+        yield from planned(pieces, grids)
+
+    def planned(pieces: list[copying.Piece], grids: list[copying.Grid]) -> Iterator[copying.Task]:
+        for chunk in copying.cut(pieces, size):
+            yield _chunk(link, segment, base, chunk, stream=stream, into=into)
+        for rows in copying.cut_grids(grids, size):
+            yield _rows(link, segment, base, rows, stream=stream, into=into)
 
     await copying.run(tasks(), nbytes)
     if device:
@@ -76,5 +82,28 @@ def _chunk(
         if 0 < high - low <= size + size // 2:
             link.prepare(segment, low, high - low, fresh=into)
         copying.copy_pieces(chunk, stream=stream)
+
+    return task
+
+
+def _rows(
+    link: SupportsWindow,
+    segment: int,
+    base: int,
+    grids: list[copying.Grid],
+    *,
+    stream: bool,
+    into: bool,
+) -> copying.Task:
+    side = 0 if into else 1
+    low = min(grid[side] for grid in grids) - base
+    high = max(grid[side] + grid[2] + (grid[3] - 1) * grid[4 + side] for grid in grids) - base
+    size = sum(grid[2] * grid[3] for grid in grids)
+
+    def task() -> None:
+        # Shards of columns touch every page of the rows that they are part of.
+        if 0 < high - low <= 8 * size:
+            link.prepare(segment, low, high - low, fresh=into)
+        copying.copy_grids(grids, stream=stream)
 
     return task

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from torchstore_core import boxes
+from torchstore_core import boxes, copying
 from torchstore_core.boxes import Box
 from torchstore_core.client_side.codec import decode_object
 from torchstore_core.client_side.moving import Move, move
@@ -399,11 +399,16 @@ async def _copy_window(
             if grant.offset + math.prod(piece.shape) * itemsize > window.nbytes:
                 raise TransportError(f"{target.key!r} lies outside segment {segment}")
             same = result.dtype is target.dtype
-            if same and result.is_cpu and result.is_contiguous():
-                start = _contiguous_start(piece, itemsize)
-                first = None if start is None else _first_if_run(piece.into, target.shape)
-                if start is not None and first is not None:
-                    yield result.data_ptr() + first * itemsize, window.address + start, nbytes
+            if same and result.is_cpu:
+                if result.is_contiguous():
+                    start = _contiguous_start(piece, itemsize)
+                    first = None if start is None else _first_if_run(piece.into, target.shape)
+                    if start is not None and first is not None:
+                        yield result.data_ptr() + first * itemsize, window.address + start, nbytes
+                        continue
+                rows = _rows(piece, result, window.address + grant.offset, itemsize)
+                if rows is not None:
+                    yield from rows
                     continue
             source = tensor_at(window.address + grant.offset, piece.shape, target.dtype)
             if piece.box is not None:
@@ -412,6 +417,24 @@ async def _copy_window(
             yield (byte_like(into), source) if same else (into, source.view(target.dtype))
 
     await move(link, segment, moves(), sum([piece.nbytes for _, piece in jobs]), into=False)
+
+
+def _rows(
+    piece: Piece, result: torch.Tensor, address: int, itemsize: int
+) -> list[copying.Grid] | None:
+    """How to copy a piece into its place by rows. In plain numbers: an operation of torch lets go
+    of the interpreter lock, and while copy threads run it takes long to get it back.
+    """
+    steps = result.stride()
+    to = result.data_ptr()
+    if piece.into is not None:
+        to += sum([o * step for o, step in zip(piece.into.offset, steps, strict=True)]) * itemsize
+    shape, start = piece.shape, 0
+    of_steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    if piece.box is not None:
+        start = sum([o * step for o, step in zip(piece.box.offset, of_steps, strict=True)])
+        shape = piece.box.shape
+    return copying.grids(shape, itemsize, to, steps, address + start * itemsize, of_steps)
 
 
 async def _copy_link(link: Link, jobs: Sequence[Job], results: Sequence[torch.Tensor]) -> None:

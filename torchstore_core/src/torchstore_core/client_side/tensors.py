@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "from_buffer",
+    "rows_of",
     "slice_box",
     "split_rows",
     "storable",
@@ -253,38 +252,20 @@ def split_rows(
     return list(zip(a.tensor_split(parts, dim), b.tensor_split(parts, dim), strict=True))
 
 
-def grids(
-    a: torch.Tensor, b: torch.Tensor, smallest: int = 256, most: int = 4096
-) -> list[tuple[int, int, int, int, int, int]] | None:
-    """How to copy ``b`` into ``a``, of one shape and dtype, as rows that are contiguous in both:
-    see ``copying.Grid``. None if the rows have less than ``smallest`` bytes, or there are more
-    than ``most`` grids of them: then torch's own copy is better.
+def rows_of(a: torch.Tensor, b: torch.Tensor) -> list[copying.Grid] | None:
+    """How to copy ``b`` into ``a``, of one shape, by rows; None if that is no good way, and torch
+    must do it: rows too short, another dtype, a device.
     """
-    shape, to_steps, of_steps = list(a.shape), list(a.stride()), list(b.stride())
-    itemsize = a.element_size()
-    run = 1
-    while shape and (shape[-1] == 1 or to_steps[-1] == of_steps[-1] == run):
-        run *= shape.pop()
-        to_steps.pop()
-        of_steps.pop()
-    rows, to_step, of_step = 1, 0, 0
-    if shape:
-        rows, to_step, of_step = shape.pop(), to_steps.pop() * itemsize, of_steps.pop() * itemsize
-    if run * itemsize < smallest or math.prod(shape) > most:
+    if a.dtype is not b.dtype or not (a.is_cpu and b.is_cpu):
         return None
-    to, of = a.data_ptr(), b.data_ptr()
-    found: list[tuple[int, int, int, int, int, int]] = []
-    for at in product(*[range(extent) for extent in shape]):
-        to_at = sum(i * step for i, step in zip(at, to_steps, strict=True)) * itemsize
-        of_at = sum(i * step for i, step in zip(at, of_steps, strict=True)) * itemsize
-        found.append((to + to_at, of + of_at, run * itemsize, rows, to_step, of_step))
-    return found
+    return copying.grids(
+        tuple(a.shape), a.element_size(), a.data_ptr(), a.stride(), b.data_ptr(), b.stride()
+    )
 
 
 def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[[], None]:
     """A task that copies ``b`` into ``a``, of one shape, bit for bit if they have one dtype."""
-    plain = a.dtype is b.dtype and a.is_cpu and b.is_cpu and copying.has_native()
-    rows = grids(a, b) if plain else None
+    rows = rows_of(a, b)
 
     def by_torch() -> None:
         with torch.inference_mode():  # nowhere else may its tensors be written to

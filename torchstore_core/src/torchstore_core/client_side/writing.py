@@ -19,6 +19,7 @@ from torchstore_core.client_side.tensors import (
     describe,
     dtype_name,
     dtype_of,
+    rows_of,
     storable,
     tensor_at,
 )
@@ -162,7 +163,11 @@ async def _write_window(
                 yield address, tensor.data_ptr(), source.nbytes
                 continue
             to = _window_tensor(source, address)
-            yield (byte_like(to), byte_like(tensor)) if same else (to, tensor)
+            rows = rows_of(to, tensor)
+            if rows is not None:
+                yield from rows
+            else:
+                yield (byte_like(to), byte_like(tensor)) if same else (to, tensor)
 
     await move(link, segment, moves(), nbytes, into=True)
 

@@ -9,14 +9,8 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from torchstore_core.errors import KeyNotFoundError, PartialPutError, VersionGoneError
-from torchstore_core.server.generations import (
-    Contribution,
-    Generation,
-    Group,
-    Slot,
-    disown,
-    drop,
-)
+from torchstore_core.server.generations import Generation, Group, Slot, disown, drop
+from torchstore_core.server.participants import Contribution
 from torchstore_core.server.records import Manifest, SessionRecord, Stored, Value
 from torchstore_core.wire import messages as m
 
@@ -90,7 +84,7 @@ class Catalog:
                     key=key,
                     details={"missing": keys},
                 )
-        shown = ", ".join(repr(k) for k in keys[:5]) + (", ..." if len(keys) > 5 else "")
+        shown = _some([repr(k) for k in keys])
         what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
         return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
 
@@ -197,14 +191,6 @@ class Catalog:
             KeyNotFoundError: a partial put, but there is nothing to take the rest from.
         """
         group = self.groups.get(key) or Group()
-        partial = publication is not None and publication.partial
-        if partial and not group.pending and type(self.newest.get(key)) is not Manifest:
-            raise KeyNotFoundError(
-                f"a partial put of {key!r} takes the other entries from the version before, and "
-                "there is none; put the whole state dict first",
-                key=key,
-                details={"missing": [key]},
-            )
         line = group.line(layout)
         generation: Generation | None = None
         if not version:
@@ -226,7 +212,23 @@ class Catalog:
         if generation is None:
             version = version or max(self._next_version(key), line.next_version())
             generation = Generation(line, version, participants, publication)
+        if publication is not None and publication.partial:
+            self._check_base(key, version)
         return Slot(key, who, line, version, generation)
+
+    def _check_base(self, key: str, version: int) -> None:
+        """There is a state dict that a partial put can be based on, or one is on its way."""
+        group = self.groups.get(key)
+        earlier = [] if group is None else [g for v, g in group.pending.items() if v < version]
+        coming = any(g.publication is not None and not g.is_partial for g in earlier)
+        if coming or type(self.newest.get(key)) is Manifest:
+            return
+        raise KeyNotFoundError(
+            f"a partial put of {key!r} takes the other entries from the version before, and there "
+            "is none; put the whole state dict first",
+            key=key,
+            details={"missing": [key]},
+        )
 
     def _next_version_at_least(self, key: str) -> int:
         """The lowest version that a put may ask for."""
@@ -363,17 +365,20 @@ def _gone(key: str, version: int, there: Iterable[int]) -> VersionGoneError:
     return VersionGoneError(text, key=key, details=details)
 
 
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:5]) + (", ..." if len(words) > 5 else "")
+
+
 def _partial_error(key: str, base: str, state: m.Pending) -> PartialPutError:
     boxes = [f"{name or key}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
     parts: list[str] = []
     if state.participants:
         done = f"{len(state.committed)} of {state.participants} participants have put theirs"
-        parts.append(f"{done} ({', '.join(state.committed) or 'none'})")
+        parts.append(f"{done} ({_some(state.committed) or 'none'})")
     if state.writing:
-        parts.append(f"{len(state.writing)} writing ({', '.join(state.writing)})")
+        parts.append(f"{len(state.writing)} writing ({_some(state.writing)})")
     if boxes:
-        shown = ", ".join(boxes[:5]) + (", ..." if len(boxes) > 5 else "")
-        parts.append(f"boxes (offset+shape) still missing: {shown}")
+        parts.append(f"boxes (offset+shape) still missing: {_some(boxes)}")
     return PartialPutError(
         f"{key!r} is not whole yet: of version {state.version}, {'; '.join(parts)}. Wait for it "
         f"with `await ts.wait({base!r})`",

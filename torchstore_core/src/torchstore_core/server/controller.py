@@ -102,6 +102,8 @@ class Controller:
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: it does
                 not go with what there is of its generation, see ``Catalog.slot``.
         """
+        if session.closed is not None:  # nobody is left to write, or to give it up
+            raise StoreClosedError("the process of this session has ended")
         if request.txn in session.txns:
             raise ProtocolError(f"put id {request.txn} is in use")
         if request.txn in session.given_back:
@@ -241,7 +243,8 @@ class Controller:
 
         ``remember``: unknown ids are refused later (their Put comes by another, slower pipe).
         """
-        for txn_id in txn_ids:
+        # The latest first, so that its participant gets back the place that it had before all.
+        for txn_id in sorted(txn_ids, reverse=True):
             txn = session.txns.pop(txn_id, None)
             if txn is None:
                 if remember:

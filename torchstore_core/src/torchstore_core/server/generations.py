@@ -18,21 +18,16 @@ from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError, VersionGoneError
+from torchstore_core.server.participants import Contribution, Line
 from torchstore_core.server.records import Manifest, SessionRecord, Shards, Stored, Value
 from torchstore_core.values import TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Contribution", "Generation", "Group", "Line", "Participant", "Slot", "all_values"]
-__all__ += ["disown", "drop", "values_in"]
+__all__ = ["Generation", "Group", "Slot", "all_values", "disown", "drop", "values_in"]
 
-# Layouts of one key that are remembered, and versions of one layout.
+# Layouts of one key that are remembered.
 _MAX_LINES = 16
-_MAX_VERSIONS = 1024
-# Participants of one layout whose place is remembered.
-_MAX_PARTICIPANTS = 1 << 16
 _MAX_SHOWN = 100
-# Processes of one participant, one after the other, that are remembered.
-_MAX_SESSIONS = 8
 
 
 def drop(value: Value, dead: list[Value]) -> None:
@@ -79,97 +74,6 @@ def disown(stored: Stored, dead: list[Value]) -> None:
     """Let go of every value in it."""
     for value in all_values(stored):
         drop(value, dead)
-
-
-class Contribution:
-    """What one participant put into a generation. It holds its values.
-
-    Attributes:
-        before: the version that the participant was at; 0 at first.
-        items: the values that it stores, by name of their entry.
-        others: entries that it puts too, but that others store: replicas, and empty shards.
-        paths, aliases: see ``messages.PutItem``; by name.
-        order: names of entries as they came; only if there are aliases.
-    """
-
-    __slots__ = (
-        "aliases",
-        "before",
-        "committed",
-        "items",
-        "order",
-        "others",
-        "paths",
-        "session",
-        "who",
-    )
-
-    def __init__(self, who: str, session: SessionRecord, before: int) -> None:
-        self.who = who
-        self.session = session
-        self.before = before
-        self.items: list[tuple[str, Value]] = []
-        self.others: dict[str, ValueMeta] = {}
-        self.paths: dict[str, bytes] = {}
-        self.aliases: dict[str, str] = {}
-        self.order: dict[str, None] = {}
-        self.committed = False
-
-
-class Participant:
-    """Who puts to a line: its last version, and the last sessions that put for it, finished or not;
-    the newest at the end.
-    """
-
-    __slots__ = ("sessions", "version")
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.sessions: list[SessionRecord] = []
-
-    def puts(self, version: int, session: SessionRecord) -> None:
-        """It begins a put."""
-        self.version = max(self.version, version)
-        if not self.sessions or self.sessions[-1] is not session:
-            self.sessions.append(session)
-            del self.sessions[:-_MAX_SESSIONS]
-
-
-class Line:
-    """The generations of one layout, and those of its participants that put last, by name.
-
-    Args:
-        replicas: several participants may put the same bytes, so that one of them may come late.
-    """
-
-    __slots__ = ("participants", "replicas", "versions")
-
-    def __init__(self, *, replicas: bool) -> None:
-        self.replicas = replicas
-        self.versions: list[int] = []
-        self.participants: dict[str, Participant] = {}
-
-    def announce(self, version: int, pending: Collection[int]) -> None:
-        """A version of this line begins. Old ones that are not ``pending`` are forgotten."""
-        bisect.insort(self.versions, version)
-        while len(self.versions) > _MAX_VERSIONS and self.versions[0] not in pending:
-            del self.versions[0]
-
-    def participant(self, who: str) -> Participant:
-        """One that puts now."""
-        one = self.participants[who] = self.participants.pop(who, None) or Participant()
-        if len(self.participants) > _MAX_PARTICIPANTS:
-            del self.participants[next(iter(self.participants))]
-        return one
-
-    def next_version(self) -> int:
-        """Above all that any participant ever put to: a number means one thing to all of them."""
-        return max([one.version for one in self.participants.values()], default=0) + 1
-
-    def last_of(self, who: str) -> int:
-        """The last version of a participant; 0 if there is none."""
-        one = self.participants.get(who)
-        return 0 if one is None else one.version
 
 
 class Generation:
@@ -296,8 +200,8 @@ class Generation:
 
     @property
     def is_partial(self) -> bool:
-        """Whether it takes entries from the version before."""
-        return self.publication is not None and self.publication.partial
+        """Whether a participant leaves some of its entries to the version before."""
+        return any(c.partial for c in self.contributions.values())
 
     def missing(self) -> Iterable[tuple[str, Box]]:
         """The boxes that nobody has committed, by name."""
@@ -345,7 +249,7 @@ class Generation:
                 paths = contribution.paths | paths
             if order:
                 entries = {name: entries[name] for name in order | dict.fromkeys(entries)}
-            if publication.partial and type(base) is Manifest:
+            if self.is_partial and type(base) is Manifest:
                 paths = {n: p for n, p in base.paths.items() if n not in entries} | paths
                 entries = base.entries | entries
             first = done[0]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from math import prod
 
 from torchstore_core.boxes import Box
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.catalog import Catalog
-from torchstore_core.server.generations import Contribution, Slot
+from torchstore_core.server.generations import Slot
+from torchstore_core.server.participants import Contribution
 from torchstore_core.server.placement import checked_box
 from torchstore_core.server.records import SessionRecord, Txn, Value
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["JointPut"]
+
+# What goes on from it still fits the wire's integers.
+_MAX_VERSION = 1 << 63
 
 
 class JointPut:
@@ -43,21 +48,38 @@ class JointPut:
         self.boxes: list[Box | None] = []
         self._plan(dead)
 
-    def _plan(self, dead: list[Value]) -> None:
+    def _checked(self) -> list[Box | None]:
+        """For each item the shard that it is, see ``checked_box``."""
         request = self._request
         group = request.group
-        seen: dict[str, set[Box] | None] = {}
-        slot: Slot | None = None
-        if group is not None:
-            if not (0 < len(group.key) <= m.MAX_KEY and group.participants > 0 and group.keep > 0):
-                raise ProtocolError("a state dict has a key, and participants and keep above 0")
-            slot = self._slot(group.key, group.who, ("state dict", group.participants), dead)
+        if not 0 <= request.version < _MAX_VERSION:
+            raise ProtocolError(f"{request.version} is no version")
+        if group is not None and not (
+            0 < len(group.key) <= m.MAX_KEY
+            and len(group.who) <= m.MAX_KEY
+            and group.participants > 0
+            and group.keep > 0
+        ):
+            raise ProtocolError("a state dict has a key, and participants and keep above 0")
+        seen: dict[str, tuple[m.PutItem, set[Box] | None]] = {}
+        found: list[Box | None] = []
         for at, item in enumerate(request.items):
             if not 0 < len(item.key) <= m.MAX_KEY:
                 raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
             box = checked_box(item)
-            _check_once(seen, item.key, box if item.part is not None else None, item.part is None)
+            _check_once(seen, item, box)
             self._check_alias(at, item)
+            found.append(box)
+        return found
+
+    def _plan(self, dead: list[Value]) -> None:
+        request = self._request
+        group = request.group
+        checked = self._checked()  # before anything is thrown out
+        slot: Slot | None = None
+        if group is not None:
+            slot = self._slot(group.key, group.who, ("state dict", group.participants), dead)
+        for at, (item, box) in enumerate(zip(request.items, checked, strict=True)):
             if group is None:
                 slot = None
                 if item.key in self._slots:
@@ -103,8 +125,10 @@ class JointPut:
         for key, (slot, layout) in self._slots.items():
             joined[key] = slot, self._catalog.join(slot, layout, self._session)
         group = request.group
-        if group is not None and any(item.same_as >= 0 for item in request.items):
-            joined[group.key][1].order = dict.fromkeys([item.key for item in request.items])
+        if group is not None:
+            joined[group.key][1].partial = group.partial
+            if any(item.same_as >= 0 for item in request.items):
+                joined[group.key][1].order = dict.fromkeys([item.key for item in request.items])
         plain: list[Value] = []
         results: list[Value | Slot] = []
         for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):
@@ -144,15 +168,23 @@ class JointPut:
         return [None if v is None else m.Grant(v.volume, 0, v.offset) for v in found]
 
 
-def _check_once(seen: dict[str, set[Box] | None], key: str, box: Box | None, whole: bool) -> None:
-    """Several items of one key are different shards of it."""
-    if key not in seen:
-        seen[key] = None if whole or box is None else {box}
+def _check_once(
+    seen: dict[str, tuple[m.PutItem, set[Box] | None]], item: m.PutItem, box: Box | None
+) -> None:
+    """Several items of one key are different shards of one tensor."""
+    if item.key not in seen:
+        seen[item.key] = item, None if box is None else {box}
         return
-    boxes = seen[key]
-    if boxes is None or box is None or box in boxes:
-        raise ProtocolError(f"{key!r} comes twice in one put", key=key)
+    first, boxes = seen[item.key]
+    if boxes is None or box is None or first.part is None or box in boxes:
+        raise ProtocolError(f"{item.key!r} comes twice in one put", key=item.key)
+    if item.meta != first.meta or first.nbytes * box.numel != item.nbytes * prod(
+        first.part.local_shape
+    ):
+        raise ProtocolError(f"{item.key!r} comes in shards of different tensors", key=item.key)
     boxes.add(box)
+    if first.nbytes == 0:  # says nothing of the size of elements
+        seen[item.key] = item, boxes
 
 
 def _layout_of(item: m.PutItem) -> tuple[Hashable, str]:

@@ -14,6 +14,9 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["allocate", "checked_box", "checked_items", "full_error", "session_bytes"]
 
+# Of a tensor, or of a mesh: more than torch has.
+_MAX_DIMS = 64
+
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
     """Bytes a session leases, and bytes of its unfinished puts."""
@@ -56,6 +59,13 @@ def checked_box(item: m.PutItem) -> Box | None:
     meta = item.meta
     if not isinstance(meta, TensorMeta):
         raise ProtocolError(f"{item.key!r}: only a tensor has shards", key=item.key)
+    mesh = len(part.mesh_shape)
+    if len(part.coordinates) != mesh or max(mesh, len(meta.shape)) > _MAX_DIMS:
+        raise ProtocolError(
+            f"{item.key!r}: a shard has at most {_MAX_DIMS} dimensions, and as many coordinates as "
+            "its mesh",
+            key=item.key,
+        )
     try:
         box = Box(part.offsets, part.local_shape)
         target = boxes.whole(meta.shape)

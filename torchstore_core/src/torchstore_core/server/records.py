@@ -16,7 +16,8 @@ from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
-    from torchstore_core.server.generations import Contribution, Slot
+    from torchstore_core.server.generations import Slot
+    from torchstore_core.server.participants import Contribution
 
 __all__ = ["Manifest", "SegmentView", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
 __all__ += ["VolumeRecord", "Waiter"]
