@@ -31,6 +31,16 @@ def _views(rows: int) -> dict[str, torch.Tensor]:
 
 
 @SIZES
+async def test_any_view_of_inference_mode_is_filled_in_it(shared, rows):
+    value = torch.randn(rows, COLUMNS)
+    with torch.inference_mode():
+        await ts.put("t", value.t())
+        for name, destination in _views(rows).items():
+            await ts.get("t", destination.t())
+            assert torch.equal(destination, value), name
+
+
+@SIZES
 async def test_any_view_is_filled_and_nothing_beside_it(shared, rows):
     value = torch.randn(rows, COLUMNS)
     await ts.put("t", value)

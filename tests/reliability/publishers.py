@@ -294,9 +294,7 @@ async def publish(
     await told(pipe)
 
 
-async def obey(
-    pipe: Connection, address: str, kind: str, rank: int, named: bool = True
-) -> None:
+async def obey(pipe: Connection, address: str, kind: str, rank: int, named: bool = True) -> None:
     """Do what the test says, one word after the other:
 
     * ``("put", number, version)``: publish; answer the version, or the name of the error.

@@ -17,7 +17,7 @@ class Rank(Child):
     """A rank that publishes at the test's word."""
 
     def __init__(
-        self, address: str, kind: str, rank: int, *, explicit: bool = False, named: bool = True
+        self, address: str, kind: str, rank: int, *, explicit: bool = True, named: bool = True
     ) -> None:
         super().__init__(publishers.obey, address, kind, rank, named)
         self._explicit = explicit
@@ -65,7 +65,7 @@ class Readers:
         return [await child.said() for child in self._children]
 
     async def go_on(self) -> None:
-        """Wait until each has read twice more: the second read began after this call."""
+        """Wait until each has read twice more."""
         before = await self.seen()
 
         async def both() -> bool:

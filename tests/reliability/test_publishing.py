@@ -14,6 +14,7 @@ import pytest
 from tests.reliability import publishers
 from tests.reliability.harness import MB, Account, Child, account, fds, settled
 from tests.reliability.publishers import KEY, KINDS, RANKS, pending, publish_all, published
+from tests.reliability.ranks import Readers
 from tests.support import running_store, until
 
 import torchstore_core as ts
@@ -170,7 +171,7 @@ async def quiet_at(ahead: int) -> bool:
 @pytest.mark.parametrize("explicit", [False, True], ids=["counted", "explicit"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_versions_of_two_runs_are_never_mixed(server: int, kind: str, explicit: bool):
-    await all_are_restarted(server, kind, explicit, rounds=5)
+    await all_are_restarted(server, kind, explicit, rounds=4)
 
 
 @pytest.mark.soak

@@ -181,8 +181,11 @@ class Catalog:
         participants: int,
         publication: m.Publication | None,
         dead: list[Value],
+        *,
+        replica: bool = False,
     ) -> Slot:
         """Where a put of ``who`` belongs. Only :meth:`join` makes it part of the generation.
+        ``replica``: see ``Group.next_of``.
 
         Raises:
             VersionGoneError: that version, or a newer one, is there already.
@@ -194,7 +197,7 @@ class Catalog:
         line = group.line(layout)
         generation: Generation | None = None
         if not version:
-            version, generation = group.next_of(line, who, session, dead)
+            version, generation = group.next_of(line, who, session, dead, replica=replica)
             if version and generation is None:
                 return Slot(key, who, line, version, None)  # late: the others were faster
         elif (generation := group.pending.get(version)) is not None:
@@ -286,9 +289,8 @@ class Catalog:
             group.keep = generation.publication.keep
         stored = generation.seal(key, self.newest.get(key))
         del group.pending[generation.version]
-        line = generation.line
-        if generation.participants or not line.replicas:
-            line.versions.remove(generation.version)  # all were part of it: nobody can be late
+        if generation.participants:  # all were part of it: nobody can be late for it
+            generation.line.versions.remove(generation.version)
         generation.discard(dead)
         self._replace(key, stored, generation.version, dead)
 

@@ -299,17 +299,16 @@ class Group:
             idle = [key for key, old in self.lines.items() if id(old) not in busy]
             if len(self.lines) >= _MAX_LINES and idle:
                 del self.lines[idle[0]]
-            # By their places in a mesh. Without one a participant is its box: a new box is no late
-            # replica, but the first of another cut.
-            replicas = isinstance(layout, tuple) and bool(layout[-1])
-            line = self.lines[layout] = Line(replicas=replicas)
+            line = self.lines[layout] = Line()
         return line
 
     def next_of(
-        self, line: Line, who: str, session: SessionRecord, dead: list[Value]
+        self, line: Line, who: str, session: SessionRecord, dead: list[Value], *, replica: bool
     ) -> tuple[int, Generation | None]:
         """The version that the next put of ``who`` belongs to without saying so, and its
         generation if that is on its way; 0 if it begins a new one.
+
+        ``replica``: versions may have become whole before its first put, without it.
         """
         one = line.participants.get(who)
         earlier = session if one is None else one.sessions[-1]
@@ -317,8 +316,8 @@ class Group:
         for version in line.versions[bisect.bisect_right(line.versions, line.last_of(who)) :]:
             generation = self.pending.get(version)
             if generation is None:
-                if came_back:  # it did not miss its turn: it was not there
-                    continue
+                if came_back or (one is None and not replica):
+                    continue  # it did not miss its turn: it was not there
                 return version, None
             if who in generation.contributions:
                 continue

@@ -86,7 +86,11 @@ class JointPut:
                     slot = self._slots[item.key][0]
                 elif request.version or item.part is not None:
                     layout, who = _layout_of(item)
-                    slot = self._slot(item.key, who, layout, dead)
+                    # Without a mesh a participant is its box: a new one is no late replica, but
+                    # the first of another cut.
+                    mesh = item.part.mesh_shape if item.part is not None else ()
+                    replica = bool(mesh) or (box is not None and box.is_empty)
+                    slot = self._slot(item.key, who, layout, dead, replica=replica)
             self._found.append((slot, box))
             if item.same_as >= 0:
                 continue
@@ -101,11 +105,21 @@ class JointPut:
             self.items.append(item)
             self.boxes.append(box)
 
-    def _slot(self, key: str, who: str, layout: Hashable, dead: list[Value]) -> Slot:
+    def _slot(
+        self, key: str, who: str, layout: Hashable, dead: list[Value], *, replica: bool = False
+    ) -> Slot:
         request = self._request
         participants = 0 if request.group is None else request.group.participants
         slot = self._catalog.slot(
-            self._session, key, who, layout, request.version, participants, request.group, dead
+            self._session,
+            key,
+            who,
+            layout,
+            request.version,
+            participants,
+            request.group,
+            dead,
+            replica=replica,
         )
         self._slots[key] = slot, layout
         return slot

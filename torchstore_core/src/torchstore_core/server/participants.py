@@ -75,16 +75,11 @@ class Participant:
 
 
 class Line:
-    """The generations of one layout, and those of its participants that put last, by name.
+    """The generations of one layout, and those of its participants that put last, by name."""
 
-    Args:
-        replicas: several participants may put the same bytes, so that one of them may come late.
-    """
+    __slots__ = ("participants", "versions")
 
-    __slots__ = ("participants", "replicas", "versions")
-
-    def __init__(self, *, replicas: bool) -> None:
-        self.replicas = replicas
+    def __init__(self) -> None:
         self.versions: list[int] = []
         self.participants: dict[str, Participant] = {}
 
