@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import floors
+import models
 import overheads
 import publishing
 import resharding
@@ -47,6 +48,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "warm-omp1": transfers.warm_omp1,
     "state-dict": resharding.state_dict,
     "layouts": resharding.layouts,
+    "checkpoint": resharding.checkpoint,
     "entries": publishing.entries,
     "partial": publishing.partial,
     "cast": publishing.cast,
@@ -56,6 +58,8 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "start": overheads.start,
     "flat": overheads.flat,
 }
+#: Left out by --quick, unless asked for by name.
+LONG = "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,10 @@ class Options:
     repeat: int
     cycles: int
     seed: int
-    only: list[str]
+    scenarios: list[str]
     out: str
     quick: bool
+    model: str | None = None
 
 
 def parse(arguments: list[str]) -> Options:
@@ -83,12 +88,20 @@ def parse(arguments: list[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="0.1 GB, 3 rounds, 1000 cycles: under 30 s")
-    add("--gb", type=float, help="size of the set of weights, 1e9 bytes (default 0.76)")
+    add("--quick", action="store_true", help=f"0.1 GB, 3 rounds, 1000 cycles, no {LONG}")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--gb", type=float, help="size of the set of weights (default 0.76)")
+    size.add_argument(
+        "--model",
+        metavar="NAME",
+        help="weights of the shapes of that model: a name on the Hugging Face Hub that models.py "
+        "knows or this machine has, a folder, or a model type of transformers; no network",
+    )
     add("--repeat", type=int, metavar="N", help="measured rounds (default 9)")
     add("--cycles", type=int, metavar="N", help="put/get/delete cycles (default 10000)")
     add("--seed", type=int, default=1, help="of the random bits (default 1)")
     add("--only", nargs="+", metavar="NAME", choices=SCENARIOS, default=[], help="see below")
+    add("--skip", nargs="+", metavar="NAME", choices=SCENARIOS, default=[], help="see below")
     add("--out", metavar="DIR", default="bench-results", help="default bench-results")
     given = parser.parse_args(arguments)
     gb, repeat, cycles = (0.1, 3, 1000) if given.quick else (0.76, 9, 10_000)
@@ -97,8 +110,21 @@ def parse(arguments: list[str]) -> Options:
     cycles = cycles if given.cycles is None else given.cycles
     if not gb > 0 or repeat < 1 or cycles < 10:
         parser.error("--gb is above 0, --repeat at least 1, --cycles at least 10")
-    only = [name for name in SCENARIOS if name in given.only]
-    return Options(gb, repeat, cycles, given.seed, only, given.out, given.quick)
+    left_out = {*given.skip, *([LONG] if given.quick and not given.only else [])}
+    chosen = [n for n in SCENARIOS if n in (given.only or SCENARIOS) and n not in left_out]
+    return Options(gb, repeat, cycles, given.seed, chosen, given.out, given.quick, given.model)
+
+
+def weights(options: Options) -> tuple[workload.Shapes, str]:
+    """The set of weights, and what to call it.
+
+    Raises:
+        UnknownModelError: the model is not known.
+    """
+    if options.model is None:
+        return workload.shapes(options.gb), "like Qwen3-4B, scaled"
+    shapes, origin = models.shapes(options.model)
+    return shapes, f"{options.model} in bfloat16, by {origin}, random bits"
 
 
 def machine() -> dict[str, Any]:
@@ -115,9 +141,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def memory_short(gb: float) -> str | None:
-    """Why a set of that size does not fit this machine; None if it does."""
-    one = gb * 1e9
+def memory_short(one: int) -> str | None:
+    """Why a set of that many bytes does not fit this machine; None if it does."""
     # Publisher and reader hold a set and two floor buffers each, the store up to three versions.
     needed = 5 * one + 4 * min(one, FLOOR_MAX)
     try:
@@ -128,10 +153,13 @@ def memory_short(gb: float) -> str | None:
     there = min(int(fields["MemAvailable"].split()[0]) * 1024, topology.memory_limit_bytes())
     if needed < 0.95 * there:
         return None
-    return f"--gb {gb:g} needs {needed / 1e9:.1f} GB of memory; {there / 1e9:.1f} GB are available"
+    sizes = f"needs {needed / 1e9:.1f} GB of memory; {there / 1e9:.1f} GB are available"
+    return f"a set of {one / 1e9:g} GB {sizes}"
 
 
-def run(options: Options, console: Console) -> tuple[list[Metric], list[Metric], dict[str, Any]]:
+def run(
+    options: Options, shapes: workload.Shapes, console: Console
+) -> tuple[list[Metric], list[Metric], dict[str, Any]]:
     """Run the scenarios; their metrics, their floors, and all that belongs into the JSON."""
     metrics: list[Metric] = []
     states: dict[str, dict[str, Any]] = {}
@@ -142,10 +170,10 @@ def run(options: Options, console: Console) -> tuple[list[Metric], list[Metric],
         Crew() as crew,
         Progress(*columns, TimeElapsedColumn(), text, console=console) as progress,
     ):
-        bench = Bench(workload.shapes(options.gb), options.repeat, options.seed, options.cycles, crew)
+        bench = Bench(shapes, options.repeat, options.seed, options.cycles, crew)
         for role in ("publisher", "reader"):  # import torch at the same time
             crew.get(role)
-        for name in options.only or SCENARIOS:
+        for name in options.scenarios:
             task = progress.add_task("", total=1, name=name, what="")
 
             def step(done: int, total: int, what: str, task: Any = task) -> None:
@@ -174,6 +202,7 @@ def run(options: Options, console: Console) -> tuple[list[Metric], list[Metric],
         "workload": {
             "tensors": len(bench.shapes),
             "nbytes": bench.nbytes,
+            "model": options.model,
             "warm_up_rounds": WARM_UPS,
             **bench.facts,
         },
@@ -226,17 +255,22 @@ def main(arguments: list[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
-    short = memory_short(options.gb)
+    try:
+        shapes, described = weights(options)
+        short = memory_short(workload.nbytes(shapes))
+    except models.UnknownModelError as error:
+        short = str(error)
     if short is not None:
-        console.print(f"[bold red]{short}[/]")
+        console.print(f"[bold red]{escape(short)}[/]")
         return 2
+    console.print(f"weights: {len(shapes)} tensors, {described}")
 
     def end(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
     signal.signal(signal.SIGTERM, end)
     try:
-        metrics, floors_of_run, report = run(options, console)
+        metrics, floors_of_run, report = run(options, shapes, console)
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130

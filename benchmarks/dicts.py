@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import floors
@@ -32,6 +32,8 @@ class Dicts:
         self._set: workload.Shapes = {}
         self._seed = 0
         self._finite = False
+        self._ranks: Sequence[int] = ()
+        self._world = 1
         self._warm: floors.WarmCopy | None = None
         self.parts: list[layouts.Part] = []
 
@@ -41,7 +43,7 @@ class Dicts:
         seed: int,
         filled: bool,
         layout: str = layouts.WHOLE,
-        ranks: tuple[int, ...] = (0,),
+        ranks: Sequence[int] = (0,),
         world: int = 1,
         limit: int = 0,
         finite: bool = False,
@@ -52,6 +54,7 @@ class Dicts:
         self.drop()
         self._observer = Observer()
         self._set, self._seed, self._finite = workload.received(shapes), seed, finite
+        self._ranks, self._world = ranks, world
         bits = seed if filled else None
         self.parts = [
             layouts.part(self._set, layout, rank, world, bits, finite=finite) for rank in ranks
@@ -88,15 +91,24 @@ class Dicts:
         """Make it the next version."""
         layouts.mark(self.parts, number)
 
-    def put(self, participants: int = 1, participant: int = 0) -> dict[str, Any]:
-        """Publish the one part that is here."""
-        (part,) = self.parts
-        who = {"participants": participants, "participant": participant} if participants > 1 else {}
+    def put(self, number: int) -> dict[str, float]:
+        """Publish the parts that are here, one after the other, each as its rank."""
+        world = self._world
+
+        async def put() -> None:
+            for rank, part in zip(self._ranks, self.parts, strict=True):
+                if world == 1:
+                    await ts.put_state_dict(part, KEY, version=number)
+                else:
+                    await ts.put_state_dict(
+                        part, KEY, version=number, participants=world, participant=rank
+                    )
+
         start = time.perf_counter()
-        self._run(ts.put_state_dict(part, KEY, **who))
+        self._run(put())
         return {"start": start, "end": time.perf_counter()}
 
-    def get(self, number: int, full: bool) -> dict[str, Any]:
+    def get(self, number: int) -> dict[str, float]:
         """Get version ``number`` into all parts that are here, one after the other."""
 
         async def get() -> None:
@@ -107,7 +119,7 @@ class Dicts:
         self._run(get())
         end = time.perf_counter()
         moved = self._observer.moved("get_state_dict") if self._observer is not None else 0
-        return {"start": start, "end": end, "moved": moved, "wrong": self.wrong(number, full)}
+        return {"start": start, "end": end, "moved": moved}
 
     def wrong(self, number: int, full: bool) -> list[str]:
         """Names of entries here that are not those of the version with this mark."""
@@ -123,7 +135,7 @@ class Dicts:
         """Publish the next version; seconds, and how many control messages it took."""
         self.mark(number)
         before = self._run(operations())
-        put = self.put()
+        put = self.put(number)
         return {
             "seconds": put["end"] - put["start"],
             "messages": self._run(messages_since(before)),
@@ -132,12 +144,12 @@ class Dicts:
     def get_counted(self, number: int, full: bool) -> dict[str, Any]:
         """Get a version; seconds, control messages, and what is wrong with it."""
         before = self._run(operations())
-        got = self.get(number, full)
+        got = self.get(number)
         messages = self._run(messages_since(before))
         return {
             "seconds": got["end"] - got["start"],
             "messages": messages,
-            "wrong": got["wrong"],
+            "wrong": self.wrong(number, full),
         }
 
     # ---- partial publishes -----------------------------------------------------------------

@@ -16,6 +16,8 @@ import workload
 from torchstore_core import TensorShard, TensorSlice
 
 ROWS, COLUMNS, WHOLE = "rows", "columns", "whole"
+#: The dimension that a layout cuts.
+DIMS = {ROWS: 0, COLUMNS: 1}
 _MARKS = 8
 
 #: Name to a plain tensor (whole) or a shard.
@@ -32,7 +34,7 @@ def box(
     >>> box("rows", (5, 4), 3, 4)
     ((5, 0), (0, 4))
     """
-    dim = {ROWS: 0, COLUMNS: 1, WHOLE: len(shape)}[layout]
+    dim = DIMS.get(layout, len(shape))
     offsets, local = [0] * len(shape), list(shape)
     if dim < len(shape):
         step = -(-shape[dim] // world)

@@ -19,6 +19,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import echo
+from checkpoints import Checkpoints
 from dicts import Dicts
 from small import Small
 from watching import process_size, timed, until_quiet
@@ -79,6 +80,7 @@ def main(loop: str) -> None:
         "small": small,
         "weights": Weights(store.run, store.open),
         "dicts": dicts,
+        "checkpoints": Checkpoints(dicts),
     }
     for line in sys.stdin:
         command = json.loads(line)

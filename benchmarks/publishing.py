@@ -1,4 +1,4 @@
-"""Scenarios: what a publish of a state dict costs beside its bytes: entries, parts of it, memory."""
+"""Scenarios: what a publish of a state dict costs beside its bytes: entries, parts, memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def entries(bench: Bench) -> list[Metric]:
 
 
 def partial(bench: Bench) -> list[Metric]:
-    """A publish of 1 % of the entries beside one of all, of the weights and of small entries."""
+    """A publish of 1 % of the entries beside one of all, of weights and of small entries."""
     metrics: list[Metric] = []
     for title, shapes in (("of the weights", bench.shapes), ("of small ones", _entries(bench))):
         capacity = 4 * workload.nbytes(shapes) + 256 * MIB
@@ -103,10 +103,10 @@ def cast(bench: Bench) -> list[Metric]:
         publisher, reader, server = _pair(
             bench, bench.shapes, finite=True, capacity=capacity, prefault=0
         )
-        publisher.call("dicts.mark", bench.patience, number=turn + 1)
+        publisher.call("dicts.mark", bench.patience, number=1)
         publisher.call("dicts.widen", bench.patience)
         rounds.append(publisher.call("dicts.put_cast", bench.patience, server_pid=server))
-        got = reader.call("dicts.get", bench.patience, number=turn + 1, full=True)
+        got = reader.call("dicts.get_counted", bench.patience, number=1, full=True)
         bench.check(got, f"cast publish {turn}")
         _leave(publisher, reader)
     rates = [bench.nbytes / each["seconds"] / 1e9 for each in rounds]

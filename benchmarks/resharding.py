@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import floors
@@ -12,6 +15,8 @@ from layouts import COLUMNS, ROWS, WHOLE
 from plan import FLOOR_MAX, WARM_UPS, Bench
 from results import Metric
 from transfers import against_copies, note_floors, rates
+
+_CHECKPOINT_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ CASES = (
     Case("2 rows → 2 columns", ranks(ROWS, 2), ranks(COLUMNS, 2, processes=1)),
     Case("2 columns → 2 rows", ranks(COLUMNS, 2), ranks(ROWS, 2, processes=1)),
     Case("2 rows → 4 columns", ranks(ROWS, 2), ranks(COLUMNS, 4, processes=1)),
-    Case("4 rows → 2 columns", ranks(ROWS, 4), ranks(COLUMNS, 2, processes=1)),
+    Case("4 rows → 2 columns", ranks(ROWS, 4, processes=2), ranks(COLUMNS, 2, processes=1)),
     Case("whole → 2 columns", ranks(WHOLE, 1), ranks(COLUMNS, 2, processes=1)),
     Case("2 rows → 2 columns, 2 readers", ranks(ROWS, 2), ranks(COLUMNS, 2)),
     Case("2 rows → 4 columns, 4 readers", ranks(ROWS, 2), ranks(COLUMNS, 4)),
@@ -54,25 +59,29 @@ CASES = (
 
 
 class Way:
-    """The processes of one case, with their parts, at one store."""
+    """The processes of one case, with their parts, at one store.
 
-    def __init__(self, bench: Bench, case: Case) -> None:
+    Args:
+        floor: the largest floor, in bytes; 0: none.
+    """
+
+    def __init__(self, bench: Bench, case: Case, floor: int = FLOOR_MAX) -> None:
         self._bench = bench
-        self._sources = self._make("publisher", case.source, filled=True)
-        self._targets = self._make("reader", case.target, filled=False)
-        first = self._sources[0]
-        self.nbytes = sum(made["nbytes"] for made in self._made(self._targets))
-        self.put_nbytes = sum(made["nbytes"] for made in self._made(self._sources))
+        self._floor = floor
+        self.sources = self._make("publisher", case.source, filled=True)
+        self.targets = self._make("reader", case.target, filled=False)
+        self.put_nbytes = self._made(self.sources)
+        self.nbytes = self._made(self.targets)
+        first = self.sources[0]
         address = bench.crew.opened(first.call("store.open", capacity=bench.capacity))
-        for peer in (*self._sources[1:], *self._targets):
+        for peer in (*self.sources[1:], *self.targets):
             peer.call("store.connect", address=address)
         self._kinds = first.call("dicts.kinds")
 
     def _make(self, role: str, side: Side, *, filled: bool) -> list[Peer]:
-        peers: list[Peer] = []
-        for at, here in enumerate(side.ranks):
-            peer = self._bench.crew.get(role if not at else f"{role}-{at}")
-            peers.append(peer)
+        names = [role if not at else f"{role}-{at}" for at in range(len(side.ranks))]
+        peers = [self._bench.crew.get(name) for name in names]
+        for at, (peer, here) in enumerate(zip(peers, side.ranks, strict=True)):
             peer.start(
                 "dicts.make",
                 shapes=self._bench.shapes,
@@ -81,92 +90,106 @@ class Way:
                 ranks=here,
                 world=side.world,
                 filled=filled,
-                limit=0 if at else FLOOR_MAX,
+                limit=0 if at else self._floor,
             )
         return peers
 
-    def _made(self, peers: Sequence[Peer]) -> list[dict[str, int]]:
+    def _made(self, peers: Sequence[Peer]) -> int:
+        """Bytes of their parts."""
         made = [peer.result(self._bench.patience) for peer in peers]
         self.floor_nbytes = int(made[0]["floor_nbytes"])
-        return made
+        return sum(each["nbytes"] for each in made)
 
     def put(self, number: int, turn: int) -> dict[str, float]:
         """One round: every publisher's put of a new version, and each floor once."""
-        patience = self._bench.patience
-        for peer in self._sources:
-            peer.call("dicts.mark", patience, number=number)
+        for peer in self.sources:
+            peer.call("dicts.mark", self._bench.patience, number=number)
 
         def put() -> float:
-            for at, peer in enumerate(self._sources):
-                peer.start("dicts.put", participants=len(self._sources), participant=at)
-            return _span([peer.result(patience) for peer in self._sources])
+            return span(together(self._bench, self.sources, "dicts.put", number=number))
 
-        return self._beside_floors(self._sources[0], "put", put, turn)
+        return self._beside_floors(self.sources[0], "put", put, turn)
 
-    def get(self, number: int, turn: int, *, full: bool) -> tuple[dict[str, float], list[Any]]:
-        """One round: every reader's get, and each floor once; and what the readers say."""
-        replies: list[Any] = []
+    def get(self, number: int, turn: int, *, full: bool) -> dict[str, float]:
+        """One round: every reader's get, and each floor once; and how many bytes were moved."""
+        moved = 0
 
         def get() -> float:
-            for peer in self._targets:
-                peer.start("dicts.get", number=number, full=full)
-            replies.extend(peer.result(2 * self._bench.patience) for peer in self._targets)
-            return _span(replies)
+            nonlocal moved
+            got = together(self._bench, self.targets, "dicts.get", number=number)
+            moved = sum(each["moved"] for each in got)
+            self.check(number, full=full)
+            return span(got)
 
-        return self._beside_floors(self._targets[0], "get", get, turn), replies
+        times = self._beside_floors(self.targets[0], "get", get, turn)
+        if moved != self.nbytes:
+            self._bench.wrong.append(f"version {number}: {moved} bytes moved for {self.nbytes}")
+        return {**times, "moved": moved}
 
-    def _beside_floors(self, peer: Peer, name: str, what: Any, turn: int) -> dict[str, float]:
+    def check(self, number: int, *, full: bool) -> None:
+        """Compare what the readers have with the set."""
+        for wrong in together(self._bench, self.targets, "dicts.wrong", number=number, full=full):
+            self._bench.check({"wrong": wrong}, f"version {number}")
+
+    def _beside_floors(
+        self, peer: Peer, name: str, what: Callable[[], float], turn: int
+    ) -> dict[str, float]:
         def floor(kind: str) -> float:
             seconds: float = peer.call("dicts.floor", self._bench.patience, kind=kind)
             return seconds
 
-        kinds = {kind: lambda kind=kind: floor(kind) for kind in self._kinds}
+        kinds = {kind: partial(floor, kind) for kind in self._kinds}
         return floors.interleave({**kinds, name: what}, turn)
 
     def settle(self) -> None:
         """Wait until no background warming goes on."""
-        self._sources[0].call("store.settle", 90)
+        self.sources[0].call("store.settle", 90)
 
     def close(self) -> None:
         """Leave and end the store, forget the parts."""
-        for peer in (*self._targets, *reversed(self._sources)):
+        for peer in (*self.targets, *reversed(self.sources)):
             peer.call("store.close")
             peer.call("dicts.drop")
 
 
-def _span(replies: Sequence[Mapping[str, float]]) -> float:
+def together(bench: Bench, peers: Sequence[Peer], op: str, **fields: Any) -> list[Any]:
+    """What the peers reply to one command that all of them obey at the same time."""
+    for peer in peers:
+        peer.start(op, **fields)
+    return [peer.result(bench.patience) for peer in peers]
+
+
+def span(replies: Sequence[Mapping[str, float]]) -> float:
     """Seconds from the first start to the last end. The clock is the same in all processes."""
     return max(r["end"] for r in replies) - min(r["start"] for r in replies)
 
 
-def rounds(bench: Bench, case: Case) -> tuple[Way, list[dict[str, float]], list[dict[str, float]]]:
+Rounds = list[dict[str, float]]
+
+
+def _rounds(bench: Bench, case: Case, done: int, cases: int) -> tuple[Way, Rounds, Rounds]:
     """The measured rounds of a case, puts and gets, after the unmeasured ones."""
     way = Way(bench, case)
-    puts: list[dict[str, float]] = []
-    gets: list[dict[str, float]] = []
+    puts: Rounds = []
+    gets: Rounds = []
     total = WARM_UPS + bench.repeat
     for turn in range(total):
+        bench.progress(done * total + turn, cases * total, case.name)
         if turn == WARM_UPS:
             way.settle()
-        number = turn + 1
-        put = way.put(number, turn)
-        got, replies = way.get(number, turn, full=turn == total - 1)
-        moved = sum(reply["moved"] for reply in replies)
-        if moved != way.nbytes:
-            bench.wrong.append(f"{case.name}: {moved} bytes moved for {way.nbytes}")
-        for reply in replies:
-            bench.check(reply, f"{case.name}, version {number}")
+        put = way.put(turn + 1, turn)
+        got = way.get(turn + 1, turn, full=turn == total - 1)
         if turn >= WARM_UPS:
             puts.append(put)
-            gets.append({**got, "moved": moved})
+            gets.append(got)
     way.close()
     return way, puts, gets
 
 
 def state_dict(bench: Bench) -> list[Metric]:
     """put_state_dict and in-place get_state_dict of whole tensors, one publisher, one reader."""
-    case = Case("whole", ranks(WHOLE, 1), ranks(WHOLE, 1))
-    way, puts, gets = rounds(bench, case)
+    case = Case("put, get in place", ranks(WHOLE, 1), ranks(WHOLE, 1))
+    way, puts, gets = _rounds(bench, case, 0, 1)
     note_floors(bench, puts, way.floor_nbytes, "state dict puts")
     note_floors(bench, gets, way.floor_nbytes, "state dict gets")
     put = Metric("put_state_dict", "state-dict", "GB/s", rates(puts, "put", way.put_nbytes))
@@ -177,11 +200,10 @@ def state_dict(bench: Bench) -> list[Metric]:
 
 
 def layouts(bench: Bench) -> list[Metric]:
-    """State dicts into other layouts, of one process and of several."""
+    """State dicts into other layouts: the readers' ranks in one process, or in one each."""
     metrics: list[Metric] = []
     for at, case in enumerate(CASES):
-        bench.progress(at, len(CASES), case.name)
-        way, puts, gets = rounds(bench, case)
+        way, puts, gets = _rounds(bench, case, at, len(CASES))
         note_floors(bench, gets, way.floor_nbytes, f"gets, {case.name}")
         put = Metric(f"put, {case.name}", "layouts", "GB/s", rates(puts, "put", way.put_nbytes))
         against_copies(put, puts, way.floor_nbytes, None)
@@ -191,4 +213,45 @@ def layouts(bench: Bench) -> list[Metric]:
         exact = [way.nbytes / 1e6] * len(gets)
         moved.against("bytes of the destination", exact, 1.0, at_most=True)
         metrics += [put, get, moved]
+    return metrics
+
+
+def checkpoint(bench: Bench) -> list[Metric]:
+    """2 rows → 2 columns, beside torch.distributed.checkpoint doing it through local files."""
+    source, target = ranks(ROWS, 2), ranks(COLUMNS, 2)
+    way = Way(bench, Case("2 rows → 2 columns", source, target), floor=0)
+    times: Rounds = []
+    total = 1 + min(bench.repeat, _CHECKPOINT_ROUNDS)
+    with tempfile.TemporaryDirectory(prefix="torchstore-bench-") as folder:
+        for side, peers in ((source, way.sources), (target, way.targets)):
+            for rank, peer in enumerate(peers):
+                peer.start(
+                    "checkpoints.join",
+                    meeting=f"{folder}/{side.layout}",
+                    rank=rank,
+                    world=len(peers),
+                    layout=side.layout,
+                )
+            for peer in peers:
+                peer.result(bench.patience)
+        for turn in range(total):
+            bench.progress(turn, total, "store, then files")
+            put = way.put(2 * turn + 1, 0)
+            got = way.get(2 * turn + 1, 0, full=turn == total - 1)
+            number, files = 2 * turn + 2, f"{folder}/{turn}"
+            together(bench, way.sources, "dicts.mark", number=number)
+            saved = together(bench, way.sources, "checkpoints.save", folder=files)
+            loaded = together(bench, way.targets, "checkpoints.load", folder=files)
+            way.check(number, full=turn == total - 1)
+            shutil.rmtree(files)
+            if turn:  # the first round is the warm-up
+                times.append({**put, **got, "save": span(saved), "load": span(loaded)})
+        together(bench, (*way.sources, *way.targets), "checkpoints.leave")
+    way.close()
+    metrics: list[Metric] = []
+    for name, peer_name, nbytes in (("put", "save", way.put_nbytes), ("get", "load", way.nbytes)):
+        values = rates(times, name, nbytes)
+        metric = Metric(f"{name}, 2 ranks: rows → columns", "checkpoint", "GB/s", values)
+        metric.against(f"dcp.{peer_name}", rates(times, peer_name, nbytes), None, at_most=False)
+        metrics.append(metric)
     return metrics

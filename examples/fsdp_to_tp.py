@@ -204,7 +204,7 @@ def summarise(trainer: list[Worker], generator: list[Worker]) -> dict[str, Any]:
 
 def print_table(summary: dict[str, Any], console: Console) -> None:
     """The numbers, for people."""
-    title = "puts and gets compete with training and embedding, the floor with less"
+    title = "bytes of all ranks of a job; all compete for the same cores"
     table = Table(title=title, box=box.SIMPLE, pad_edge=False)
     for column in ("", "versions", "MB each", "median", "max", "GB/s", "of floor"):
         table.add_column(column, justify="right" if column else "left")

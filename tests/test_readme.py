@@ -118,6 +118,12 @@ def test_the_readme_lists_every_command() -> None:
     assert sorted(re.findall(r"^torchstore (\w+) ", README, re.M)) == sorted(cli.commands)
 
 
+def test_the_readme_lists_every_example() -> None:
+    rows = re.findall(r"^\| \[(\w+\.py)\]\(examples/\1\) \|", README, re.M)
+    programs = [path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()]
+    assert sorted(rows) == sorted(path.name for path in programs)
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_make_targets_are_there(document: str) -> None:
     named = re.findall(r"^make (\w+)", (ROOT / document).read_text(), re.M)

@@ -29,7 +29,7 @@ def assert_same(got: Any, expected: Any, at: str = "it") -> None:
     elif isinstance(expected, torch.Tensor):
         assert isinstance(got, torch.Tensor), at
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape), at
-        assert torch.equal(bits(got), bits(expected)), at
+        assert torch.equal(bits(got).cpu(), bits(expected).cpu()), at
     else:
         assert type(got) is type(expected), at
         assert got == expected, at

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
 import torchstore_core as ts
 from torchstore_core import errors
@@ -13,6 +14,7 @@ from torchstore_core import errors
 CODES = {
     "TorchStoreError": "error",
     "KeyNotFoundError": "key-not-found",
+    "PartialPutError": "partial-put",
     "VersionGoneError": "version-gone",
     "ObjectLostError": "object-lost",
     "StoreFullError": "store-full",
@@ -29,6 +31,7 @@ CODES = {
 }
 ALSO = {
     "KeyNotFoundError": KeyError,
+    "PartialPutError": KeyError,
     "StoreTimeoutError": TimeoutError,
     "LayoutMismatchError": ValueError,
     "UnsupportedValueError": TypeError,
@@ -91,6 +94,16 @@ async def test_errors_of_the_server_pickle_with_what_they_know(store):
     assert str(again) == str(caught.value)
     # str() of a KeyError is the repr of its argument: a person wants to read the message.
     assert not str(again).startswith(("'", '"'))
+
+
+async def test_a_key_that_is_not_whole_is_a_missing_one_too(store):
+    part = ts.TensorSlice((0,), (2,), (4,))
+    await ts.put("shard", torch.ones(2), part)
+    for expected in (ts.PartialPutError, ts.KeyNotFoundError, KeyError):
+        with pytest.raises(expected, match="not whole yet"):
+            await ts.get("shard")
+    with pytest.raises(ts.PartialPutError):
+        await ts.get_batch(["gone", "shard"])
 
 
 async def test_builtin_except_clauses_work(store):

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 from tests.support import bits, run_script, running_store
+from tests.trees import assert_same
 
 import torchstore_core as ts
 
@@ -116,6 +117,108 @@ async def test_a_model_on_the_device_with_host_values_beside_it(store):
     assert torch.equal(mine.bias, model.bias)
     assert got["step"] == 5
     assert torch.equal(got["host"], torch.arange(200_000))
+
+
+# ---- state dicts --------------------------------------------------------------------------
+
+
+def _state_dict(rows: int) -> dict[str, object]:
+    table = torch.randn(rows, COLUMNS, device=DEVICE)
+    return {
+        "embedding": table,
+        "head": table,
+        "layers": [{"w": torch.randn(COLUMNS, rows, device=DEVICE).t()}, torch.arange(rows)],
+        "every third": torch.randn(rows, 3 * COLUMNS, device=DEVICE)[:, ::3],
+        "scalar": torch.tensor(2.5, device=DEVICE),
+        "counts": torch.arange(rows, device=DEVICE),
+        "on the host": torch.randn(rows, COLUMNS),
+        "step": 5,
+    }
+
+
+@SIZES
+async def test_a_state_dict_of_the_device_comes_back_on_the_host(store, rows):
+    state_dict = _state_dict(rows)
+    await ts.put_state_dict(state_dict, "k")
+    got = await ts.get_state_dict("k")
+    assert all(t.device.type == "cpu" for t in (got["embedding"], got["layers"][0]["w"]))
+    assert_same(got, state_dict)
+    assert got["head"].data_ptr() == got["embedding"].data_ptr()
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
+async def test_a_state_dict_is_cast_on_its_way_from_the_device(store, rows, dtype):
+    state_dict = _state_dict(rows)
+    await ts.put_state_dict(state_dict, "k", transfer_dtype={"*": dtype, "scalar": None})
+    got = await ts.get_state_dict("k")
+    for name in ("embedding", "head", "every third", "on the host"):
+        assert_same(got[name], state_dict[name].to(dtype), name)
+    assert_same(got["layers"][0]["w"], state_dict["layers"][0]["w"].to(dtype))
+    for name in ("scalar", "counts", "step"):
+        assert_same(got[name], state_dict[name], name)
+    assert got["head"].data_ptr() == got["embedding"].data_ptr()
+
+
+@SIZES
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+async def test_a_state_dict_is_filled_on_the_device_and_cast_if_asked(store, rows, stored):
+    value = torch.randn(rows, COLUMNS).to(stored)
+    await ts.put_state_dict({"w": value, "columns": value.t(), "n": torch.arange(3)}, "k")
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = torch.zeros(rows, 2 * COLUMNS, dtype=dtype, device=DEVICE)
+        mine = {
+            "w": wide[:, ::2],
+            "columns": torch.zeros(COLUMNS, rows, dtype=dtype, device=DEVICE),
+            "n": torch.zeros(3, dtype=torch.int64, device=DEVICE),
+        }
+        if dtype is not stored:
+            with pytest.raises(ts.LayoutMismatchError, match="2 mismatched"):
+                await ts.get_state_dict("k", mine)
+            assert not any(tensor.any() for tensor in mine.values())
+        tensors = dict(mine)
+        await ts.get_state_dict("k", mine, cast=True)
+        assert all(mine[name] is tensor for name, tensor in tensors.items())
+        assert_same(mine["w"], value.to(dtype))
+        assert_same(mine["columns"], value.to(dtype).t())
+        assert mine["n"].tolist() == [0, 1, 2]
+        assert not wide[:, 1::2].any(), "written outside of the view"
+
+
+@SIZES
+async def test_shards_of_the_device_are_cast_both_ways(store, rows):
+    value = torch.randn(2 * rows, COLUMNS, device=DEVICE)
+    for i in range(2):
+        part = ts.TensorSlice((i * rows, 0), (rows, COLUMNS), (2 * rows, COLUMNS))
+        shard = ts.TensorShard(value[i * rows : (i + 1) * rows], part)
+        await ts.put_state_dict(
+            {"w": shard}, "k", participants=2, participant=i, transfer_dtype=torch.bfloat16
+        )
+    assert_same(await ts.get_state_dict("k"), {"w": value.bfloat16()})
+    part = ts.TensorSlice((1, 7), (2 * rows - 2, 300), (2 * rows, COLUMNS))
+    mine = ts.TensorShard(torch.zeros(2 * rows - 2, 300, device=DEVICE), part)
+    await ts.get_state_dict("k", {"w": mine}, cast=True)
+    assert_same(mine.tensor, value.bfloat16().float()[1:-1, 7:307])
+
+
+@SIZES
+async def test_values_of_the_device_may_change_before_the_commit(store, rows):
+    for number in (1.0, 2.0, 3.0):
+        tensor = torch.full((rows, COLUMNS), number, device=DEVICE)
+        pending = await ts.put_state_dict(
+            {"w": tensor, "cast": tensor.t()},
+            "k",
+            blocking=False,
+            transfer_dtype={"cast": torch.bfloat16},
+        )
+        tensor.fill_(-1)
+        torch.cuda.synchronize()
+        got = await ts.get_state_dict("k", min_version=(await pending).version)
+        assert (got["w"] == number).all()
+        assert (got["cast"] == number).all()
+
+
+# ---- order, locks, ends -------------------------------------------------------------------
 
 
 async def test_more_than_one_block_of_page_locked_memory():

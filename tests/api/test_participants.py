@@ -328,6 +328,22 @@ async def test_two_participants_publish_some_entries(shared, key):
     assert (await _status())[0] - before < 3 * 300 * COLUMNS * 4
 
 
+async def test_some_entries_wait_for_the_version_that_has_the_others(shared, key):
+    async def put(who: int, state_dict: dict[str, Any], version: int, **how: Any) -> None:
+        await ts.put_state_dict(
+            state_dict, key, participants=2, participant=who, version=version, keep=2, **how
+        )
+
+    await put(0, {"a": 1, "b": 1}, 1)
+    for who in range(2):
+        await put(who, {f"new{who}": 2}, 2, partial=True)
+        assert await ts.versions(key) == []
+    await put(1, {"c": 1}, 1)
+    assert await ts.versions(key) == [1, 2]
+    assert await ts.get_state_dict(key, version=1) == {"a": 1, "b": 1, "c": 1}
+    assert await ts.get_state_dict(key) == {"a": 1, "b": 1, "c": 1, "new0": 2, "new1": 2}
+
+
 async def test_a_delete_forgets_what_was_under_way(shared, key):
     await ts.put_state_dict({"w": torch.ones(300_000)}, key, participants=2, participant=0)
     assert (await _pending(key)).committed == ["0"]

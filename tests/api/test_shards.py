@@ -97,9 +97,14 @@ async def test_any_dtype_and_any_strides(shared, key, rows, dtype):
 
 
 async def test_other_numbers_of_dimensions(shared, key):
-    for value in (torch.tensor(2.5), torch.arange(7), torch.randn(3, 4, 5, 2), torch.empty(0, 3)):
+    for value, parts in (
+        (torch.tensor(2.5), ()),
+        (torch.arange(7), (3,)),
+        (torch.randn(3, 4, 5, 2), (2, 1, 2, 2)),
+        (torch.empty(0, 3), (1, 2)),
+    ):
         name = f"{key}-{value.dim()}-{value.numel()}"
-        for shard in _cut(value, (2,) * value.dim()):
+        for shard in _cut(value, parts):
             ref = await ts.put(name, shard)
         assert ref.version == 1
         got = await ts.get(name)

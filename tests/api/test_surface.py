@@ -26,6 +26,10 @@ FUNCTIONS = [
     "get",
     "put_batch",
     "get_batch",
+    "put_state_dict",
+    "get_state_dict",
+    "versions",
+    "latest_version",
     "delete",
     "delete_batch",
     "exists",
@@ -45,6 +49,7 @@ def _parameters(function: object) -> dict[str, inspect.Parameter]:
 def test_everything_is_exported():
     assert set(FUNCTIONS) <= set(ts.__all__)
     values = ["Client", "ObjectRef", "Request", "TensorSlice", "TorchStoreError"]
+    values += ["PendingPut", "StateDictReport", "TensorShard"]
     assert set(values) <= set(ts.__all__)
     for name in ts.__all__:
         assert getattr(ts, name) is not None
@@ -88,7 +93,34 @@ def test_signatures_are_as_promised():
     assert keywords["num_storage_volumes"].default == 1
     get = list(_parameters(ts.get))
     assert get[:3] == ["key_or_ref", "inplace_tensor", "tensor_slice_spec"]
-    assert list(_parameters(ts.put))[:2] == ["key", "value"]
+    assert list(_parameters(ts.put))[:3] == ["key", "value", "tensor_slice_spec"]
+    assert list(_parameters(ts.put_state_dict))[:2] == ["state_dict", "key"]
+    assert list(_parameters(ts.get_state_dict))[:3] == ["key", "user_state_dict", "strict"]
+    for function, defaults in (
+        (
+            ts.put_state_dict,
+            {
+                "version": None,
+                "participants": None,
+                "participant": None,
+                "transfer_dtype": None,
+                "partial": False,
+                "keep": 1,
+                "blocking": True,
+            },
+        ),
+        (
+            ts.get_state_dict,
+            {"version": None, "min_version": None, "cast": False, "report": None},
+        ),
+        (ts.put, {"version": None}),
+        (ts.put_batch, {"version": None}),
+    ):
+        for name, default in defaults.items():
+            parameter = _parameters(function)[name]
+            assert parameter.default == default, name
+            assert parameter.kind == inspect.Parameter.KEYWORD_ONLY, name
+    assert _parameters(ts.get_state_dict)["strict"].default is True
     wait = _parameters(ts.wait)
     assert wait["min_version"].default is None
     assert wait["min_version"].kind == inspect.Parameter.KEYWORD_ONLY
@@ -121,6 +153,15 @@ async def test_every_operation_by_store_name_and_on_a_client():
             assert await do("wait", ["t"], min_version=ref.version) == {"t": ref}
             assert (await do("stat", "t")).nbytes == 2_400_000
             assert (await do("status")).keys == 3
+            model = {"w": tensor, "step": 1}
+            published = await do("put_state_dict", model, "m", keep=2)
+            assert await do("versions", "m") == [published.version]
+            assert await do("latest_version", "m") == published.version
+            filled = {"w": torch.zeros_like(tensor), "step": 0}
+            assert await do("get_state_dict", "m", filled, min_version=1) is filled
+            assert filled["step"] == 1
+            assert torch.equal((await do("get_state_dict", "m"))["w"], tensor)
+            await do("delete", "m")
             assert (await do("explain", 1 << 20))[0]["chosen"] == "shm"
             await do("delete", "t")
             assert await do("delete_batch", ["o", "u", "gone"]) == 2
@@ -200,6 +241,12 @@ async def test_timeouts_hold_when_the_server_hangs(store):
                     door.get("t", timeout=0.3),
                     door.get("t", torch.zeros(300_000), timeout=0.3),
                     door.get_batch(["t", "o"], timeout=0.3),
+                    door.put_state_dict({"w": tensor}, "m", timeout=0.3),
+                    door.put_state_dict({"w": tensor}, "m", blocking=False, timeout=0.3),
+                    door.get_state_dict("m", timeout=0.3),
+                    door.get_state_dict("m", {"w": tensor}, min_version=1, timeout=0.3),
+                    door.versions("o", timeout=0.3),
+                    door.latest_version("o", timeout=0.3),
                     door.delete("o", timeout=0.3),
                     door.delete_batch(["o"], timeout=0.3),
                     door.exists("o", timeout=0.3),

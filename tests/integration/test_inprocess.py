@@ -262,6 +262,16 @@ async def test_an_observer_sees_every_operation_with_its_phases(site: Site) -> N
             await client.put("meta", torch.empty(3, device="meta"))
         await client.delete("a")
         await client.delete_batch(["b", "missing"])
+        await client.put_state_dict({"w": torch.zeros(1 << 20), "n": {"step": 1}}, "model")
+        await client.put_state_dict({"w": torch.zeros(3)}, "small model")
+        mine = {"w": torch.empty(1 << 20), "n": {"step": 0}}
+        await client.get_state_dict("model", mine)
+        with pytest.raises(ts.LayoutMismatchError):
+            await client.get_state_dict("model", {"w": torch.empty(1)})
+        with pytest.raises(ts.UnsupportedValueError):
+            await client.put_state_dict([], "model")
+        await client.versions("model")
+        await client.latest_version("model")
     operations = seen()
     assert [(o.name, o.entries, o.error) for o in operations] == [
         ("put", 1, ""),
@@ -276,6 +286,13 @@ async def test_an_observer_sees_every_operation_with_its_phases(site: Site) -> N
         ("put", 1, "unsupported-value"),
         ("delete", 1, ""),
         ("delete_batch", 2, ""),
+        ("put_state_dict", 2, ""),
+        ("put_state_dict", 1, ""),
+        ("get_state_dict", 2, ""),
+        ("get_state_dict", 1, "layout-mismatch"),
+        ("put_state_dict", 1, "unsupported-value"),
+        ("versions", 1, ""),
+        ("versions", 1, ""),
     ]
     assert all(o.store_name == "torchstore" for o in operations)
     small, batch, get, several = operations[:4]
@@ -288,6 +305,12 @@ async def test_an_observer_sees_every_operation_with_its_phases(site: Site) -> N
         assert 0 <= sum(operation.phases.values()) <= operation.seconds < 20
     assert batch.phases["copy"] > 0
     assert operations[8].transport == ""
+    published, little, filled = operations[12:15]
+    assert (published.transport, set(published.phases)) == ("shm", {"plan", "copy", "commit"})
+    assert (little.transport, set(little.phases)) == ("inline", {"plan"})
+    assert (filled.transport, set(filled.phases)) == ("shm", {"plan", "copy"})
+    assert published.nbytes >= 4 << 20
+    assert filled.nbytes == published.nbytes
 
 
 async def test_an_observer_is_told_which_transport_moved_the_bytes(

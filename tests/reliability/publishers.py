@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,8 +37,9 @@ NAMES = ["first", "second"]
 LOOK_S = 0.1
 
 
+@lru_cache
 def pattern(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Publish 0: every element differs from its neighbours."""
+    """Publish 0, not to be written to: every element differs from its neighbours."""
     count = shape[0] * shape[1]
     return torch.arange(seed, seed + count, dtype=torch.int32).view(shape)
 
@@ -105,18 +107,21 @@ class Publisher:
 
     async def put(self, number: int, version: int | None = None, **how: Any) -> int:
         """Publish; the version."""
-        state_dict = self.state_dict(number)
+        return await self.put_this(self.state_dict(number), version, **how)
+
+    async def put_this(
+        self, state_dict: dict[str, Any], version: int | None = None, **how: Any
+    ) -> int:
+        """Publish what was made before; the version."""
         if self._kind == "one tensor":
-            ref = await ts.put(KEY, self._shards[0], self._part, version=version, **how)
-        else:
-            ref = await ts.put_state_dict(
-                state_dict,
-                KEY,
-                version=version,
-                participants=RANKS,
-                participant=self._who,
-                **how,
-            )
+            shard, part = self._shards[0], self._part
+            return (await ts.put(KEY, shard, part, version=version, **how)).version
+        who = {"participants": RANKS, "participant": self._who}
+        ref = await ts.put_state_dict(state_dict, KEY, version=version, **who, **how)
+        if isinstance(ref, ts.PendingPut):
+            for tensor in (*self._shards, self._whole):
+                tensor.fill_(-1)  # as if the next step of training had begun
+            ref = await ref
         return ref.version
 
 
@@ -148,11 +153,14 @@ class Columns:
         self._all = torch.empty(WHOLE, dtype=torch.int32)
         self._stages = [torch.empty(WHOLE, dtype=torch.int32) for _ in range(RANKS)]
 
-    async def read(self, **how: Any) -> int:
+    async def read(self) -> int:
         """Get it; which publish it is."""
+        return self.number_of(await self.get())
+
+    async def get(self, **how: Any) -> Any:
+        """Get it."""
         if self._kind == "one tensor":
-            assert await ts.get(KEY, self._halves[0], self._part, **how) is self._halves[0]
-            return number_of(self._halves[0], self._zeros[0])
+            return await ts.get(KEY, self._halves[0], self._part, **how)
         mine: dict[str, Any] = {
             "layers": [
                 {name: ts.TensorShard(half, self._part)}
@@ -163,13 +171,23 @@ class Columns:
         }
         for rank, stage in enumerate(self._stages):
             mine[f"stage{rank}"] = {"w": stage, "number": None}
-        got = await ts.get_state_dict(KEY, mine, **how)
+        return await ts.get_state_dict(KEY, mine, **how)
+
+    def number_of(self, got: Any) -> int:
+        """Which publish it is that :meth:`get` got; fails if it is more than one."""
+        if self._kind == "one tensor":
+            assert got is self._halves[0]
+            return number_of(got, self._zeros[0])
         pairs = [(self._all, pattern(WHOLE, 0)), *zip(self._halves, self._zeros, strict=True)]
         pairs += [(stage, pattern(WHOLE, 0)) for stage in self._stages]
         numbers = {number_of(tensor, zero) for tensor, zero in pairs}
         numbers |= {got["number"], *(got[f"stage{rank}"]["number"] for rank in range(RANKS))}
         assert len(numbers) == 1, f"a mixture of {numbers}"
         return numbers.pop()
+
+    def copies(self) -> list[torch.Tensor]:
+        """What is there now."""
+        return [tensor.clone() for tensor in (*self._homes, self._all, *self._stages)]
 
     def nothing_else_written(self) -> bool:
         """Whether what lies beside the columns is as it was."""

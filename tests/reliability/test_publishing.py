@@ -142,7 +142,7 @@ async def ranks_are_killed(server: int, kind: str, seconds: float) -> None:
 
 
 async def killed(child: Child, rank: int, chance: random.Random, *, writing: bool) -> bool:
-    """Kill a rank at a random moment (``writing``: of a put); whether it was in the middle of a put.
+    """Kill a rank at a random moment (``writing``: of a put); whether that was in a put.
 
     It is stopped first, so that there is time to look.
     """

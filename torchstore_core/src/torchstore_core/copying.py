@@ -44,6 +44,9 @@ __all__ = [
 CHUNK = 4 << 20
 #: Less than this is copied by the caller: waking a thread costs about as much.
 DIRECT_MAX = 512 << 10
+#: From this many bytes copies begin while the rest is planned. Below, the copy threads and the
+#: planner would only take the interpreter lock from each other.
+OVERLAP_MIN = 32 << 20
 #: From this many bytes a batch is streamed past the cache.
 STREAM_MIN = 4 << 20
 
@@ -334,8 +337,8 @@ if hasattr(os, "register_at_fork"):
 
 
 async def run(tasks: Iterable[Task], nbytes: int) -> None:
-    """Run copy tasks: small batches here, large ones on the copy threads, which begin while
-    ``tasks`` is still being planned.
+    """Run copy tasks: small batches here, others on the copy threads, which begin on large ones
+    while ``tasks`` is still being planned.
 
     When it raises, cancellation included, no task is running any more.
     """
@@ -344,13 +347,18 @@ async def run(tasks: Iterable[Task], nbytes: int) -> None:
             task()
         return
     pool = _get_pool()
-    job = CopyJob((), asyncio.get_running_loop(), open_end=True)
+    overlap = nbytes >= OVERLAP_MIN
+    first = () if overlap else list(tasks)
+    job = CopyJob(first, asyncio.get_running_loop(), open_end=overlap)
     try:
-        pool.submit(job, pool.threads)
-        for task in tasks:
-            if not job.add(task):
-                break
-        job.close()
+        pool.submit(job, pool.threads if overlap else len(first))
+        if overlap:
+            for task in tasks:
+                if not job.add(task):
+                    break
+            job.close()
+        elif not first:
+            return
         await job.future
     except BaseException:
         job.stop()

@@ -134,10 +134,7 @@ class Client(KeyOperations):
         error = ""
         try:
             exact = check_version(version)
-            prepared = [
-                writing.prepare(key, value, allow_pickle=pickle_too) for key, value in items
-            ]
-            sources = [source for parts in prepared for source in parts]
+            sources, counts = writing.prepare_all(items, allow_pickle=pickle_too)
             nbytes = sum([source.nbytes for source in sources])
             versions: list[int] = []
             if sources:
@@ -151,10 +148,10 @@ class Client(KeyOperations):
         finally:
             if self._membership.observe is not None:
                 self._observe(name, clock, len(items), nbytes, transport, error)
-        if len(versions) == len(prepared) == len(sources):
+        if counts is None:
             return versions
         each = iter(versions)  # one for each shard
-        return [max([next(each) for _ in parts], default=0) for parts in prepared]
+        return [max([next(each) for _ in range(count)], default=0) for count in counts]
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -244,10 +241,10 @@ class Client(KeyOperations):
             transport = result.transport
             at = 0
             for want, parts in zip(wants, asked, strict=True):
+                if parts and type(meta := entries[at].meta) is StateDictMeta:
+                    dicts.append((len(values), entries[at].version, meta))
                 # The very tensor that was given (a read writes into a detached alias of it).
                 values.append(result.values[at] if want.tensor is None else want.tensor)
-                if parts and isinstance(meta := entries[at].meta, StateDictMeta):
-                    dicts.append((len(values) - 1, entries[at].version, meta))
                 at += len(parts)
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 from torchstore_core.client_side import reading, writing
 from torchstore_core.client_side.lane import Lane
@@ -28,7 +27,7 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Ask", "Clock", "Leasing", "Putting", "Want", "asks_of"]
+__all__ = ["Clock", "Leasing", "Putting", "Want", "asks_of"]
 __all__ += ["cancel_wait", "check_version", "get_asks", "put_sources"]
 
 # The server answers requests on up to this many entries faster than a task switch takes.
@@ -85,13 +84,22 @@ class Clock:
         self._last = now
 
 
-class Want(msgspec.Struct, frozen=True):
-    """One value that is wanted. ``tensor``: to be filled, a DTensor or TensorShard too."""
+class Want(msgspec.Struct, frozen=True, gc=False):
+    """One value that is wanted, or a ``part`` of it. ``tensor``: to be filled; until
+    :func:`asks_of` it may be sharded.
+    """
 
     key: str
     version: int
     tensor: Any
     part: TensorSlice | None
+
+    def wire(self) -> m.Want:
+        """As a message says it."""
+        part = self.part
+        if part is None:
+            return m.Want(self.key, self.version)
+        return m.Want(self.key, self.version, (part.offsets, part.local_shape))
 
     @classmethod
     def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> Want:
@@ -107,30 +115,14 @@ class Want(msgspec.Struct, frozen=True):
         return cls(writing.check_key(what), 0, tensor, part)
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
-    """What is asked of the server for a want: all of it, or one of the boxes that are here."""
-
-    key: str
-    version: int
-    tensor: torch.Tensor | None
-    part: TensorSlice | None
-
-    def wire(self) -> m.Want:
-        """As a message says it."""
-        part = self.part
-        return m.Want(
-            self.key, self.version, None if part is None else (part.offsets, part.local_shape)
-        )
-
-
-def asks_of(want: Want) -> list[Ask]:
-    """One for each piece of a sharded destination, else one.
+def asks_of(want: Want) -> list[Want]:
+    """What to ask of the server: one for each piece of a sharded destination, else the want itself.
 
     Raises:
         LayoutMismatchError, UnsupportedValueError: a destination that contradicts itself.
     """
-    if not is_sharded(want.tensor):
-        return [Ask(want.key, want.version, want.tensor, want.part)]
+    if want.tensor is None or not is_sharded(want.tensor):
+        return [want]
     if want.part is not None:
         raise LayoutMismatchError(
             f"{want.key!r}: a {type(want.tensor).__name__} says itself which slice it is; give "
@@ -138,7 +130,7 @@ def asks_of(want: Want) -> list[Ask]:
             key=want.key,
         )
     return [
-        Ask(want.key, want.version, local.tensor, local.part)
+        Want(want.key, want.version, local.tensor, local.part)
         for local in local_parts(want.key, want.tensor)
     ]
 
@@ -269,7 +261,7 @@ async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], cloc
 
 
 async def get_asks(
-    session: Session, lane: Lane, asks: Sequence[Ask], clock: Clock, allow_pickle: bool
+    session: Session, lane: Lane, asks: Sequence[Want], clock: Clock, allow_pickle: bool
 ) -> tuple[reading.Result, list[m.Entry], int]:
     """Locate and lease, check everything, then move bytes; give back what is not mapped.
 

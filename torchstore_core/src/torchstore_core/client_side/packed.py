@@ -27,8 +27,8 @@ tensor([[0., 1., 2.],
 other state dict, and ranks that each put their shards make one version together. The blob itself is
 not a value of the store. It could be one, with the header beside it; but then a reader would have
 to fetch every rank's header to know where a box lies, replicas would be stored many times, and a
-version would be whole when its blobs are, not when they cover the tensors. What is lost is nothing:
-the entries lie in the store in the blob's order and alignment.
+version would be whole when its blobs are, not when they cover the tensors. Nothing is lost either:
+the entries of one put lie together in the store, as they do in the blob.
 
 ``get(key)`` gives a packed form again, of whole tensors, at the price of a copy into its blob;
 ``get_state_dict(key)`` of the same key gives tensors without one.
@@ -81,6 +81,9 @@ class TorchStoreStateDict:
     Raises:
         ProtocolError: the header is damaged, or says what the blob cannot hold.
         UnsupportedValueError: a dtype that this torch does not know, or another kind of blob.
+
+    >>> TorchStoreStateDict.from_state_dict({"w": torch.ones(2), "step": 7}).to_state_dict()
+    {'w': tensor([1., 1.]), 'step': 7}
     """
 
     __slots__ = ("_allow_pickle", "_header", "_typed", "blob")

@@ -66,6 +66,7 @@ class Target(msgspec.Struct, frozen=True, gc=False):
         at: position among the targets.
         dtype: as stored. ``tensor`` may have another floating-point one: it is cast then.
         tensor: the user's tensor to fill; None: make one.
+        nbytes: bytes that are moved, or mapped: those of the pieces.
     """
 
     at: int
@@ -75,11 +76,7 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     tensor: torch.Tensor | None
     pieces: Sequence[Piece]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are moved, or mapped."""
-        return sum([piece.nbytes for piece in self.pieces])
+    nbytes: int
 
 
 def resolve(
@@ -110,10 +107,10 @@ def resolve(
                 f"{key!r} is {what}, but {given} was given; nothing was written", key=key
             )
         if isinstance(meta, StateDictMeta):  # whose entries are fetched by themselves
-            return Target(at, key, None, torch.uint8, (0,), None, ())
+            return Target(at, key, None, torch.uint8, (0,), None, (), 0)
         only = (entry.nbytes,)
         piece = Piece(position, entry.data, entry.grant, only, None, None, entry.nbytes)
-        return Target(at, key, meta, torch.uint8, only, None, (piece,))
+        return Target(at, key, meta, torch.uint8, only, None, (piece,), entry.nbytes)
     dtype = dtype_of(meta, key)
     shape = meta.shape
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != entry.nbytes:
@@ -131,15 +128,15 @@ def resolve(
         shape = box.shape
     if destination is not None:
         destination = check_destination(key, destination, shape, dtype, cast=cast)
+    nbytes = entry.nbytes if box is None else box.numel * dtype.itemsize
     if entry.parts is None:
-        nbytes = entry.nbytes if box is None else box.numel * dtype.itemsize
         pieces: Sequence[Piece] = (
             Piece(position, entry.data, entry.grant, meta.shape, box, None, nbytes),
         )
     else:
         target = box or boxes.whole(shape)
         pieces = [*_gather(position, key, entry.parts, target, dtype.itemsize)]
-    return Target(at, key, None, dtype, shape, destination, pieces)
+    return Target(at, key, None, dtype, shape, destination, pieces, nbytes)
 
 
 def _gather(

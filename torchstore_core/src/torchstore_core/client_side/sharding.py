@@ -62,6 +62,8 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 def is_sharded(value: object) -> bool:
     """Whether it stands for a larger tensor, of which only part is here."""
+    if type(value) is torch.Tensor:
+        return False
     return isinstance(value, TensorShard | ShardList) or is_dtensor(value)
 
 

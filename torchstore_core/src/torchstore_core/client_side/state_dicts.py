@@ -17,7 +17,7 @@ import torch
 from torchstore_core.client_side import nesting, reading, writing
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.nesting import Leaf
-from torchstore_core.client_side.operations import Ask, Clock, Leasing, Putting, Want, asks_of
+from torchstore_core.client_side.operations import Clock, Leasing, Putting, Want, asks_of
 from torchstore_core.client_side.packed import TorchStoreStateDict
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import (
@@ -293,7 +293,7 @@ class Wanted(NamedTuple):
 
     state_dict: Any
     leaves: list[Leaf]
-    asks: list[list[Ask]]
+    asks: list[list[Want]]
     same_as: dict[int, int]
 
 
@@ -308,7 +308,7 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
     leaves = nesting.flatten(key, user_state_dict)
     ties = _Ties()
     same_as: dict[int, int] = {}
-    asks: list[list[Ask]] = []
+    asks: list[list[Want]] = []
     for at, leaf in enumerate(leaves):
         name, value = leaf.name, leaf.value
         plain = type(value) in _PLAIN
@@ -316,11 +316,11 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
             if (first := ties.find(value, at)) is not None:
                 same_as[at] = first
             if plain:
-                asks.append([Ask(name, 0, value, None)])
+                asks.append([Want(name, 0, value, None)])
             else:
                 asks.append(asks_of(Want(name, 0, value, None)))
         else:
-            asks.append([Ask(name, 0, None, None)])
+            asks.append([Want(name, 0, None, None)])
     return Wanted(user_state_dict, leaves, asks, same_as)
 
 
@@ -455,7 +455,7 @@ def _matching(
     return targets
 
 
-def _check_kind(leaf: Leaf, ask: Ask, entry: m.Entry) -> None:
+def _check_kind(leaf: Leaf, ask: Want, entry: m.Entry) -> None:
     if ask.tensor is None and leaf.value is not None and isinstance(entry.meta, TensorMeta):
         raise LayoutMismatchError(
             f"{leaf.name!r} is stored as a tensor, the destination is a "

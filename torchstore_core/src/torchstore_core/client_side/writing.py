@@ -18,7 +18,6 @@ from torchstore_core.client_side.tensors import (
     byte_like,
     describe,
     dtype_name,
-    dtype_of,
     rows_of,
     storable,
     tensor_at,
@@ -29,14 +28,15 @@ from torchstore_core.ranking import Candidate
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Source", "check_key", "inline_bytes", "prepare", "write"]
+__all__ = ["Source", "check_key", "inline_bytes", "prepare", "prepare_all", "write"]
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
     """One value to put: a tensor (detached, any strides), or the bytes of an object.
 
     ``meta`` describes the whole tensor, in the dtype that it is stored in, of which ``tensor`` is
-    ``part``; ``nbytes`` are those that are stored. For the rest see ``messages.PutItem``.
+    ``part``; ``nbytes`` are those that are stored. ``cast``: the dtype that it is stored in, if
+    that is not its own. For the rest see ``messages.PutItem``.
     """
 
     key: str
@@ -47,6 +47,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     part: TensorSlice | None = None
     path: bytes = b""
     same_as: int = -1
+    cast: torch.dtype | None = None
 
     def item(self, data: bytes | None) -> m.PutItem:
         """What the server is told."""
@@ -85,7 +86,8 @@ def prepare(
             nbytes = tensor.numel() * tensor.element_size()
             return [Source(key, describe(tensor), nbytes, tensor, None)]
         meta = TensorMeta(dtype_name(dtype), tuple(tensor.shape))
-        return [Source(key, meta, tensor.numel() * dtype.itemsize, tensor, None)]
+        nbytes = tensor.numel() * dtype.itemsize
+        return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
     if isinstance(value, TorchStoreStateDict):
         raise UnsupportedValueError(
             f"{key!r}: a packed state dict is a version of its own; put it alone", key=key
@@ -94,12 +96,35 @@ def prepare(
     return [Source(key, codec, len(data), None, data)]
 
 
+def prepare_all(
+    items: Iterable[tuple[str, Any]], *, allow_pickle: bool
+) -> tuple[list[Source], list[int] | None]:
+    """:func:`prepare` of many: all sources, and how many each value has; None if each has one."""
+    sources: list[Source] = []
+    counts: list[int] = []
+    one_each = True
+    for key, value in items:
+        if type(value) is torch.Tensor:  # the usual case, many times
+            tensor = storable(check_key(key), value)
+            nbytes = tensor.numel() * tensor.element_size()
+            sources.append(Source(key, describe(tensor), nbytes, tensor, None))
+            counts.append(1)
+            continue
+        made = prepare(key, value, allow_pickle=allow_pickle)
+        sources += made
+        counts.append(len(made))
+        one_each = one_each and len(made) == 1
+    return sources, None if one_each else counts
+
+
 def _part(key: str, local: LocalPart, dtype: torch.dtype | None) -> Source:
     tensor = storable(key, local.tensor)
     if dtype is None or not tensor.is_floating_point():
         dtype = tensor.dtype
     meta = TensorMeta(dtype_name(dtype), tuple(local.part.global_shape))
-    return Source(key, meta, tensor.numel() * dtype.itemsize, tensor, None, local.part)
+    nbytes = tensor.numel() * dtype.itemsize
+    cast = None if dtype is tensor.dtype else dtype
+    return Source(key, meta, nbytes, tensor, None, local.part, cast=cast)
 
 
 def inline_bytes(source: Source) -> bytes:
@@ -111,7 +136,8 @@ def inline_bytes(source: Source) -> bytes:
         return b""
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
-    tensor = tensor.to(stored_dtype(source))
+    if source.cast is not None:
+        tensor = tensor.to(source.cast)
     if not tensor.is_contiguous():
         tensor = byte_like(tensor).contiguous()
     return ctypes.string_at(tensor.data_ptr(), source.nbytes)
@@ -158,7 +184,7 @@ async def _write_window(
             if tensor is None:
                 yield address, _address_of(source.data or b""), source.nbytes
                 continue
-            same = tensor.dtype is stored_dtype(source)
+            same = source.cast is None
             if same and tensor.is_cpu and tensor.is_contiguous():
                 yield address, tensor.data_ptr(), source.nbytes
                 continue
@@ -172,18 +198,13 @@ async def _write_window(
     await move(link, segment, moves(), nbytes, into=True)
 
 
-def stored_dtype(source: Source) -> torch.dtype:
-    """The dtype that a tensor is stored in."""
-    if not isinstance(source.meta, TensorMeta):
-        raise UnsupportedValueError(f"{source.key!r} is not a tensor", key=source.key)
-    return dtype_of(source.meta, source.key)
-
-
 def _window_tensor(source: Source, address: int) -> torch.Tensor:
     """The place of a source's tensor in the segment, as a tensor."""
-    dtype = stored_dtype(source)
-    shape = () if source.tensor is None else tuple(source.tensor.shape)
-    return tensor_at(address, shape, dtype).view(dtype)
+    tensor = source.tensor
+    if tensor is None:
+        raise UnsupportedValueError(f"{source.key!r} is not a tensor", key=source.key)
+    dtype = source.cast or tensor.dtype
+    return tensor_at(address, tuple(tensor.shape), dtype).view(dtype)
 
 
 def _address_of(data: bytes) -> int:
@@ -198,7 +219,7 @@ async def _write_copies(link: Link, items: Sequence[tuple[Source, m.Grant]]) -> 
         if source.data is not None:
             address = _address_of(source.data)
         elif source.tensor is not None:
-            tensor = source.tensor.cpu().to(stored_dtype(source))
+            tensor = source.tensor.cpu().to(source.cast or source.tensor.dtype)
             tensor = byte_like(tensor).contiguous() if not tensor.is_contiguous() else tensor
             alive.append(tensor)
             address = tensor.data_ptr()

@@ -291,6 +291,8 @@ class Catalog:
         del group.pending[generation.version]
         if generation.participants:  # all were part of it: nobody can be late for it
             generation.line.versions.remove(generation.version)
+        else:
+            generation.line.whole.add(generation.version)
         generation.discard(dead)
         self._replace(key, stored, generation.version, dead)
 

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
@@ -118,7 +119,7 @@ class Controller:
             if item.part is not None:
                 return self._put_joined(session, request)
         placed, inline, sizes = checked_items(items)
-        values = self._make(session, items, [None] * len(items), placed, inline, sizes)
+        values = self._make(session, items, None, placed, inline, sizes)
         if not sizes:
             dead: list[Value] = []
             self.catalog.flip(values, dead)
@@ -148,7 +149,7 @@ class Controller:
         self,
         session: SessionRecord,
         items: Sequence[m.PutItem],
-        parts: Sequence[Box | None],
+        boxes: Sequence[Box | None] | None,
         placed: int,
         inline: int,
         sizes: list[int],
@@ -159,14 +160,17 @@ class Controller:
         index, facts = volume.index, session.facts
         values: list[Value] = []
         at = 0
-        for item, box in zip(items, parts, strict=True):
+        for item in items:
             offset = -1
             if item.data is None:
                 offset = offsets[at]
                 at += 1
             value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
-            value.uses, value.box = 1, box
+            value.uses = 1
             values.append(value)
+        if boxes is not None:
+            for value, box in zip(values, boxes, strict=True):
+                value.box = box
         return values
 
     def _begin(self, session: SessionRecord, txn_id: int, txn: Txn) -> None:
@@ -207,7 +211,7 @@ class Controller:
         volume = self._written(txn)
         versions = self._finish(txn)
         if self._prefault and volume is not None:
-            self._look_ahead(volume, txn.nbytes)
+            volume.look_ahead(txn.nbytes, self._warmed)
         return versions
 
     def _finish(self, txn: Txn) -> list[int]:
@@ -265,14 +269,6 @@ class Controller:
         end = max((v.offset + v.nbytes for v in txn.values if v.data is None), default=0)
         volume.memory.touched(end)
         return volume
-
-    def _look_ahead(self, volume: VolumeRecord, nbytes: int) -> None:
-        """Keep as much warm and free as the last put took: its successor goes beside it."""
-        memory = volume.memory
-        short = nbytes - (memory.warm - volume.allocator.used)
-        if short > 0:
-            limit = volume.info.capacity_bytes
-            memory.prefault(min(max(memory.warm, 0) + short, limit), self._warmed)
 
     def trim(self, idle_s: float, keep: int) -> int:
         """Give free pool memory back to the system when no put has come for ``idle_s`` seconds.
@@ -367,10 +363,18 @@ class Controller:
         inline_max: int,
     ) -> tuple[list[m.Entry], bool]:
         """Reply entries for what was found, leased unless all of it comes inside the reply."""
-        chosen = [values_in(stored, box) for (stored, _), box in zip(found, boxes, strict=True)]
-        nbytes = inline = sum([v.nbytes for values in chosen for v in values])
+        values: list[Value] = []  # of all of them, one after the other
+        counts: list[int] = []
+        for (stored, _), box in zip(found, boxes, strict=True):
+            if type(stored) is Value:
+                values.append(stored)
+                continue
+            some = values_in(stored, box)
+            values += some
+            counts.append(len(some))
+        nbytes = inline = sum([v.nbytes for v in values])
         if nbytes > inline_max:
-            inline = sum([v.nbytes for values in chosen for v in values if v.data is not None])
+            inline = sum([v.nbytes for v in values if v.data is not None])
         if inline > m.MAX_FRAME // 2:
             raise ProtocolError(
                 f"{inline} bytes of inline values do not fit one reply; get fewer keys at once"
@@ -384,14 +388,17 @@ class Controller:
                 raise ProtocolError(f"lease id {lease} was given back before it began")
         held: list[Value | None] = []
         entries: list[m.Entry] = []
-        for (stored, version), values in zip(found, chosen, strict=True):
+        each, sizes = iter(values), iter(counts)
+        for stored, version in found:
             if type(stored) is Value:
-                data, grant = self._access(stored, leased, held)
+                data, grant = self._access(next(each), leased, held)
                 entries.append(m.Entry(version, stored.meta, stored.nbytes, data, grant))
-            elif type(stored) is Shards:
+                continue
+            count = next(sizes)
+            if type(stored) is Shards:
                 parts = [
                     m.Part(*value.box, value.nbytes, *self._access(value, leased, held))
-                    for value in values
+                    for value in islice(each, count)
                     if value.box is not None
                 ]
                 entries.append(m.Entry(version, stored.meta, stored.nbytes, None, None, parts))

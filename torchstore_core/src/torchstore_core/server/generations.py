@@ -308,7 +308,7 @@ class Group:
         """The version that the next put of ``who`` belongs to without saying so, and its
         generation if that is on its way; 0 if it begins a new one.
 
-        ``replica``: versions may have become whole before its first put, without it.
+        ``replica``: versions may become whole without it.
         """
         one = line.participants.get(who)
         earlier = session if one is None else one.sessions[-1]
@@ -316,7 +316,7 @@ class Group:
         for version in line.versions[bisect.bisect_right(line.versions, line.last_of(who)) :]:
             generation = self.pending.get(version)
             if generation is None:
-                if came_back or (one is None and not replica):
+                if came_back or (version in line.whole and not replica):
                     continue  # it did not miss its turn: it was not there
                 return version, None
             if who in generation.contributions:

@@ -75,19 +75,24 @@ class Participant:
 
 
 class Line:
-    """The generations of one layout, and those of its participants that put last, by name."""
+    """The generations of one layout, and those of its participants that put last, by name.
 
-    __slots__ = ("participants", "versions")
+    Attributes:
+        whole: those of ``versions`` that became whole, as opposed to overtaken.
+    """
+
+    __slots__ = ("participants", "versions", "whole")
 
     def __init__(self) -> None:
         self.versions: list[int] = []
+        self.whole: set[int] = set()
         self.participants: dict[str, Participant] = {}
 
     def announce(self, version: int, pending: Collection[int]) -> None:
         """A version of this line begins. Old ones that are not ``pending`` are forgotten."""
         bisect.insort(self.versions, version)
         while len(self.versions) > _MAX_VERSIONS and self.versions[0] not in pending:
-            del self.versions[0]
+            self.whole.discard(self.versions.pop(0))
 
     def participant(self, who: str) -> Participant:
         """One that puts now."""

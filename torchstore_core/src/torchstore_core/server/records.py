@@ -187,6 +187,13 @@ class VolumeRecord:
         """Bytes taken: segments and inline values, leased and unfinished ones included."""
         return self.allocator.used + self.inline
 
+    def look_ahead(self, nbytes: int, warmed: Callable[[], None]) -> None:
+        """Keep as much warm and free as the last put took: its successor goes beside it."""
+        memory = self.memory
+        short = nbytes - (memory.warm - self.allocator.used)
+        if short > 0:
+            memory.prefault(min(max(memory.warm, 0) + short, self.info.capacity_bytes), warmed)
+
     def facts(self) -> VolumeFacts:
         """The volume as a strategy sees it."""
         info = self.info

@@ -1,0 +1,710 @@
+"""The controller under puts that make versions together, in any order, against a small model.
+
+Every stored element says which put it comes from, of which entry it is and where in the tensor it
+lies. The model remembers who has put what for which version, and takes from the controller only
+which version a put belongs to (`test_generations.py` is about that): whatever becomes visible must
+be made of exactly those puts, at the moment when it is whole and never earlier, and stay as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.unit.test_controller import HERE, facts, volumes
+
+from torchstore_core import boxes
+from torchstore_core.boxes import Box
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.errors import (
+    ConfigurationError,
+    KeyNotFoundError,
+    LayoutMismatchError,
+    PartialPutError,
+    StoreFullError,
+    VersionGoneError,
+)
+from torchstore_core.server.allocator import rounded
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.generations import all_values
+from torchstore_core.server.records import SessionRecord, Value, Waiter
+from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
+from torchstore_core.wire import messages as m
+
+KEYS = ("k", "l")
+KEEP = {"k": 1, "l": 3}
+ELEMENT = struct.Struct("<iiq")  # put, entry, index in the tensor
+SHAPES = {"rows": (5, 3), "columns": (5, 3), "whole": (5, 3), "line": (7,)}
+OTHER_SHAPE = (4, 2)
+ENTRIES = ("", "w", "v", "all", "some", "tied", "own0", "own1", "own2")
+EVERYTHING = 1 << 62
+
+
+def cut(shape: tuple[int, ...], dim: int, index: int, count: int) -> Box:
+    """The ``index``-th of ``count`` shards along ``dim``, as torch makes them: maybe empty."""
+    size = -(-shape[dim] // count)
+    start = min(index * size, shape[dim])
+    offset, extents = [0] * len(shape), list(shape)
+    offset[dim], extents[dim] = start, min(size, shape[dim] - start)
+    return Box(tuple(offset), tuple(extents))
+
+
+def elements(put: int, name: str, shape: tuple[int, ...], box: Box) -> bytes:
+    """The bytes of a shard."""
+    found: list[bytes] = []
+    for at in itertools.product(*(range(n) for n in box.shape)):
+        index = 0
+        for here, start, extent in zip(at, box.offset, shape, strict=True):
+            index = index * extent + start + here
+        found.append(ELEMENT.pack(put, ENTRIES.index(name), index))
+    return b"".join(found)
+
+
+@dataclass(eq=False)
+class Put:
+    """What one put brings to one key."""
+
+    number: int
+    key: str
+    who: str = ""
+    group: m.Publication | None = None
+    #: By entry: the shape (None: an object), and the shards.
+    claims: dict[str, tuple[tuple[int, ...] | None, list[Box]]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, bytes] = field(default_factory=dict)
+    #: What of it is not stored by another put.
+    stored: list[tuple[str, Box | None]] = field(default_factory=list)
+    version: int = 0
+    committed: bool = False
+
+
+@dataclass(eq=False)
+class Client:
+    """One process."""
+
+    record: SessionRecord
+    txns: dict[int, list[Put]] = field(default_factory=dict)
+    leases: dict[int, list[tuple[m.Grant, bytes]]] = field(default_factory=dict)
+    dead: bool = False
+
+
+Snapshot = dict[str, Any]
+
+
+class JointPuts(RuleBasedStateMachine):
+    """Requests of several clients in any order."""
+
+    @initialize()
+    def start(self) -> None:
+        self.opened = volumes(16384, 16384)
+        self.controller = Controller(self.opened.__enter__(), Strategy(), prefault=False)
+        self.catalog = self.controller.catalog
+        self.numbers = itertools.count(1)
+        self.clients = [self.new_client() for _ in range(3)]
+        #: Of each key: the puts for versions on their way, by participant.
+        self.pending: dict[str, dict[int, dict[str, Put]]] = {key: {} for key in KEYS}
+        self.session_of: dict[Put, Client] = {}
+        self.visible: dict[str, dict[int, Snapshot]] = {key: {} for key in KEYS}
+        self.keep = dict.fromkeys(KEYS, 1)
+        self.highest = dict.fromkeys(KEYS, 0)
+        self.waits: list[tuple[Waiter, str, int, list[list[int]]]] = []
+
+    def teardown(self) -> None:
+        """When everybody is gone and everything deleted, nothing is left."""
+        if not hasattr(self, "controller"):
+            return
+        try:
+            for client in self.clients:
+                self.controller.close_session(client.record)
+            self.controller.delete(KEYS, strict=False)
+            assert not self.catalog.newest
+            assert not any(group.pending for group in self.catalog.groups.values())
+            for volume in self.controller.volumes:
+                assert (volume.allocator.used, volume.inline) == (0, 0)
+                assert (volume.leased, volume.unfinished) == (0, 0)
+        finally:
+            self.opened.__exit__(None, None, None)
+
+    def new_client(self) -> Client:
+        return Client(self.controller.open_session(facts(next(self.numbers)), HERE))
+
+    def client(self, data: st.DataObject, *, having: str = "") -> Client:
+        fit = [c for c in self.clients if having and getattr(c, having)]
+        return data.draw(st.sampled_from(fit or self.clients), "client")
+
+    # ---- processes ------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.clients) < 4)
+    @rule()
+    def connect(self) -> None:
+        self.clients.append(self.new_client())
+
+    @precondition(lambda self: len(self.clients) > 1)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        client = self.client(data)
+        self.clients.remove(client)
+        self.controller.close_session(client.record)
+        client.dead = True
+        for puts in client.txns.values():
+            self.taken_back(puts)
+        self.reconcile()
+
+    # ---- puts -----------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        key=st.sampled_from(KEYS),
+        count=st.sampled_from([1, 2, 2, 2, 3]),
+        partial=st.sampled_from([False, False, True]),
+    )
+    def put_state_dict(self, data: st.DataObject, key: str, count: int, partial: bool) -> None:
+        index = data.draw(st.integers(0, count - 1), "participant")
+        group = m.Publication(key, str(index), count, partial, KEEP[key])
+        put = Put(next(self.numbers), key, str(index), group)
+        names = ["w", "v", "all", "some", f"own{index}", "tied"]
+        left_out = data.draw(st.sets(st.sampled_from(names), max_size=4 if partial else 1))
+        layout = data.draw(st.sampled_from(["rows", "rows", "rows", "columns", "whole"]))
+        other = data.draw(st.integers(0, 9)) == 0
+        items: list[m.PutItem] = []
+        at: dict[str, int] = {}
+        for name in names:
+            if name in left_out:
+                continue
+            at[name] = len(items)
+            if name.startswith("own"):
+                items.append(self.an_object(put, name))
+            elif name == "tied" and "all" in at:
+                put.aliases[name] = "all"
+                items.append(m.PutItem(name, ObjectMeta("x"), 0, b"", same_as=at["all"]))
+            else:
+                items += self.shards(put, name, layout, index, count, other)
+        items = [self.with_path(put, item) for item in items]
+        self.send(data, m.Put(1, 0, items, self.version(data, key), group), [put])
+
+    @rule(data=st.data(), keys=st.sampled_from([("k",), ("l",), ("k",), ("l",), ("k", "l")]))
+    def put_tensors(self, data: st.DataObject, keys: tuple[str, ...]) -> None:
+        """Shards of tensors that have keys of their own, from a mesh of replicas or from none."""
+        index, copy = data.draw(st.integers(0, 1), "shard"), data.draw(st.integers(0, 1), "copy")
+        mesh = data.draw(st.sampled_from([(), (2,), (2, 2), (2, 2)]))
+        layout = data.draw(st.sampled_from(["rows", "rows", "line", "columns", "whole"]))
+        coordinates = {(): (), (2,): (index,), (2, 2): (copy, index)}[mesh]
+        puts: list[Put] = []
+        items: list[m.PutItem] = []
+        for key in keys:
+            put = Put(next(self.numbers), key)
+            made = self.shards(put, "", layout, index, 2, False, (mesh, coordinates))
+            box = put.claims[""][1][0]
+            put.who = ",".join(map(str, coordinates)) or f"{[*box.offset]}+{[*box.shape]}"
+            puts.append(put)
+            items += made
+        self.send(data, m.Put(1, 0, items, self.version(data, keys[0])), puts)
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), explicit=st.booleans())
+    def put_plain(self, data: st.DataObject, key: str, explicit: bool) -> None:
+        """A value that needs nobody else; also one that says which version it is to be."""
+        put = Put(next(self.numbers), key)
+        item = self.an_object(put, "")
+        version = self.version(data, key) if explicit else 0
+        self.send(data, m.Put(1, 0, [item], version), [put])
+
+    def version(self, data: st.DataObject, key: str) -> int:
+        ahead = data.draw(st.sampled_from([None] * 6 + [0, 1, 1, 2, 4]), "version")
+        return 0 if ahead is None else max(0, self.highest[key] + ahead)
+
+    def an_object(self, put: Put, name: str) -> m.PutItem:
+        put.claims[name] = None, []
+        data = ELEMENT.pack(put.number, ENTRIES.index(name), 0)
+        return m.PutItem(f"{name or put.key}", ObjectMeta("x"), len(data), data)
+
+    def with_path(self, put: Put, item: m.PutItem) -> m.PutItem:
+        if put.number % 3 == 0:
+            return item
+        put.paths[item.key] = f"{put.number} {item.key}".encode()
+        return m.PutItem(
+            item.key, item.meta, item.nbytes, item.data, item.part, put.paths[item.key], item.same_as
+        )
+
+    def shards(
+        self,
+        put: Put,
+        name: str,
+        layout: str,
+        index: int,
+        count: int,
+        other_shape: bool,
+        mesh: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    ) -> list[m.PutItem]:
+        """What a participant puts of a tensor."""
+        shape = SHAPES["line" if name == "v" else layout]
+        if name == "w" and other_shape:
+            shape = OTHER_SHAPE
+        found = [cut(shape, 1 if layout == "columns" and len(shape) == 2 else 0, index, count)]
+        if name in ("all", "tied") or layout == "whole":
+            found = [boxes.whole(shape)]
+        elif name == "some":  # the first one has all of it, in two parts; the others nothing
+            found = [cut(shape, 0, at, 2) if index == 0 else Box((5, 0), (0, 3)) for at in (0, 1)]
+            found = found[: 2 if index == 0 else 1]
+        put.claims[name] = shape, found
+        meta = TensorMeta("complex128", shape)
+        items: list[m.PutItem] = []
+        for box in found:
+            part: TensorSlice | None = TensorSlice(box.offset, box.shape, shape, *mesh)
+            if name and box == boxes.whole(shape):
+                part = None
+            nbytes = box.numel * ELEMENT.size
+            items.append(m.PutItem(name or put.key, meta, nbytes, None, part))
+        return items
+
+    def send(self, data: st.DataObject, request: m.Put, puts: list[Put]) -> None:
+        """Send a put, write what it grants, and maybe commit it."""
+        client = self.client(data)
+        txn = next(self.numbers)
+        how = data.draw(st.sampled_from(["inline", "placed", "placed", "open"]), "how")
+        items: list[m.PutItem] = []
+        contents: list[bytes] = []
+        count: dict[str, int] = {}
+        by_key = {put.key: put for put in puts}
+        for item in request.items:
+            content = item.data or b""
+            if isinstance(item.meta, TensorMeta):
+                put = puts[0] if request.group is not None else by_key[item.key]
+                name = item.key if request.group is not None else ""
+                shape, found = put.claims[name]
+                assert shape is not None
+                at = count[item.key] = count.get(item.key, -1) + 1
+                content = elements(put.number, name, shape, found[at])
+            contents.append(content)
+            inline = how == "inline" or not content or item.same_as >= 0
+            items.append(
+                m.PutItem(
+                    item.key,
+                    item.meta,
+                    len(content),
+                    content if inline else None,
+                    item.part,
+                    item.path,
+                    item.same_as,
+                )
+            )
+        request = m.Put(1, txn, items, request.version, request.group)
+        try:
+            versions, grants = self.controller.put(client.record, request)
+        except (VersionGoneError, ConfigurationError, KeyNotFoundError) as error:
+            self.refused(error, request, puts)
+            return
+        except (LayoutMismatchError, StoreFullError):
+            self.reconcile(putting=puts, explicit=bool(request.version))
+            return
+        if grants is None:
+            self.begun(client, puts, request, versions)
+            self.commits(puts, versions)
+            return
+        asked = [c for c, item in zip(contents, items, strict=True) if item.data is None]
+        for content, grant in zip(asked, grants, strict=True):
+            if grant is not None:
+                memory = self.controller.volumes[grant.volume].memory
+                assert os.pwrite(memory.fd, content, grant.offset) == len(content)
+        client.txns[txn] = puts
+        results = client.record.txns[txn].results
+        self.begun(client, puts, request, [result.version for result in results])
+        self.reconcile(putting=puts, explicit=bool(request.version))
+        if how == "placed":
+            self.commit_txn(client, txn)
+
+    def refused(self, error: Exception, request: m.Put, puts: list[Put]) -> None:
+        """It has a reason, and it changes nothing but what is left over."""
+        keys = [put.key for put in puts]
+        if isinstance(error, VersionGoneError):
+            lines = [gen for key in keys for gen in [self.pending[key].get(request.version)] if gen]
+            assert lines or any(request.version <= self.highest[key] for key in keys)
+        elif isinstance(error, ConfigurationError):
+            (put,) = [p for p in puts if request.version in self.pending[p.key]][:1]
+            other = self.pending[put.key][request.version][put.who]
+            assert not other.committed
+        else:
+            assert request.group is not None
+            assert request.group.partial
+            assert not self.is_manifest(keys[0])
+        self.reconcile(putting=puts, explicit=bool(request.version))
+
+    def begun(
+        self, client: Client, puts: list[Put], request: m.Put, versions: Sequence[int]
+    ) -> None:
+        """The model's account of a put."""
+        by_key = dict(zip([i.key for i in request.items], versions, strict=False))
+        for put in puts:
+            put.version = versions[0] if request.group is not None else by_key[put.key]
+            self.session_of[put] = client
+            if request.group is None and request.version == 0 and request.items[0].part is None:
+                continue  # plain: its version is given at the commit
+            if request.version:
+                assert put.version == request.version
+            group = self.catalog.groups.get(put.key)
+            line = None if group is None else group.pending.get(put.version)
+            made = None if line is None else line.contributions.get(put.who)
+            generation = self.pending[put.key].get(put.version, {})
+            if made is not None and not made.committed:
+                assert request.version or put.who not in generation
+                put.stored = [(name, value.box) for name, value in made.items]
+                self.pending[put.key].setdefault(put.version, {})[put.who] = put
+            elif put.version in self.catalog.versions(put.key):
+                # Inline and at once whole, or late.
+                stored = self.catalog.find(put.key, put.version)
+                assert stored is not None
+                if put.version > self.highest[put.key]:
+                    self.pending[put.key].setdefault(put.version, {})[put.who] = put
+            elif made is not None:
+                put.stored = [(name, value.box) for name, value in made.items]
+                self.pending[put.key].setdefault(put.version, {})[put.who] = put
+            else:
+                assert put.version < self.highest[put.key], "late, but for nothing"
+
+    @precondition(lambda self: any(client.txns for client in self.clients))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        client = self.client(data, having="txns")
+        self.commit_txn(client, data.draw(st.sampled_from(sorted(client.txns))))
+
+    def commit_txn(self, client: Client, txn: int) -> None:
+        puts = client.txns.pop(txn)
+        before = [put.version for put in puts]
+        versions = self.controller.commit(client.record, txn)
+        assert before in ([0], [versions[0]], [*dict.fromkeys(versions)]) or len(puts) > 1
+        self.commits(puts, versions)
+
+    def commits(self, puts: list[Put], versions: Sequence[int]) -> None:
+        for put in puts:
+            put.committed = True
+            if not put.version:
+                (put.version,) = versions
+                self.pending[put.key][put.version] = {"": put}
+        self.reconcile()
+
+    @precondition(lambda self: any(client.txns for client in self.clients))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        client = self.client(data, having="txns")
+        txns = data.draw(st.lists(st.sampled_from(sorted(client.txns)), min_size=1, max_size=2))
+        self.controller.abort(client.record, txns)
+        for txn in dict.fromkeys(txns):
+            self.taken_back(client.txns.pop(txn))
+        self.reconcile()
+
+    def taken_back(self, puts: list[Put]) -> None:
+        for put in puts:
+            generation = self.pending[put.key].get(put.version, {})
+            if generation.get(put.who) is put:
+                del generation[put.who]
+                if not generation:
+                    del self.pending[put.key][put.version]
+
+    @rule(key=st.sampled_from(KEYS), strict=st.booleans())
+    def delete(self, key: str, strict: bool) -> None:
+        there = bool(self.visible[key] or self.pending[key])
+        if strict and not there:
+            with pytest.raises(KeyNotFoundError):
+                self.controller.delete([key], strict)
+            return
+        assert self.controller.delete([key], strict) == there
+        self.highest[key] = max([self.highest[key], *self.pending[key]])
+        self.visible[key], self.pending[key], self.keep[key] = {}, {}, 1
+        self.reconcile()
+
+    # ---- what becomes of it -----------------------------------------------------------------
+
+    def reconcile(self, *, putting: Sequence[Put] = (), explicit: bool = False) -> None:
+        """What the controller has now is what the model expects."""
+        for key in KEYS:
+            there = self.catalog.versions(key)
+            assert there == sorted(set(there))
+            for version in there:
+                if version not in self.visible[key]:
+                    self.appears(key, version)
+            kept = list(self.visible[key])[-self.keep[key] :]
+            self.visible[key] = {version: self.visible[key][version] for version in kept}
+            assert there == kept
+            self.compare_pending(key, [p.who for p in putting if p.key == key], explicit)
+
+    def appears(self, key: str, version: int) -> None:
+        """A version is new, newer than all before, and made of what was put for it."""
+        assert version > self.highest[key]
+        puts = self.pending[key].pop(version)
+        assert all(put.version == version for put in puts.values())
+        done = [put for put in puts.values() if put.committed]
+        base: Snapshot = {}
+        if done[0].group is not None:
+            assert len(done) >= done[0].group.participants
+            if any(put.group is not None and put.group.partial for put in puts.values()):
+                base = self.visible[key][self.highest[key]]
+                assert "paths" in base, "the version before is a state dict"
+            self.keep[key] = KEEP[key]
+        seen = self.read(key, version)
+        check_made_of(seen, done, base)
+        for put in done:  # whoever put some of it says so
+            stored = {(name, box) for name, box in put.stored if box is not None}
+            for name, (shape, found) in put.claims.items():
+                assert shape is None or all((name, b) in stored or b not in stored for b in found)
+        self.highest[key] = version
+        self.visible[key][version] = seen
+        for older in [v for v in self.pending[key] if v < version]:
+            del self.pending[key][older]
+
+    def compare_pending(self, key: str, putting: list[str], explicit: bool) -> None:
+        """The same versions are on their way, by the same participants; none of them is whole."""
+        seen = {p.version: p for p in self.catalog.pending(key)}
+        for version, puts in list(self.pending[key].items()):
+            state = seen.pop(version, None)
+            for who, put in list(puts.items()):
+                if state is not None and who in (*state.committed, *state.writing):
+                    assert (who in state.committed) is put.committed
+                    continue
+                # Only what is left over of those that died, or put again, is thrown out, and only
+                # by one that puts to the same key.
+                left_over = any(self.session_of[p].dead for p in puts.values())
+                assert putting
+                assert left_over or (explicit and who in putting)
+                del puts[who]
+            if not puts:
+                assert state is None
+                del self.pending[key][version]
+                continue
+            assert state is not None
+            assert {*state.committed, *state.writing} == set(puts)
+            missing = uncovered(list(puts.values()))
+            assert {name for name, _, _ in state.missing} == {name for name, _ in missing}
+            for name, offset, shape in state.missing:
+                assert any(n == name and b.contains(Box(offset, shape)) for n, b in missing)
+            group = next(iter(puts.values())).group
+            done = sum(put.committed for put in puts.values())
+            waits = group is not None and (
+                done < group.participants
+                or (
+                    any(p.group is not None and p.group.partial for p in puts.values())
+                    and not self.is_manifest(key)
+                )
+            )
+            assert waits or missing, "it is whole, but not visible"
+        assert not seen
+
+    def is_manifest(self, key: str) -> bool:
+        return bool(self.visible[key]) and "paths" in self.visible[key][self.highest[key]]
+
+    def read(self, key: str, version: int) -> Snapshot:
+        """Everything of a version, as its bytes."""
+        record = self.clients[0].record
+        want = m.Locate(1, 1 << 40, [m.Want(key, version)], EVERYTHING)
+        ((entry,), leased) = self.controller.locate(record, want)
+        assert not leased
+        assert entry.version == version
+        if not isinstance(entry.meta, StateDictMeta):
+            return {"": content(entry)}
+        fetch = m.Fetch(1, 1 << 40, key, version, None, EVERYTHING)
+        fetched = self.controller.fetch(record, fetch)
+        assert fetched.version == version
+        assert len(fetched.names) == len(fetched.entries) == entry.meta.entries
+        seen: Snapshot = {}
+        for name, one in zip(fetched.names, fetched.entries, strict=True):
+            assert one is not None
+            seen[name] = content(one)
+        seen["paths"] = {fetched.names[at]: path for at, path in fetched.paths.items()}
+        seen["same"] = {fetched.names[i]: fetched.names[j] for i, j in fetched.same_as}
+        return seen
+
+    # ---- readers --------------------------------------------------------------------------
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), entry=st.sampled_from(["", "w", "all"]))
+    def look(self, data: st.DataObject, key: str, entry: str) -> None:
+        """Some version of a key, or of an entry of it, is there or not; and is leased."""
+        client = self.client(data)
+        version = data.draw(st.sampled_from([0, 0, *self.visible[key], self.highest[key] + 1]))
+        name = f"{key}/{entry}" if entry else key
+        lease = next(self.numbers)
+        want = m.Locate(1, lease, [m.Want(name, version)], -1)
+        snapshot = self.visible[key].get(version or self.highest[key], {})
+        if not snapshot or entry not in (*snapshot, "") or (entry and "paths" not in snapshot):
+            with pytest.raises((KeyNotFoundError, VersionGoneError)) as caught:
+                self.controller.locate(client.record, want)
+            gone = caught.type is VersionGoneError
+            assert gone is bool(version)
+            on_its_way = bool(self.pending[key]) and not self.visible[key]
+            assert gone or (caught.type is PartialPutError) is on_its_way
+            return
+        if "paths" in snapshot and not entry:
+            fetch = m.Fetch(1, lease, key, version, None, -1)
+            reply = self.controller.fetch(client.record, fetch)
+            entries, leased = [one for one in reply.entries if one is not None], reply.leased
+        else:
+            entries, leased = self.controller.locate(client.record, want)
+            assert entries[0].version == (version or self.highest[key])
+        held = [(one.grant, one.nbytes) for one in entries if one.grant is not None]
+        held += [(p.grant, p.nbytes) for e in entries for p in e.parts or () if p.grant is not None]
+        assert leased is bool(held)
+        if held:
+            client.leases[lease] = [(grant, self.peek(grant, nbytes)) for grant, nbytes in held]
+
+    def peek(self, grant: m.Grant, nbytes: int) -> bytes:
+        return os.pread(self.controller.volumes[grant.volume].memory.fd, nbytes, grant.offset)
+
+    @precondition(lambda self: any(client.leases for client in self.clients))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        client = self.client(data, having="leases")
+        lease = data.draw(st.sampled_from(sorted(client.leases)))
+        self.controller.release(client.record, [lease], [])
+        del client.leases[lease]
+
+    @rule(name=st.sampled_from([*KEYS, "k/w", "l/v"]), ahead=st.integers(0, 3))
+    def wait(self, name: str, ahead: int) -> None:
+        fired: list[list[int]] = []
+        least = self.highest[name[0]] + ahead
+        waiter = self.controller.waiting.add([name], least, fired.append)
+        if waiter is None:
+            assert fired == [[self.newest_of(name)]]
+        else:
+            self.waits.append((waiter, name, least, fired))
+
+    def newest_of(self, name: str) -> int:
+        """The newest version of a key, or of an entry; 0 if it has none."""
+        key, _, entry = name.partition("/")
+        newest = max(self.visible[key], default=0)
+        if not newest or (entry and ("paths" not in (there := self.visible[key][newest]))):
+            return 0
+        return newest if not entry or entry in there else 0
+
+    # ---- at any time ----------------------------------------------------------------------
+
+    @invariant()
+    def who_waits_is_told_once_and_at_once(self) -> None:
+        for wait in list(getattr(self, "waits", ())):
+            _, name, least, fired = wait
+            newest = self.newest_of(name)
+            assert fired == ([[newest]] if newest and newest >= least else [])
+            if fired:
+                self.waits.remove(wait)
+
+    @invariant()
+    def what_can_be_read_stays_as_it_is(self) -> None:
+        if not hasattr(self, "controller"):
+            return
+        for key in KEYS:
+            for version, snapshot in self.visible[key].items():
+                assert self.read(key, version) == snapshot
+        for client in self.clients:
+            for held in client.leases.values():
+                assert all(self.peek(grant, len(seen)) == seen for grant, seen in held)
+
+    @invariant()
+    def all_memory_that_is_used_belongs_to_somebody(self) -> None:
+        if not hasattr(self, "controller"):
+            return
+        held = {id(value): value for value in self.values()}.values()
+        leased = {id(v): v for v in self.leased()}.values()
+        for at, volume in enumerate(self.controller.volumes):
+            here = [value for value in held if value.volume == at]
+            placed = sum(rounded(v.nbytes) for v in here if v.data is None)
+            assert volume.allocator.used == placed
+            assert volume.inline == sum(len(v.data) for v in here if v.data is not None)
+            assert volume.leased == sum(rounded(v.nbytes) for v in leased if v.volume == at)
+            txns = [t for c in self.clients for t in c.record.txns.values() if t.values]
+            assert volume.unfinished == sum(t.nbytes for t in txns if t.values[0].volume == at)
+
+    def leased(self) -> Iterator[Value]:
+        for client in self.clients:
+            for held in client.record.leases.values():
+                yield from (value for value in held if value is not None)
+
+    def values(self) -> Iterator[Value]:
+        """All that is reachable."""
+        yield from self.leased()
+        for stored in self.catalog.newest.values():
+            yield from all_values(stored)
+        for group in self.catalog.groups.values():
+            for stored in group.history.values():
+                yield from all_values(stored)
+            for generation in group.pending.values():
+                for contribution in generation.contributions.values():
+                    yield from (value for _, value in contribution.items)
+        for client in self.clients:
+            for txn in client.record.txns.values():
+                yield from txn.values
+
+
+def content(entry: m.Entry) -> Any:
+    """What is stored of an entry: its meta, and its bytes by box."""
+    if entry.parts is None:
+        assert entry.data is not None
+        assert len(entry.data) == entry.nbytes
+        shape = entry.meta.shape if isinstance(entry.meta, TensorMeta) else ()
+        return entry.meta, {boxes.whole(shape): entry.data}
+    assert isinstance(entry.meta, TensorMeta)
+    assert entry.nbytes == prod(entry.meta.shape) * ELEMENT.size
+    return entry.meta, {Box(part.offset, part.shape): part.data for part in entry.parts}
+
+
+def uncovered(puts: list[Put]) -> list[tuple[str, Box]]:
+    """Boxes that were put, or are being put, and are not committed."""
+    ready: dict[str, list[Box]] = {}
+    claimed: dict[str, Box] = {}
+    for put in puts:
+        for name, (shape, _) in put.claims.items():
+            claimed[name] = boxes.whole(shape or ())
+        if put.committed:
+            for name, box in put.stored:
+                ready.setdefault(name, []).append(claimed[name] if box is None else box)
+    return [
+        (name, box)
+        for name, target in claimed.items()
+        for box in boxes.missing(target, ready.get(name, ()))
+    ]
+
+
+def check_made_of(seen: Snapshot, puts: list[Put], base: Snapshot) -> None:
+    """All that was put is there, nothing else is, and every element is what was put."""
+    special = {"paths", "same"}
+    by_number = {put.number: put for put in puts}
+    claimed = {name for put in puts for name in (*put.claims, *put.aliases)}
+    assert set(seen) - special == claimed | (set(base) - special)
+    for name in set(seen) - special:
+        if name not in claimed:
+            assert seen[name] == base[name]
+            continue
+        meta, parts = seen[name]
+        if not any(name in put.claims for put in puts):
+            assert seen[name] == seen["all"]
+            assert name in seen["same"]
+            continue
+        for put in puts:
+            shape, found = put.claims.get(name, (None, []))
+            if isinstance(meta, TensorMeta) and name in put.claims:
+                assert shape == meta.shape
+                assert all(boxes.covers(box, parts) for box in found)
+        shape = meta.shape if isinstance(meta, TensorMeta) else ()
+        assert boxes.covers(boxes.whole(shape), parts)
+        for box, data in parts.items():
+            number, entry, _ = ELEMENT.unpack(data[: ELEMENT.size])
+            put = by_number[number]
+            assert entry == ENTRIES.index(name)
+            assert data == elements(number, name, shape, box)
+            own = put.claims[name][1] or [boxes.whole(())]
+            assert box in own
+    for name, path in seen.get("paths", {}).items():
+        own_paths = [put.paths.get(name) for put in puts if name in (*put.claims, *put.aliases)]
+        assert path in own_paths or (not own_paths and path == base["paths"][name])
+    if "paths" in seen:
+        for name in claimed:
+            assert name in seen["paths"] or not any(name in put.paths for put in puts)
+
+
+JointPuts.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+# When it fails, hypothesis takes its time to find a short example.
+TestJointPuts = pytest.mark.timeout(600)(JointPuts.TestCase)
