@@ -391,6 +391,15 @@ async def _asked(before: dict[str, int], names: set[str]) -> None:
     await until(all_there)
 
 
+async def _until_quiet() -> None:
+    """Tensors that died have been given back: no more messages come by themselves."""
+
+    async def nothing_leased() -> bool:
+        return (await ts.status()).volumes[0].leased_bytes == 0
+
+    await until(nothing_leased)
+
+
 @pytest.mark.parametrize("width", [2, 1024], ids=["inline-sized", "4 KB"])
 async def test_a_put_and_a_get_of_18000_entries_take_a_few_messages(shared, width):
     state_dict: dict[str, Any] = {
@@ -420,12 +429,3 @@ async def test_a_put_and_a_get_of_18000_entries_take_a_few_messages(shared, widt
     await _asked(before, {"Put"})  # so little rides in the message
     assert (await ts.get("k/layers.7.experts.w")).sum() == 0
     assert (await ts.get("k/layers.8.experts.w"))[0] == 8
-
-
-async def _until_quiet() -> None:
-    """Tensors that died have been given back: no more messages come by themselves."""
-
-    async def nothing_leased() -> bool:
-        return (await ts.status()).volumes[0].leased_bytes == 0
-
-    await until(nothing_leased)

@@ -35,9 +35,9 @@ async def _until_used(low: int, high: int) -> None:
 
 async def _until_waiting(count: int) -> None:
     async def enough() -> bool:
-        return (await ts.status()).operations.get("Wait", 0) >= count
+        return await _waits() >= count
 
-    await until(enough)
+    await until(enough, timeout=60)  # a process may have to start for it
 
 
 async def _waits() -> int:

@@ -40,6 +40,12 @@ class Layout(NamedTuple):
         """How many ranks it takes."""
         return math.prod(self.mesh)
 
+    @property
+    def copies(self) -> int:
+        """How many ranks have each element."""
+        sides = zip(self.mesh, self.placements, strict=True)
+        return math.prod(extent for extent, placement in sides if placement == R)
+
     def cut(self, full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         """This rank's part of ``full``, which every rank has."""
         # Without a source each rank cuts for itself, and nothing is sent.

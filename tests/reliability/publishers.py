@@ -7,7 +7,10 @@ a single sharded tensor under a key.
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -351,3 +354,101 @@ async def begin(client: ts.Client, mine: Publisher, number: int, version: int | 
     await putting.begin()
     await putting.write()
     return putting
+
+
+# ---- processes that end early -------------------------------------------------------------
+
+
+async def publish_and_end(pipe: Connection, address: str, number: int, moment: str) -> None:
+    """Publish in the background, and end: in good order, killed at once, or a step later."""
+    await ts.connect(address)
+    value = torch.full(WHOLE, number, dtype=torch.int32)
+    await ts.put_state_dict({"w": value, "number": number}, KEY, blocking=False)
+    if moment == "killed a step later":
+        await asyncio.sleep(0)
+    if moment != "ends":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def publish_here(pipe: Connection, rank: int, number: int) -> None:
+    """In a forked child: publish, without a connect of its own."""
+    pipe.send(await Publisher("state dict", rank).put(number))
+    await told(pipe)
+
+
+async def hold_version(pipe: Connection, address: str, version: int) -> None:
+    """Hold all of one version; for every message, say which publish it is."""
+    await ts.connect(address)
+    held = await ts.get_state_dict(KEY, version=version)
+    while True:
+        pipe.send(check("state dict", held))
+        await told(pipe)
+
+
+# ---- many cycles --------------------------------------------------------------------------
+
+
+async def publish_cycle(pipe: Connection, address: str, cycles: int) -> None:
+    """Publish and get in every way, and fail; at 20 % and at 100 % tell the test, and wait."""
+    await ts.connect(address)
+    half = (64, 256)
+    parts = [ts.TensorSlice((64 * rank, 0), half, (128, 256), (2,), (rank,)) for rank in (0, 1)]
+    shards = [torch.zeros(half) for _ in parts]  # 64 KB each
+    columns = torch.empty(128, 300)[:, 17:145]
+    part = ts.TensorSlice((0, 64), (128, 128), (128, 256))
+    large = torch.zeros(1 << 18)
+
+    async def publish(rank: int, **how: Any) -> Any:
+        mine = ts.TensorShard(shards[rank], parts[rank])
+        value = {"w": [mine, {"of": (rank, "object")}], f"stage{rank}": large}
+        return await ts.put_state_dict(value, KEY, participants=2, participant=rank, **how)
+
+    for turn in range(cycles):
+        for shard in shards:
+            shard.fill_(turn)
+        version = 2 * turn + 1
+        commit = await publish(0, version=version, keep=2, blocking=False)
+        assert (await publish(1, version=version, keep=2)).version == version
+        assert (await commit).version == version
+        held = await ts.get_state_dict(KEY, version=version)
+        mine = {"w": [ts.TensorShard(columns, part), {"of": None}], "stage0": None, "stage1": None}
+        await ts.get_state_dict(KEY, mine, min_version=version)
+        assert columns[0, 0] == columns[-1, -1] == held["w"][0][0, 0] == turn
+        await ts.put(f"tensor{turn % 3}", shards[0], parts[0])
+        await ts.put(f"tensor{turn % 3}", shards[1], parts[1])
+        assert (await ts.get(f"tensor{turn % 3}", None, part))[-1, -1] == turn
+        # One that is never finished; keys that come and go, one of them not whole.
+        await publish(turn % 2, version=version + 1)
+        await ts.put_state_dict({"a": large, "b": turn}, f"dict{turn}")
+        await ts.put_state_dict({"b": -turn}, f"dict{turn}", partial=True, keep=3)
+        assert await ts.get(f"dict{turn}/b") == -turn
+        await ts.put(f"half{turn}", shards[0], parts[0])
+        for missing in (f"half{turn}", f"{KEY}/never"):
+            with suppress(ts.KeyNotFoundError):
+                await ts.get(missing)
+        await ts.delete_batch([f"dict{turn}", f"half{turn}"])
+        if turn % 10 == 0:
+            await fail(columns)
+            held = await ts.get_state_dict(KEY)
+            await ts.delete_batch([KEY, "tensor1"])
+        del held, mine  # what was None in it became zero-copy tensors
+        if turn + 1 in (cycles // 5, cycles):
+            gc.collect()
+            pipe.send(turn + 1)
+            await told(pipe)
+
+
+async def fail(columns: torch.Tensor) -> None:
+    """Gets that find something else, or nothing in time; a publish that has no time."""
+    with suppress(ts.LayoutMismatchError):
+        await ts.get_state_dict(KEY, {"w": columns, "x": None})
+    with suppress(ts.StoreTimeoutError):
+        await ts.get_state_dict(KEY, min_version=1 << 40, timeout=0)
+    with suppress(ts.StoreTimeoutError):
+        await ts.put_state_dict({"w": columns}, "never", timeout=1e-4, blocking=False)
+    waiting = asyncio.ensure_future(ts.wait(["never", KEY], min_version=1 << 40))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with suppress(asyncio.CancelledError):
+        await waiting
+    await ts.delete_batch(["never"])

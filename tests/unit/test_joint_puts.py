@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 from tests.unit.test_controller import HERE, facts, volumes
 
 from torchstore_core import boxes
@@ -41,7 +42,9 @@ from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, Tensor
 from torchstore_core.wire import messages as m
 
 KEYS = ("k", "l")
-KEEP = {"k": 1, "l": 3}
+KEEP = {"k": 3, "l": 1}
+#: Most of what is put to one of them are state dicts.
+MIXED = st.sampled_from(["l", "l", "l", "k"])
 ELEMENT = struct.Struct("<iiq")  # put, entry, index in the tensor
 SHAPES = {"rows": (5, 3), "columns": (5, 3), "whole": (5, 3), "line": (7,)}
 OTHER_SHAPE = (4, 2)
@@ -69,13 +72,15 @@ def elements(put: int, name: str, shape: tuple[int, ...], box: Box) -> bytes:
     return b"".join(found)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Put:
     """What one put brings to one key."""
 
     number: int
     key: str
     who: str = ""
+    #: Only puts of one layout make a version.
+    layout: Any = ""
     group: m.Publication | None = None
     #: By entry: the shape (None: an object), and the shards.
     claims: dict[str, tuple[tuple[int, ...] | None, list[Box]]] = field(default_factory=dict)
@@ -85,9 +90,14 @@ class Put:
     stored: list[tuple[str, Box | None]] = field(default_factory=list)
     version: int = 0
     committed: bool = False
+    plain: bool = False
+    #: Where its version is among those that a commit answers.
+    at: int = 0
+    #: What somebody says who wants to put the rest of the same version.
+    like: tuple[Any, ...] = ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Client:
     """One process."""
 
@@ -163,18 +173,53 @@ class JointPuts(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        key=st.sampled_from(KEYS),
+        key=st.sampled_from(["k", "k", "l"]),
         count=st.sampled_from([1, 2, 2, 2, 3]),
+        layout=st.sampled_from(["rows", "rows", "columns", "whole"]),
         partial=st.sampled_from([False, False, True]),
     )
-    def put_state_dict(self, data: st.DataObject, key: str, count: int, partial: bool) -> None:
+    def put_state_dict(
+        self, data: st.DataObject, key: str, count: int, layout: str, partial: bool
+    ) -> None:
         index = data.draw(st.integers(0, count - 1), "participant")
+        if not self.is_manifest(key):  # then it is refused, mostly
+            partial = partial and data.draw(st.integers(0, 3), "no base") == 0
+        self.publish(data, key, index, count, layout, partial)
+
+    @precondition(lambda self: self.mates("k", grouped=True) + self.mates("l", grouped=True))
+    @rule(data=st.data())
+    def put_more_of_a_state_dict(self, data: st.DataObject) -> None:
+        """Somebody puts what another one waits for."""
+        mates = self.mates("k", grouped=True) + self.mates("l", grouped=True)
+        mate = data.draw(st.sampled_from(mates), "mate")
+        count, layout, partial = mate.like
+        there = self.pending[mate.key][mate.version]
+        index = data.draw(st.sampled_from([i for i in range(count) if str(i) not in there] or [0]))
+        version = data.draw(st.sampled_from([0, 0, mate.version]), "version")
+        self.publish(data, mate.key, index, count, layout, partial, version)
+
+    def mates(self, key: str, *, grouped: bool) -> list[Put]:
+        """Puts for versions on their way, of state dicts or of tensors."""
+        puts = [put for puts in self.pending[key].values() for put in puts.values()]
+        return [put for put in puts if put.like and (put.group is not None) is grouped]
+
+    def publish(
+        self,
+        data: st.DataObject,
+        key: str,
+        index: int,
+        count: int,
+        layout: str,
+        partial: bool,
+        version: int | None = None,
+    ) -> None:
         group = m.Publication(key, str(index), count, partial, KEEP[key])
-        put = Put(next(self.numbers), key, str(index), group)
+        put = Put(next(self.numbers), key, str(index), count, group)
+        put.like = count, layout, partial
         names = ["w", "v", "all", "some", f"own{index}", "tied"]
-        left_out = data.draw(st.sets(st.sampled_from(names), max_size=4 if partial else 1))
-        layout = data.draw(st.sampled_from(["rows", "rows", "rows", "columns", "whole"]))
-        other = data.draw(st.integers(0, 9)) == 0
+        few = st.sets(st.sampled_from(names), max_size=4 if partial else 1)
+        left_out = data.draw(few) if data.draw(st.booleans(), "leaves out") else set()
+        other = data.draw(st.integers(0, 19), "shape") == 19
         items: list[m.PutItem] = []
         at: dict[str, int] = {}
         for name in names:
@@ -189,14 +234,39 @@ class JointPuts(RuleBasedStateMachine):
             else:
                 items += self.shards(put, name, layout, index, count, other)
         items = [self.with_path(put, item) for item in items]
-        self.send(data, m.Put(1, 0, items, self.version(data, key), group), [put])
+        version = self.version(data, key) if version is None else version
+        self.send(data, m.Put(1, 0, items, version, group), [put])
 
-    @rule(data=st.data(), keys=st.sampled_from([("k",), ("l",), ("k",), ("l",), ("k", "l")]))
-    def put_tensors(self, data: st.DataObject, keys: tuple[str, ...]) -> None:
+    @rule(
+        data=st.data(),
+        keys=st.sampled_from([("l",), ("l",), ("l",), ("k", "l")]),
+        mesh=st.sampled_from([(), (2,), (2, 2), (2, 2)]),
+        layout=st.sampled_from(["rows", "rows", "line", "columns", "whole"]),
+    )
+    def put_tensors(
+        self, data: st.DataObject, keys: tuple[str, ...], mesh: tuple[int, ...], layout: str
+    ) -> None:
         """Shards of tensors that have keys of their own, from a mesh of replicas or from none."""
+        self.put_shards(data, keys, mesh, layout, self.version(data, keys[0]))
+
+    @precondition(lambda self: self.mates("k", grouped=False) + self.mates("l", grouped=False))
+    @rule(data=st.data())
+    def put_more_of_a_tensor(self, data: st.DataObject) -> None:
+        """Somebody puts what another one waits for, or the same."""
+        mates = self.mates("k", grouped=False) + self.mates("l", grouped=False)
+        mate = data.draw(st.sampled_from(mates), "mate")
+        version = data.draw(st.sampled_from([0, 0, mate.version]), "version")
+        self.put_shards(data, (mate.key,), *mate.like, version)
+
+    def put_shards(
+        self,
+        data: st.DataObject,
+        keys: tuple[str, ...],
+        mesh: tuple[int, ...],
+        layout: str,
+        version: int,
+    ) -> None:
         index, copy = data.draw(st.integers(0, 1), "shard"), data.draw(st.integers(0, 1), "copy")
-        mesh = data.draw(st.sampled_from([(), (2,), (2, 2), (2, 2)]))
-        layout = data.draw(st.sampled_from(["rows", "rows", "line", "columns", "whole"]))
         coordinates = {(): (), (2,): (index,), (2, 2): (copy, index)}[mesh]
         puts: list[Put] = []
         items: list[m.PutItem] = []
@@ -205,20 +275,24 @@ class JointPuts(RuleBasedStateMachine):
             made = self.shards(put, "", layout, index, 2, False, (mesh, coordinates))
             box = put.claims[""][1][0]
             put.who = ",".join(map(str, coordinates)) or f"{[*box.offset]}+{[*box.shape]}"
+            put.layout = put.claims[""][0], mesh
+            put.like = mesh, layout
+            put.at = len(items)
             puts.append(put)
             items += made
-        self.send(data, m.Put(1, 0, items, self.version(data, keys[0])), puts)
+        self.send(data, m.Put(1, 0, items, version), puts)
 
-    @rule(data=st.data(), key=st.sampled_from(KEYS), explicit=st.booleans())
+    @rule(data=st.data(), key=MIXED, explicit=st.booleans())
     def put_plain(self, data: st.DataObject, key: str, explicit: bool) -> None:
         """A value that needs nobody else; also one that says which version it is to be."""
         put = Put(next(self.numbers), key)
         item = self.an_object(put, "")
         version = self.version(data, key) if explicit else 0
+        put.plain = not version
         self.send(data, m.Put(1, 0, [item], version), [put])
 
     def version(self, data: st.DataObject, key: str) -> int:
-        ahead = data.draw(st.sampled_from([None] * 6 + [0, 1, 1, 2, 4]), "version")
+        ahead = data.draw(st.sampled_from([None] * 8 + [0, 1, 2, 4]), "version")
         return 0 if ahead is None else max(0, self.highest[key] + ahead)
 
     def an_object(self, put: Put, name: str) -> m.PutItem:
@@ -230,9 +304,7 @@ class JointPuts(RuleBasedStateMachine):
         if put.number % 3 == 0:
             return item
         put.paths[item.key] = f"{put.number} {item.key}".encode()
-        return m.PutItem(
-            item.key, item.meta, item.nbytes, item.data, item.part, put.paths[item.key], item.same_as
-        )
+        return structs.replace(item, path=put.paths[item.key])
 
     def shards(
         self,
@@ -286,15 +358,7 @@ class JointPuts(RuleBasedStateMachine):
             contents.append(content)
             inline = how == "inline" or not content or item.same_as >= 0
             items.append(
-                m.PutItem(
-                    item.key,
-                    item.meta,
-                    len(content),
-                    content if inline else None,
-                    item.part,
-                    item.path,
-                    item.same_as,
-                )
+                structs.replace(item, nbytes=len(content), data=content if inline else None)
             )
         request = m.Put(1, txn, items, request.version, request.group)
         try:
@@ -306,17 +370,22 @@ class JointPuts(RuleBasedStateMachine):
             self.reconcile(putting=puts, explicit=bool(request.version))
             return
         if grants is None:
-            self.begun(client, puts, request, versions)
+            for put in puts:
+                self.enters(client, put, versions[put.at], request)
             self.commits(puts, versions)
+            self.reconcile(putting=puts, explicit=bool(request.version))
             return
-        asked = [c for c, item in zip(contents, items, strict=True) if item.data is None]
-        for content, grant in zip(asked, grants, strict=True):
-            if grant is not None:
-                memory = self.controller.volumes[grant.volume].memory
-                assert os.pwrite(memory.fd, content, grant.offset) == len(content)
+        asked = [(c, item) for c, item in zip(contents, items, strict=True) if item.data is None]
+        for (content, item), grant in zip(asked, grants, strict=True):
+            if grant is None:
+                assert item.part is not None or request.group is not None
+                continue
+            memory = self.controller.volumes[grant.volume].memory
+            assert os.pwrite(memory.fd, content, grant.offset) == len(content)
         client.txns[txn] = puts
         results = client.record.txns[txn].results
-        self.begun(client, puts, request, [result.version for result in results])
+        for put in puts:
+            self.enters(client, put, results[put.at].version, request)
         self.reconcile(putting=puts, explicit=bool(request.version))
         if how == "placed":
             self.commit_txn(client, txn)
@@ -337,37 +406,30 @@ class JointPuts(RuleBasedStateMachine):
             assert not self.is_manifest(keys[0])
         self.reconcile(putting=puts, explicit=bool(request.version))
 
-    def begun(
-        self, client: Client, puts: list[Put], request: m.Put, versions: Sequence[int]
-    ) -> None:
-        """The model's account of a put."""
-        by_key = dict(zip([i.key for i in request.items], versions, strict=False))
-        for put in puts:
-            put.version = versions[0] if request.group is not None else by_key[put.key]
-            self.session_of[put] = client
-            if request.group is None and request.version == 0 and request.items[0].part is None:
-                continue  # plain: its version is given at the commit
-            if request.version:
-                assert put.version == request.version
-            group = self.catalog.groups.get(put.key)
-            line = None if group is None else group.pending.get(put.version)
-            made = None if line is None else line.contributions.get(put.who)
-            generation = self.pending[put.key].get(put.version, {})
-            if made is not None and not made.committed:
-                assert request.version or put.who not in generation
-                put.stored = [(name, value.box) for name, value in made.items]
-                self.pending[put.key].setdefault(put.version, {})[put.who] = put
-            elif put.version in self.catalog.versions(put.key):
-                # Inline and at once whole, or late.
-                stored = self.catalog.find(put.key, put.version)
-                assert stored is not None
-                if put.version > self.highest[put.key]:
-                    self.pending[put.key].setdefault(put.version, {})[put.who] = put
-            elif made is not None:
-                put.stored = [(name, value.box) for name, value in made.items]
-                self.pending[put.key].setdefault(put.version, {})[put.who] = put
-            else:
-                assert put.version < self.highest[put.key], "late, but for nothing"
+    def enters(self, client: Client, put: Put, version: int, request: m.Put) -> None:
+        """The model's account of a put: which version it is for, and what of it is stored."""
+        self.session_of[put] = client
+        if put.plain:
+            return
+        put.version = version
+        assert request.version in (0, version)
+        group = self.catalog.groups.get(put.key)
+        generation = None if group is None else group.pending.get(version)
+        others = self.pending[put.key].setdefault(version, {})
+        if generation is None and version <= self.highest[put.key]:  # late: it stores nothing
+            del self.pending[put.key][version]
+            return
+        if any(other.layout != put.layout for other in others.values()):
+            assert all(self.session_of[other].dead for other in others.values())
+            others.clear()
+        assert request.version or put.who not in others
+        if generation is not None:
+            items = generation.contributions[put.who].items
+            put.stored = [(name, value.box) for name, value in items]
+        alive = [o for o in others.values() if o.who != put.who and not self.session_of[o].dead]
+        elsewhere = {stored for other in alive for stored in other.stored}
+        assert not elsewhere.intersection(put.stored), "stored twice"
+        others[put.who] = put
 
     @precondition(lambda self: any(client.txns for client in self.clients))
     @rule(data=st.data())
@@ -377,18 +439,16 @@ class JointPuts(RuleBasedStateMachine):
 
     def commit_txn(self, client: Client, txn: int) -> None:
         puts = client.txns.pop(txn)
-        before = [put.version for put in puts]
-        versions = self.controller.commit(client.record, txn)
-        assert before in ([0], [versions[0]], [*dict.fromkeys(versions)]) or len(puts) > 1
-        self.commits(puts, versions)
+        self.commits(puts, self.controller.commit(client.record, txn))
+        self.reconcile()
 
     def commits(self, puts: list[Put], versions: Sequence[int]) -> None:
         for put in puts:
             put.committed = True
-            if not put.version:
-                (put.version,) = versions
+            if put.plain:
+                put.version = versions[put.at]
                 self.pending[put.key][put.version] = {"": put}
-        self.reconcile()
+            assert put.version == versions[put.at]
 
     @precondition(lambda self: any(client.txns for client in self.clients))
     @rule(data=st.data())
@@ -408,7 +468,7 @@ class JointPuts(RuleBasedStateMachine):
                 if not generation:
                     del self.pending[put.key][put.version]
 
-    @rule(key=st.sampled_from(KEYS), strict=st.booleans())
+    @rule(key=MIXED, strict=st.booleans())
     def delete(self, key: str, strict: bool) -> None:
         there = bool(self.visible[key] or self.pending[key])
         if strict and not there:
@@ -442,13 +502,12 @@ class JointPuts(RuleBasedStateMachine):
         assert all(put.version == version for put in puts.values())
         done = [put for put in puts.values() if put.committed]
         base: Snapshot = {}
+        seen = self.read(key, version)
         if done[0].group is not None:
             assert len(done) >= done[0].group.participants
             if any(put.group is not None and put.group.partial for put in puts.values()):
-                base = self.visible[key][self.highest[key]]
-                assert "paths" in base, "the version before is a state dict"
+                base = self.base_of(key, version, seen)
             self.keep[key] = KEEP[key]
-        seen = self.read(key, version)
         check_made_of(seen, done, base)
         for put in done:  # whoever put some of it says so
             stored = {(name, box) for name, box in put.stored if box is not None}
@@ -458,6 +517,24 @@ class JointPuts(RuleBasedStateMachine):
         self.visible[key][version] = seen
         for older in [v for v in self.pending[key] if v < version]:
             del self.pending[key][older]
+
+    def base_of(self, key: str, version: int, seen: Snapshot) -> Snapshot:
+        """The version before a partial one. One that became whole in the same moment, and is not
+        kept, was never to be seen: then that it is made of puts for one such version is enough.
+        """
+        if self.is_manifest(key):
+            return self.visible[key][self.highest[key]]
+        for puts in reversed([self.pending[key][v] for v in self.pending[key] if v < version]):
+            numbers = {p.number for p in puts.values() if p.committed and p.group is not None}
+            base = {
+                name: one
+                for name, one in seen.items()
+                if name in ("paths", "same")
+                or {ELEMENT.unpack(data[: ELEMENT.size])[0] for data in one[1].values()} <= numbers
+            }
+            if len(base) > 2:
+                return base
+        raise AssertionError(f"version {version} of {key} has no base")
 
     def compare_pending(self, key: str, putting: list[str], explicit: bool) -> None:
         """The same versions are on their way, by the same participants; none of them is whole."""
@@ -681,7 +758,7 @@ def check_made_of(seen: Snapshot, puts: list[Put], base: Snapshot) -> None:
         meta, parts = seen[name]
         if not any(name in put.claims for put in puts):
             assert seen[name] == seen["all"]
-            assert name in seen["same"]
+            assert seen["same"].get(name) == "all" or seen["same"].get("all") == name
             continue
         for put in puts:
             shape, found = put.claims.get(name, (None, []))

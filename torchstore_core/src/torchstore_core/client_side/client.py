@@ -298,7 +298,8 @@ class Client(KeyOperations):
 
         Entries lie at ``f"{key}/{name}"``, where the name of a nested entry joins its keys with
         dots. Tied weights are stored once. Returns when this participant is done; who needs the
-        version to be visible waits for it: ``wait(key, min_version=ref.version)``.
+        version to be visible waits for it: ``wait(key, min_version=ref.version)``. A rank outside
+        of all meshes has nothing to put, and gets version 0.
 
         Args:
             state_dict: a dict of tensors, DTensors, :class:`TensorShard`, dicts and lists of them,
@@ -307,8 +308,8 @@ class Client(KeyOperations):
             version: the version to be, above the newest; None: the n-th put of each participant
                 makes the n-th version.
             participants: how many puts make a version; None: as many as there are ranks in the
-                meshes of the DTensors. Ranks that hold different entries (pipeline stages,
-                experts) must say it.
+                meshes of the DTensors, and in what these were sliced from. Ranks that hold
+                different entries (pipeline stages, experts) must say it.
             participant: who this is; None: the rank in ``torch.distributed``, or RANK.
             transfer_dtype: store floating-point entries in this dtype; or a dict of name patterns
                 (``fnmatch``; the one with most literal characters counts) to dtype or None (as it
@@ -340,6 +341,9 @@ class Client(KeyOperations):
                 anonymous=session.anonymous,
                 allow_pickle=pickle_too,
             )
+            if group is None:
+                nothing = ObjectRef(key, 0)
+                return nothing if blocking else PendingPut.finished(nothing)
             seen.entries = len(sources)
             seen.nbytes = nbytes = sum([source.nbytes for source in sources])
             if blocking or nbytes <= session.inline_max():
@@ -383,7 +387,7 @@ class Client(KeyOperations):
             version: exactly this one; None: the newest.
             min_version: wait for this one or a newer one.
             cast: floating-point entries may be stored in another dtype than their destination's.
-            report: filled with what did not match.
+            report: filled with what did not match, and the version that was read.
             timeout: seconds.
             allow_pickle: False refuses pickled values; None: the client's default.
 

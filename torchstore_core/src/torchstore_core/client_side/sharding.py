@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = ["LocalPart", "ShardList", "TensorShard", "is_dtensor", "is_sharded", "local_parts"]
-__all__ += ["mesh_ranks", "this_rank"]
+__all__ += ["mesh_ranks", "takes_part", "this_rank"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
     for placement in placements:
         if placement.is_partial():
             raise UnsupportedValueError(
-                f"{key!r}: a DTensor with {placement} holds summands, not values; "
+                f"{key!r}: a DTensor with {placement!r} holds summands, not values; "
                 ".redistribute() it to Replicate or Shard first",
                 key=key,
             )
@@ -107,6 +107,10 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
             f"is {list(local.shape)}; give shape= and stride= to DTensor.from_local",
             key=key,
         )
+    # Which rank it is, of all that put: its place in the submesh is that of others, too.
+    root = _root_of(mesh)
+    if root is not mesh and (place := root.get_coordinate()) is not None:
+        mesh_shape, coordinates = tuple(root.shape), tuple(place)
     parts: list[LocalPart] = []
     for choice in product(*[_with_positions(dim) for dim in runs]):
         view = local
@@ -120,8 +124,17 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
 
 
 def mesh_ranks(value: DTensor) -> frozenset[int]:
-    """The global ranks of a DTensor's mesh."""
-    return _ranks_of(value.device_mesh)
+    """The global ranks that put a DTensor: those of its mesh, and of what that was sliced from.
+
+    Beside the ranks of a submesh there are others like it, which have replicas. Were each of these
+    groups a version's participants, a late rank of one could complete what the next one began.
+    """
+    return _ranks_of(_root_of(value.device_mesh))
+
+
+def takes_part(value: DTensor) -> bool:
+    """Whether this rank is one of :func:`mesh_ranks`."""
+    return _root_of(value.device_mesh).get_coordinate() is not None
 
 
 def this_rank() -> str:
@@ -129,6 +142,15 @@ def this_rank() -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return str(torch.distributed.get_rank())
     return os.environ.get("RANK", "")
+
+
+def _root_of(mesh: Any) -> Any:
+    """The mesh that a submesh was sliced from; any other mesh itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # of older releases of torch
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 @lru_cache(maxsize=64)

@@ -25,6 +25,7 @@ from torchstore_core.client_side.sharding import (
     is_dtensor,
     is_sharded,
     mesh_ranks,
+    takes_part,
     this_rank,
 )
 from torchstore_core.client_side.tensors import dtype_name
@@ -109,8 +110,9 @@ def plan_put(
     keep: int,
     anonymous: str,
     allow_pickle: bool,
-) -> tuple[list[writing.Source], m.Publication]:
-    """Look at every entry once: what is to be stored, and as part of what.
+) -> tuple[list[writing.Source], m.Publication | None]:
+    """Look at every entry once: what is to be stored, and as part of what; None: of nothing, for
+    this rank is in no mesh of its DTensors.
 
     Args:
         anonymous: who this process is if it has no rank.
@@ -124,12 +126,14 @@ def plan_put(
     packed = state_dict if isinstance(state_dict, TorchStoreStateDict) else None
     leaves = nesting.flatten(key, state_dict) if packed is None else packed.leaves()
     ranks: frozenset[int] = frozenset()
+    outside = False
     ties = _Ties()
     sources: list[writing.Source] = []
     casts = _Casts(transfer_dtype)
     for leaf in leaves:
         name, path, value = leaf.name, leaf.path, leaf.value
         if type(value) not in _PLAIN and is_dtensor(value):
+            outside = not takes_part(value) and (outside or not ranks)
             ranks |= mesh_ranks(value)
         dtype = casts.of(name)
         first = ties.find(value, len(sources))
@@ -145,6 +149,8 @@ def plan_put(
         participants = participants or packed.participants
         participant = packed.participant or None if participant is None else participant
     if participants is None:
+        if outside:
+            return [], None
         participants = len(ranks) or 1
     who = ""  # one that is alone needs no name: whoever puts next makes the next version
     if participants > 1:
@@ -266,11 +272,13 @@ class StateDictReport:
         missing: entries to fill that are not stored.
         unexpected: entries that are stored, but that there is nothing to fill for.
         mismatched: why an entry does not fit, by name.
+        version: the version that was read.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, str] = field(default_factory=dict)
+    version: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
@@ -287,13 +295,18 @@ class StateDictReport:
 
 
 class Wanted(NamedTuple):
-    """A reader's state dict, looked at once. ``asks``: by leaf. ``same_as``: leaves that share the
-    memory of an earlier one, and which.
+    """A reader's state dict, looked at once.
+
+    Args:
+        asks: what to ask for; mostly one for each leaf, several for one in several pieces.
+        places: which leaf each of them is for.
+        same_as: leaves that share the memory of an earlier one, and which.
     """
 
     state_dict: Any
     leaves: list[Leaf]
-    asks: list[list[Want]]
+    asks: list[Want]
+    places: list[int]
     same_as: dict[int, int]
 
 
@@ -308,20 +321,23 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
     leaves = nesting.flatten(key, user_state_dict)
     ties = _Ties()
     same_as: dict[int, int] = {}
-    asks: list[list[Want]] = []
+    asks: list[Want] = []
+    places: list[int] = []
     for at, leaf in enumerate(leaves):
         name, value = leaf.name, leaf.value
         plain = type(value) in _PLAIN
-        if plain or isinstance(value, torch.Tensor) or is_sharded(value):
-            if (first := ties.find(value, at)) is not None:
-                same_as[at] = first
-            if plain:
-                asks.append([Want(name, 0, value, None)])
-            else:
-                asks.append(asks_of(Want(name, 0, value, None)))
+        tensor = value if plain or isinstance(value, torch.Tensor) or is_sharded(value) else None
+        if tensor is not None and (first := ties.find(value, at)) is not None:
+            same_as[at] = first
+        want = Want(name, 0, tensor, None)
+        if plain or tensor is None:
+            asks.append(want)
+            places.append(at)
         else:
-            asks.append([Want(name, 0, None, None)])
-    return Wanted(user_state_dict, leaves, asks, same_as)
+            parts = asks_of(want)
+            asks += parts
+            places += [at] * len(parts)
+    return Wanted(user_state_dict, leaves, asks, places, same_as)
 
 
 class Filling(NamedTuple):
@@ -357,13 +373,14 @@ async def fetch(
         LayoutMismatchError: ``how.strict`` and something does not match; nothing was written.
     """
     with Leasing(session, lane, clock) as leasing:
-        asks = None if wanted is None else [ask for parts in wanted.asks for ask in parts]
-        wants = None if asks is None else [ask.wire() for ask in asks]
+        wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
         request = m.Fetch(lane.next_id(), leasing.lease, key, version, wants, session.inline_max())
         reply = await lane.call(request, m.Fetched, clock.left())
         starts = leasing.granted(reply.entries, reply.leased)
         clock.phase("plan")
-        if wanted is None or asks is None:
+        if how.report is not None:
+            how.report.version = reply.version
+        if wanted is None:
             targets = _whole(reply, starts)
         else:
             found = how.report if how.report is not None else StateDictReport()
@@ -421,37 +438,39 @@ def _matching(
 
     Destinations that share their memory are filled once, from the first of them that is stored.
     """
-    absent = {leaf.name for leaf, asks in zip(wanted.leaves, wanted.asks, strict=True) if not asks}
+    leaves = wanted.leaves
     report.mismatched = {}
-    report.unexpected = [name for name in reply.names if name not in absent]
+    report.unexpected = reply.names
+    if reply.names:  # a leaf of which no piece is here was not asked for
+        absent = {leaves[at].name for at in set(range(len(leaves))) - set(wanted.places)}
+        report.unexpected = [name for name in reply.names if name not in absent]
     targets: list[reading.Target] = []
-    missing: list[tuple[str, int]] = []
-    filled: set[int] = set()
-    at = 0
-    for place, (leaf, asks) in enumerate(zip(wanted.leaves, wanted.asks, strict=True)):
+    missing: dict[int, int] = {}
+    filled: dict[int, int] = {}
+    failed = -1
+    asked = zip(wanted.asks, wanted.places, reply.entries, starts, strict=True)
+    for at, (ask, place, entry, start) in enumerate(asked):
         memory = wanted.same_as.get(place, place)
-        entries = reply.entries[at : at + len(asks)]
-        begins = starts[at : at + len(asks)]
-        at += len(asks)
-        made: list[reading.Target] = []
-        for ask, entry, start in zip(asks, entries, begins, strict=True):
-            if entry is None:
-                missing.append((leaf.name, memory))
-                break
-            where = at - len(asks) + len(made)
-            try:
-                _check_kind(leaf, ask, entry)
-                made.append(
-                    reading.resolve(where, start, leaf.name, entry, ask.tensor, ask.part, cast=cast)
-                )
-            except (LayoutMismatchError, UnsupportedValueError) as error:
-                report.mismatched[leaf.name] = error.message.removesuffix("; nothing was written")
-                break
-        else:
-            if memory not in filled:
-                filled.add(memory)
-                targets.extend(made)
-    report.missing = [name for name, memory in missing if memory not in filled]
+        if entry is None:
+            missing[place] = memory
+            continue
+        if place == failed:
+            continue
+        leaf = leaves[place]
+        try:
+            _check_kind(leaf, ask, entry)
+            target = reading.resolve(at, start, leaf.name, entry, ask.tensor, ask.part, cast=cast)
+        except (LayoutMismatchError, UnsupportedValueError) as error:
+            report.mismatched[leaf.name] = error.message.removesuffix("; nothing was written")
+            failed = place
+            while targets and targets[-1].key == leaf.name:
+                targets.pop()
+            if filled.get(memory) == place:
+                del filled[memory]
+            continue
+        if filled.setdefault(memory, place) == place:
+            targets.append(target)
+    report.missing = [leaves[at].name for at, memory in missing.items() if memory not in filled]
     return targets
 
 

@@ -287,7 +287,7 @@ class Catalog:
         group = self.groups[key]
         if generation.publication is not None:
             group.keep = generation.publication.keep
-        stored = generation.seal(key, self.newest.get(key))
+        stored = generation.seal(key, self.newest.get(key), inherit=group.keep == 1)
         del group.pending[generation.version]
         if generation.participants:  # all were part of it: nobody can be late for it
             generation.line.versions.remove(generation.version)

@@ -227,38 +227,50 @@ class Generation:
         writing = [who for who, c in self.contributions.items() if not c.committed]
         return m.Pending(self.version, self.participants, committed, writing, missing)
 
-    def seal(self, key: str, base: Stored | None) -> Stored:
+    def seal(self, key: str, base: Stored | None, *, inherit: bool = False) -> Stored:
         """The finished version, which holds its values; the contributions let go of theirs.
 
-        ``base``: the version before, from which a partial publish takes the other entries.
+        Args:
+            base: the version before, from which a partial publish takes the other entries.
+            inherit: that version is about to be let go of; what the new one shares with it changes
+                hands, so that a small publish costs little, however many entries there are.
         """
         now = time.time()
         entries = {name: _sealed(entry, self.version, now) for name, entry in self.entries.items()}
         publication = self.publication
         if publication is None:
             stored: Stored = entries[""]
-        else:
-            done = [c for c in self.contributions.values() if c.committed]
-            for contribution in done:
-                for name, of in contribution.aliases.items():
-                    entries.setdefault(name, entries[of])
-            order: dict[str, None] = {}
-            paths: dict[str, bytes] = {}
-            for contribution in done:
-                order |= contribution.order
-                paths = contribution.paths | paths
-            if order:
-                entries = {name: entries[name] for name in order | dict.fromkeys(entries)}
-            if self.is_partial and type(base) is Manifest:
-                paths = {n: p for n, p in base.paths.items() if n not in entries} | paths
-                entries = base.entries | entries
-            first = done[0]
-            nbytes = sum(entry.nbytes for entry in {id(e): e for e in entries.values()}.values())
-            facts = first.session.facts
-            packed = publication.packed
-            stored = Manifest(key, entries, paths, facts, nbytes, self.version, now, packed)
-        own(stored)
-        return stored
+            own(stored)
+            return stored
+        done = [c for c in self.contributions.values() if c.committed]
+        for contribution in done:
+            for name, of in contribution.aliases.items():
+                entries.setdefault(name, entries[of])
+        order: dict[str, None] = {}
+        paths: dict[str, bytes] = {}
+        for contribution in done:
+            order |= contribution.order
+            paths = contribution.paths | paths
+        if order:
+            entries = {name: entries[name] for name in order | dict.fromkeys(entries)}
+        mine = entries
+        if self.is_partial and type(base) is Manifest:
+            before = base.entries
+            entries = before | mine
+            replaced = {name: before[name] for name in mine if name in before}
+            new_paths = base.paths | paths
+            for name in replaced:
+                if name not in paths:
+                    new_paths.pop(name, None)
+            paths = new_paths
+            if inherit:
+                base.entries = replaced
+            else:
+                mine = entries
+        for entry in mine.values():
+            own(entry)
+        facts = done[0].session.facts
+        return Manifest(key, entries, paths, facts, self.version, now, publication.packed)
 
 
 class Slot:

@@ -91,10 +91,14 @@ class Manifest(msgspec.Struct, eq=False):
     entries: dict[str, Value | Shards]
     paths: dict[str, bytes]
     creator: ClientFacts
-    nbytes: int
     version: int
     created: float
     packed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries; of tied ones once."""
+        return sum([entry.nbytes for entry in {id(e): e for e in self.entries.values()}.values()])
 
     @property
     def meta(self) -> StateDictMeta:
