@@ -32,7 +32,7 @@ import torch
 import transfers
 import workload
 from crew import Crew, PeerError
-from plan import FLOOR_MAX, WARM_UPS, Bench
+from plan import FLOOR_MAX, Bench
 from plots import plot
 from results import Metric, floors_table, table
 from rich.console import Console
@@ -69,6 +69,7 @@ class Options:
     gb: float
     repeat: int
     cycles: int
+    entries: int
     seed: int
     scenarios: list[str]
     out: str
@@ -99,6 +100,7 @@ def parse(arguments: list[str]) -> Options:
     )
     add("--repeat", type=int, metavar="N", help="measured rounds (default 9)")
     add("--cycles", type=int, metavar="N", help="put/get/delete cycles (default 10000)")
+    add("--entries", type=int, default=18_000, metavar="N", help="small entries (default 18000)")
     add("--seed", type=int, default=1, help="of the random bits (default 1)")
     add("--only", nargs="+", metavar="NAME", choices=SCENARIOS, default=[], help="see below")
     add("--skip", nargs="+", metavar="NAME", choices=SCENARIOS, default=[], help="see below")
@@ -108,11 +110,23 @@ def parse(arguments: list[str]) -> Options:
     gb = gb if given.gb is None else given.gb
     repeat = repeat if given.repeat is None else given.repeat
     cycles = cycles if given.cycles is None else given.cycles
-    if not gb > 0 or repeat < 1 or cycles < 10:
-        parser.error("--gb is above 0, --repeat at least 1, --cycles at least 10")
+    if not gb > 0 or repeat < 1 or cycles < 10 or given.entries < 100:
+        parser.error(
+            "--gb is above 0, --repeat at least 1, --cycles at least 10, --entries at least 100"
+        )
     left_out = {*given.skip, *([LONG] if given.quick and not given.only else [])}
     chosen = [n for n in SCENARIOS if n in (given.only or SCENARIOS) and n not in left_out]
-    return Options(gb, repeat, cycles, given.seed, chosen, given.out, given.quick, given.model)
+    return Options(
+        gb,
+        repeat,
+        cycles,
+        given.entries,
+        given.seed,
+        chosen,
+        given.out,
+        given.quick,
+        given.model,
+    )
 
 
 def weights(options: Options) -> tuple[workload.Shapes, str]:
@@ -170,7 +184,7 @@ def run(
         Crew() as crew,
         Progress(*columns, TimeElapsedColumn(), text, console=console) as progress,
     ):
-        bench = Bench(shapes, options.repeat, options.seed, options.cycles, crew)
+        bench = Bench(shapes, options.repeat, options.seed, options.cycles, options.entries, crew)
         for role in ("publisher", "reader"):  # import torch at the same time
             crew.get(role)
         for name in options.scenarios:
@@ -203,7 +217,7 @@ def run(
             "tensors": len(bench.shapes),
             "nbytes": bench.nbytes,
             "model": options.model,
-            "warm_up_rounds": WARM_UPS,
+            "warm_up_rounds": bench.warm_ups,
             **bench.facts,
         },
         "scenarios": states,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import echo
-from plan import MIB, WARM_UPS, Bench
+from plan import MIB, Bench
 from results import Metric, percentile
 
 
@@ -86,12 +86,12 @@ def batch(bench: Bench) -> list[Metric]:
     address = bench.crew.opened(publisher.call("store.open", capacity=256 * MIB))
     reader.call("store.connect", address=address)
     rounds: list[dict[str, float]] = []
-    total = WARM_UPS + 3 * bench.repeat
+    total = bench.warm_ups + 3 * bench.repeat
     for turn in range(total):
         bench.progress(turn, total, "1000 × 4 KB")
         reply = reader.call("small.batch", count=1000, nbytes=4096, turn=turn)
         bench.check(reply, f"batch {turn}")
-        if turn >= WARM_UPS:
+        if turn >= bench.warm_ups:
             rounds.append(reply["times"])
     reader.call("store.close")
     publisher.call("store.close")

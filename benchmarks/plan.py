@@ -13,8 +13,7 @@ from results import Metric
 MIB = 1 << 20
 #: Floors are copies of at most this many bytes, however large the set is.
 FLOOR_MAX = 1 << 30
-#: Unmeasured rounds before the measured ones.
-WARM_UPS = 3
+_WARM_UPS = 3
 
 
 @dataclass
@@ -25,12 +24,18 @@ class Bench:
     repeat: int
     seed: int
     cycles: int
+    entries: int
     crew: Crew
     # Called with steps done, steps in all, and what is being done.
     progress: Callable[[int, int, str], None] = lambda done, total, what: None
     wrong: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     floors: list[Metric] = field(default_factory=list)
+
+    @property
+    def warm_ups(self) -> int:
+        """Unmeasured rounds before the measured ones."""
+        return min(_WARM_UPS, self.repeat)
 
     @property
     def nbytes(self) -> int:

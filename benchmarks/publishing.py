@@ -6,10 +6,10 @@ from typing import Any
 
 import workload
 from crew import Peer
-from plan import MIB, WARM_UPS, Bench
+from plan import MIB, Bench
 from results import Metric
 
-ENTRIES, ENTRY_NBYTES = 18_000, 4096
+ENTRY_NBYTES = 4096
 #: A partial publish gives every hundredth entry.
 EVERY = 100
 _MESSAGES = 8
@@ -36,30 +36,28 @@ def _leave(publisher: Peer, reader: Peer) -> None:
         peer.call("dicts.drop")
 
 
-def _entries(bench: Bench) -> workload.Shapes:
-    return workload.experts(ENTRIES, ENTRY_NBYTES)
-
-
 def entries(bench: Bench) -> list[Metric]:
     """A state dict of 18,000 tensors of 4 KB: put, in-place get, control messages of each."""
-    publisher, reader, _ = _pair(bench, _entries(bench), capacity=512 * MIB)
+    of = workload.experts(bench.entries, ENTRY_NBYTES)
+    publisher, reader, _ = _pair(bench, of, capacity=512 * MIB)
     puts: list[dict[str, float]] = []
     gets: list[dict[str, float]] = []
-    total = WARM_UPS + bench.repeat
+    total = bench.warm_ups + bench.repeat
     for turn in range(total):
-        bench.progress(turn, total, f"{ENTRIES} × {ENTRY_NBYTES >> 10} KB")
+        bench.progress(turn, total, f"{bench.entries} × {ENTRY_NBYTES >> 10} KB")
         put = publisher.call("dicts.put_counted", number=turn + 1)
         got = reader.call("dicts.get_counted", number=turn + 1, full=turn == total - 1)
         bench.check(got, f"entries, version {turn + 1}")
-        if turn >= WARM_UPS:
+        if turn >= bench.warm_ups:
             puts.append(put)
             gets.append(got)
     _leave(publisher, reader)
     metrics: list[Metric] = []
-    for name, rounds, limit in (("put", puts, 600.0), ("get in place", gets, 300.0)):
-        title = f"{name} {ENTRIES} × {ENTRY_NBYTES >> 10} KB"
+    for name, rounds, each_us in (("put", puts, 600 / 18), ("get in place", gets, 300 / 18)):
+        title = f"{name} {bench.entries} × {ENTRY_NBYTES >> 10} KB"
         times = [each["seconds"] * 1e3 for each in rounds]
         messages = [each["messages"] for each in rounds]
+        limit = round(each_us * bench.entries / 1e3, 2)
         metrics.append(Metric(title, "entries", "ms", times, limit))
         metrics.append(Metric("… control messages", "entries", "", messages, float(_MESSAGES)))
     return metrics
@@ -68,11 +66,12 @@ def entries(bench: Bench) -> list[Metric]:
 def partial(bench: Bench) -> list[Metric]:
     """A publish of 1 % of the entries beside one of all, of weights and of small entries."""
     metrics: list[Metric] = []
-    for title, shapes in (("of the weights", bench.shapes), ("of small ones", _entries(bench))):
+    small = workload.experts(bench.entries, ENTRY_NBYTES)
+    for title, shapes in (("of the weights", bench.shapes), ("of small ones", small)):
         capacity = 4 * workload.nbytes(shapes) + 256 * MIB
         publisher, reader, _ = _pair(bench, shapes, capacity=capacity)
         rounds: list[dict[str, float]] = []
-        total = WARM_UPS + bench.repeat
+        total = bench.warm_ups + bench.repeat
         for turn in range(total):
             bench.progress(turn, total, f"all entries, then 1 % {title}")
             number = 2 * turn + 1
@@ -82,7 +81,7 @@ def partial(bench: Bench) -> list[Metric]:
                 "dicts.get_some", bench.patience, number=number, every=EVERY, full=full
             )
             bench.check(got, f"partial publish {title}, version {number}")
-            if turn >= WARM_UPS:
+            if turn >= bench.warm_ups:
                 rounds.append(put)
         _leave(publisher, reader)
         some = len(range(EVERY // 2, len(shapes), EVERY))

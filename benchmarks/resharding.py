@@ -12,7 +12,7 @@ from typing import Any
 import floors
 from crew import Peer
 from layouts import COLUMNS, ROWS, WHOLE
-from plan import FLOOR_MAX, WARM_UPS, Bench
+from plan import FLOOR_MAX, Bench
 from results import Metric
 from transfers import against_copies, note_floors, rates
 
@@ -172,14 +172,14 @@ def _rounds(bench: Bench, case: Case, done: int, cases: int) -> tuple[Way, Round
     way = Way(bench, case)
     puts: Rounds = []
     gets: Rounds = []
-    total = WARM_UPS + bench.repeat
+    total = bench.warm_ups + bench.repeat
     for turn in range(total):
         bench.progress(done * total + turn, cases * total, case.name)
-        if turn == WARM_UPS:
+        if turn == bench.warm_ups:
             way.settle()
         put = way.put(turn + 1, turn)
         got = way.get(turn + 1, turn, full=turn == total - 1)
-        if turn >= WARM_UPS:
+        if turn >= bench.warm_ups:
             puts.append(put)
             gets.append(got)
     way.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import floors
-from plan import WARM_UPS, Bench
+from plan import Bench
 from results import Metric, fastest
 
 
@@ -91,11 +91,11 @@ def warm(bench: Bench, omp: int | None = None) -> list[Metric]:
     reader.call("store.connect", address=address)
     puts: list[dict[str, float]] = []
     gets: list[dict[str, float]] = []
-    total = WARM_UPS + bench.repeat
+    total = bench.warm_ups + bench.repeat
     for turn in range(total):
-        measured = turn >= WARM_UPS
+        measured = turn >= bench.warm_ups
         bench.progress(turn, total, "put, get in place, get zero-copy" if measured else "warm-up")
-        if turn == WARM_UPS:
+        if turn == bench.warm_ups:
             publisher.call("store.settle", 90)
             reader.call("store.settle", 90)
         last = turn == total - 1

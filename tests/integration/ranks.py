@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Nursery", "Ranks"]
+__all__ = ["Jobs", "Nursery", "Ranks"]
 
 _ROOT = Path(__file__).parents[2]
 # The last one is imported by the first use of a DTensor.
@@ -44,6 +44,9 @@ class Nursery:
     """A process that has imported what is heavy, and ``modules``, and forks ranks.
 
     A context manager: neither it nor the ranks outlive it.
+
+    Attributes:
+        jobs: process groups that know nothing of each other, by name: of 1, 2, 2 and 4 ranks.
     """
 
     def __init__(self, *modules: str) -> None:
@@ -54,23 +57,18 @@ class Nursery:
             command, cwd=_ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
         )
         theirs.close()
-        self._groups: list[Ranks] = []
+        sizes = {"one": 1, "two": 2, "other": 2, "four": 4}
+        self.jobs: Jobs = {name: Ranks(self, size) for name, size in sizes.items()}
 
     def __enter__(self) -> Nursery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for group in self._groups:
-            group.kill()
+        for ranks in self.jobs.values():
+            ranks.kill()
         self._socket.close()
         self._process.kill()
         self._process.wait()
-
-    def ranks(self, size: int) -> Ranks:
-        """A process group of so many new ranks."""
-        group = Ranks(self, size)
-        self._groups.append(group)
-        return group
 
     def fork(self, rank: int, size: int, folder: str) -> tuple[int, Connection]:
         """One more process: its pid, and a pipe to it."""
@@ -142,6 +140,9 @@ class Ranks:
         if self._running:
             self._folder.cleanup()
         self._running = []
+
+
+Jobs = dict[str, Ranks]
 
 
 # ---- in the other processes ---------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.integration.layouts import SS, Layout, R, S, packed, value_of
-from tests.integration.ranks import Nursery, Ranks
+from tests.integration.ranks import Jobs, Nursery
 from tests.support import bits, until
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,19 +24,10 @@ _numbers = itertools.count()
 pytestmark = pytest.mark.usefixtures("shared")
 
 
-class Jobs(NamedTuple):
-    """Process groups that know nothing of each other: of 1, 2, 2 and 4 ranks."""
-
-    one: Ranks
-    two: Ranks
-    other: Ranks
-    four: Ranks
-
-
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[Jobs]:
     with Nursery(__name__) as nursery:
-        yield Jobs(*[nursery.ranks(size) for size in (1, 2, 2, 4)])
+        yield nursery.jobs
 
 
 @pytest.fixture
@@ -165,14 +156,14 @@ async def test_what_ranks_put_others_get_in_their_layout(
     theirs = Case(shape, before, torch.bfloat16 if name.startswith("3") else torch.float32)
     full = theirs.full()
     used = await _used()
-    versions = await getattr(jobs, writers).run(put, key, theirs)
+    versions = await jobs[writers].run(put, key, theirs)
     outside = [0] * (len(versions) - before.size)
     assert versions == [1] * before.size + outside
     assert (await ts.stat(key)).nbytes == full.nbytes
     if size == "large":  # each element once, however many ranks have it
         assert 0 <= await _used() - used - full.nbytes < 64 * before.size
 
-    nbytes = await getattr(jobs, readers).run(get, key, theirs._replace(layout=after))
+    nbytes = await jobs[readers].run(get, key, theirs._replace(layout=after))
     assert sum(nbytes) == full.nbytes * after.copies
     assert same(await ts.get(key), full)  # this process has no mesh at all
     if full.dim() > 1:
@@ -229,66 +220,66 @@ async def wait_for(key: str, version: int) -> asyncio.Task[Any]:
 
 @SHAPES
 async def test_a_tensor_is_there_when_the_last_rank_has_put(jobs: Jobs, key: str, shape: Any):
-    await jobs.two.run(prepare, ROWS)
+    await jobs["two"].run(prepare, ROWS)
     first, second = Case(shape, ROWS, seed=1), Case(shape, ROWS, seed=2)
     waiting = await wait_for(key, 1)
-    assert await jobs.two.run(put, key, first, only=[1]) == [1]
+    assert await jobs["two"].run(put, key, first, only=[1]) == [1]
     with pytest.raises(ts.PartialPutError, match="not whole yet") as caught:
         await ts.get(key)
     assert isinstance(caught.value, KeyError)
     assert caught.value.details["missing"] == [[key, [0, 0], [3, shape[1]]]]
     assert not await ts.exists(key)
     assert not waiting.done()
-    assert await jobs.two.run(put, key, first, only=[0]) == [1]
+    assert await jobs["two"].run(put, key, first, only=[0]) == [1]
     assert await waiting == {key: ts.ObjectRef(key, 1)}
     assert same(await ts.get(key), first.full())
 
     waiting = await wait_for(key, 2)
-    assert await jobs.two.run(put, key, second, only=[0]) == [2]
+    assert await jobs["two"].run(put, key, second, only=[0]) == [2]
     assert same(await ts.get(key), first.full())  # the version before stays
-    await jobs.other.run(get, key, first._replace(layout=COLUMNS))
+    await jobs["other"].run(get, key, first._replace(layout=COLUMNS))
     assert not waiting.done()
-    assert await jobs.two.run(put, key, second, only=[1]) == [2]
+    assert await jobs["two"].run(put, key, second, only=[1]) == [2]
     assert await waiting == {key: ts.ObjectRef(key, 2)}
     assert same(await ts.get(key), second.full())
 
 
 @SHAPES
 async def test_a_state_dict_is_there_when_the_last_rank_has_put(jobs: Jobs, key: str, shape: Any):
-    await jobs.two.run(prepare, ROWS)
+    await jobs["two"].run(prepare, ROWS)
     first, second = Case(shape, ROWS, seed=1), Case(shape, ROWS, seed=2)
     reader = first._replace(layout=COLUMNS)
     waiting = await wait_for(key, 1)
-    assert await jobs.two.run(put_dict, key, first, only=[0]) == [1]
+    assert await jobs["two"].run(put_dict, key, first, only=[0]) == [1]
     with pytest.raises(ts.PartialPutError, match="1 of 2 participants") as caught:
         await ts.get_state_dict(key)
     assert caught.value.details["committed"] == ["0"]
     assert caught.value.details["missing"] == [["w", [3, 0], [2, shape[1]]]]
     assert not await ts.exists(f"{key}/seed")
     assert not waiting.done()
-    assert await jobs.two.run(put_dict, key, first, only=[1]) == [1]
+    assert await jobs["two"].run(put_dict, key, first, only=[1]) == [1]
     assert await waiting == {key: ts.ObjectRef(key, 1)}
-    assert await jobs.other.run(get_dict, key, reader) == [1, 1]
+    assert await jobs["other"].run(get_dict, key, reader) == [1, 1]
 
     waiting = await wait_for(key, 2)
-    assert await jobs.two.run(put_dict, key, second, only=[1]) == [2]
-    assert await jobs.other.run(get_dict, key, reader) == [1, 1]  # of both entries the first
+    assert await jobs["two"].run(put_dict, key, second, only=[1]) == [2]
+    assert await jobs["other"].run(get_dict, key, reader) == [1, 1]  # of both entries the first
     assert not waiting.done()
-    assert await jobs.two.run(put_dict, key, second, only=[0]) == [2]
+    assert await jobs["two"].run(put_dict, key, second, only=[0]) == [2]
     assert await waiting == {key: ts.ObjectRef(key, 2)}
-    assert await jobs.other.run(get_dict, key, reader) == [2, 2]
+    assert await jobs["other"].run(get_dict, key, reader) == [2, 2]
 
 
 async def test_layout_shape_and_dtype_may_change_from_version_to_version(jobs: Jobs, key: str):
     """The version before stays until the last of the ranks has put."""
     cases = [
-        (jobs.two, Case((5, 3), ROWS)),
-        (jobs.two, Case((5, 3), COLUMNS, seed=1)),
-        (jobs.four, Case((7, 3), Layout((4,), (S(0),)), seed=2)),
-        (jobs.four, Case((7, 3), Layout((4,), (S(0),)), torch.int64)),
-        (jobs.four, Case((2, 40_000, 2), Layout((2, 2), (S(2), S(1))), torch.bfloat16)),
-        (jobs.other, Case((7,), ROWS, torch.bool)),
-        (jobs.two, Case((5, 3), ROWS, seed=3)),
+        (jobs["two"], Case((5, 3), ROWS)),
+        (jobs["two"], Case((5, 3), COLUMNS, seed=1)),
+        (jobs["four"], Case((7, 3), Layout((4,), (S(0),)), seed=2)),
+        (jobs["four"], Case((7, 3), Layout((4,), (S(0),)), torch.int64)),
+        (jobs["four"], Case((2, 40_000, 2), Layout((2, 2), (S(2), S(1))), torch.bfloat16)),
+        (jobs["other"], Case((7,), ROWS, torch.bool)),
+        (jobs["two"], Case((5, 3), ROWS, seed=3)),
     ]
     previous = torch.ones(())
     await ts.put(key, previous)
@@ -300,7 +291,7 @@ async def test_layout_shape_and_dtype_may_change_from_version_to_version(jobs: J
         assert await job.run(put, key, case, only=[last]) == [version]
         previous = case.full()
         assert same(await ts.get(key), previous)
-        await jobs.other.run(get, key, case._replace(layout=ROWS))
+        await jobs["other"].run(get, key, case._replace(layout=ROWS))
     await ts.put(key, 5)
     assert await ts.get(key) == 5
 
@@ -329,7 +320,7 @@ async def outside(key: str) -> tuple[int, int, int]:
 
 
 async def test_ranks_outside_of_the_mesh_have_nothing_to_put_or_get(jobs: Jobs, key: str):
-    found = await jobs.four.run(outside, key)
+    found = await jobs["four"].run(outside, key)
     assert [(version, of_dict) for version, of_dict, _ in found] == [(0, 0), (1, 1), (1, 1), (0, 0)]
     full = value_of((5, 3), torch.float32)
     assert [nbytes for *_, nbytes in found][1:3] == [3 * 3 * 4, 2 * 3 * 4]
@@ -361,7 +352,7 @@ async def refused(key: str) -> None:
 async def test_partial_and_contradicting_dtensors_are_refused_by_name(jobs: Jobs, key: str):
     await ts.put("there", torch.ones(4))
     await ts.put_state_dict({"w": torch.ones(4)}, "there dict")
-    await jobs.two.run(refused, key)
+    await jobs["two"].run(refused, key)
     assert not await ts.exists(key)
     assert [p.version for p in (await ts.stat("there")).pending] == []
 
@@ -381,7 +372,7 @@ async def mismatched(key: str) -> None:
 
 async def test_a_dtensor_of_another_shape_or_dtype_is_no_destination(jobs: Jobs, key: str):
     await ts.put_batch({key: value_of((5, 3), torch.float32), "there": 1})
-    await jobs.two.run(mismatched, key)
+    await jobs["two"].run(mismatched, key)
 
 
 async def unusual(key: str) -> None:
@@ -405,7 +396,7 @@ async def unusual(key: str) -> None:
 
 
 async def test_parameters_and_results_of_collectives_are_tensors_like_others(jobs: Jobs, key: str):
-    await jobs.two.run(unusual, key)
+    await jobs["two"].run(unusual, key)
     full = value_of((6, 4), torch.float64)
     assert same(await ts.get(key), full)
     assert same(await ts.get(f"{key} too"), full)
@@ -422,7 +413,7 @@ async def test_tied_dtensors_are_stored_once(jobs: Jobs, key: str, rows: int):
     case = Case((rows, 30_000), Layout((4,), (S(0),)))
     full = case.full()
     used = await _used()
-    await jobs.four.run(put_tied, key, case)
+    await jobs["four"].run(put_tied, key, case)
     assert await ts.versions(key) == [1]
     assert 0 <= await _used() - used - 2 * full.nbytes < 1024
     got = await ts.get_state_dict(key)

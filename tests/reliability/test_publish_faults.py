@@ -85,12 +85,7 @@ async def test_a_publish_that_is_interrupted_is_seen_whole_or_not_at_all(
 
 @pytest.mark.parametrize(
     ("way", "kind"),
-    [
-        (cancel, "state dict"),
-        (cancel, "one tensor"),
-        (leave, "one tensor"),
-        (give_up, "state dict"),
-    ],
+    [(cancel, "state dict"), (leave, "one tensor"), (give_up, "state dict")],
 )
 async def test_a_get_that_is_interrupted_writes_no_more(address: str, way: Way, kind: str):
     await publish_all(kind, 5)
@@ -100,7 +95,7 @@ async def test_a_get_that_is_interrupted_writes_no_more(address: str, way: Way, 
     async for got in moments(way, mine.get):
         if got is None:
             seen = mine.copies()
-            await ts.put("other", seen)
+            await ts.put("other", seen[0])  # a trip to the server: time to write, if anybody did
             assert all(map(torch.equal, seen, mine.copies()))
         else:
             assert mine.number_of(got) == 5
@@ -332,7 +327,7 @@ def test_a_loop_that_ends_under_a_publish_leaves_nothing_behind(new_loop: NewLoo
         asyncio.run(begin_and_wait(value))
         used = asyncio.run(account()).used
         descriptors = threads = 0
-        for number in range(10):
+        for number in range(5):
             loop = new_loop()
             held = loop.run_until_complete(begin(number))
             loop.close()
@@ -344,7 +339,7 @@ def test_a_loop_that_ends_under_a_publish_leaves_nothing_behind(new_loop: NewLoo
             threads = threads or threading.active_count()
         asyncio.run(until(lambda: as_few_fds(descriptors)))
         assert threading.active_count() <= threads
-        assert asyncio.run(ts.get(f"{KEY}/n")) in (range(10) if end == "closed" else [-1])
+        assert asyncio.run(ts.get(f"{KEY}/n")) in (range(5) if end == "closed" else [-1])
     finally:
         asyncio.run(ts.shutdown())
 
@@ -435,7 +430,7 @@ async def test_a_get_of_a_version_that_does_not_come_gives_up_and_writes_nothing
 @pytest.mark.parametrize(
     "cycles",
     [
-        pytest.param(1_000, id="1000"),
+        pytest.param(600, id="600"),
         pytest.param(30_000, id="30000", marks=pytest.mark.soak),
     ],
 )

@@ -95,7 +95,7 @@ async def test_readers_of_another_layout_see_whole_versions_in_order(
 async def test_readers_go_on_with_the_last_whole_version_while_a_rank_is_dead(
     server: int, kind: str
 ):
-    await ranks_are_killed(server, kind, seconds=4.0)
+    await ranks_are_killed(server, kind, seconds=3.0)
 
 
 @pytest.mark.soak
@@ -171,7 +171,7 @@ async def quiet_at(ahead: int) -> bool:
 @pytest.mark.parametrize("explicit", [False, True], ids=["counted", "explicit"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_versions_of_two_runs_are_never_mixed(server: int, kind: str, explicit: bool):
-    await all_are_restarted(server, kind, explicit, rounds=4)
+    await all_are_restarted(server, kind, explicit, rounds=3)
 
 
 @pytest.mark.soak

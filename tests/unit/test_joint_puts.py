@@ -525,15 +525,17 @@ class JointPuts(RuleBasedStateMachine):
         if self.is_manifest(key):
             return self.visible[key][self.highest[key]]
         for puts in reversed([self.pending[key][v] for v in self.pending[key] if v < version]):
-            numbers = {p.number for p in puts.values() if p.committed and p.group is not None}
-            base = {
+            made = [put for put in puts.values() if put.group is not None and put.committed]
+            names = {name for put in made for name in (*put.claims, *put.aliases)}
+            if not made or len(made) < made[0].like[0] or not names <= set(seen):
+                continue
+            numbers = {put.number for put in made}
+            return {
                 name: one
                 for name, one in seen.items()
                 if name in ("paths", "same")
                 or {ELEMENT.unpack(data[: ELEMENT.size])[0] for data in one[1].values()} <= numbers
             }
-            if len(base) > 2:
-                return base
         raise AssertionError(f"version {version} of {key} has no base")
 
     def compare_pending(self, key: str, putting: list[str], explicit: bool) -> None:

@@ -205,7 +205,10 @@ class Generation:
 
     def missing(self) -> Iterable[tuple[str, Box]]:
         """The boxes that nobody has committed, by name."""
+        tied = self._tied_and_empty()
         for name, entry in self.entries.items():
+            if name in tied:
+                continue
             if type(entry) is Shards:
                 ready = [box for box, value in entry.parts.items() if value.created]
                 target = boxes.whole(entry.meta.shape)
@@ -219,6 +222,12 @@ class Generation:
                 others = contribution.others.items()
                 lost |= {name: meta for name, meta in others if name not in self.entries}
         yield from ((name, _whole(meta)) for name, meta in lost.items())
+
+    def _tied_and_empty(self) -> set[str]:
+        """Entries of which there are only empty shards: who has some says that they are tied."""
+        aliases = [name for c in self.contributions.values() for name in c.aliases]
+        found = ((name, self.entries.get(name)) for name in aliases)
+        return {name for name, entry in found if type(entry) is Shards and not entry.parts}
 
     def state(self) -> m.Pending:
         """What of it is there, for people."""
@@ -236,7 +245,12 @@ class Generation:
                 hands, so that a small publish costs little, however many entries there are.
         """
         now = time.time()
-        entries = {name: _sealed(entry, self.version, now) for name, entry in self.entries.items()}
+        tied = self._tied_and_empty()
+        entries = {
+            name: _sealed(entry, self.version, now)
+            for name, entry in self.entries.items()
+            if name not in tied
+        }
         publication = self.publication
         if publication is None:
             stored: Stored = entries[""]
