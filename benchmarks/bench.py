@@ -60,6 +60,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
 }
 #: Left out by --quick, unless asked for by name.
 LONG = "checkpoint"
+QUICK = f"0.1 GB, 3 rounds, 1000 cycles; no {LONG}, no more than two readers: about a minute"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def parse(arguments: list[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help=f"0.1 GB, 3 rounds, 1000 cycles, no {LONG}")
+    add("--quick", action="store_true", help=QUICK)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--gb", type=float, help="size of the set of weights (default 0.76)")
     size.add_argument(
@@ -184,7 +185,8 @@ def run(
         Crew() as crew,
         Progress(*columns, TimeElapsedColumn(), text, console=console) as progress,
     ):
-        bench = Bench(shapes, options.repeat, options.seed, options.cycles, options.entries, crew)
+        o = options
+        bench = Bench(shapes, o.repeat, o.seed, o.cycles, o.entries, o.quick, crew)
         for role in ("publisher", "reader"):  # import torch at the same time
             crew.get(role)
         for name in options.scenarios:

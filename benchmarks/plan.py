@@ -25,6 +25,7 @@ class Bench:
     seed: int
     cycles: int
     entries: int
+    quick: bool
     crew: Crew
     # Called with steps done, steps in all, and what is being done.
     progress: Callable[[int, int, str], None] = lambda done, total, what: None

@@ -22,7 +22,7 @@ def plot(metrics: Sequence[Metric], report: dict[str, Any], path: Path) -> None:
     panels = [
         (_beside_floors, [m for m in metrics if m.unit == "GB/s"], "GB/s (longer is better)"),
         (_latencies, [m for m in metrics if m.unit == "µs"], "µs, logarithmic (shorter is better)"),
-        (_against_limits, [m for m in metrics if m.target and not m.series], "share of its limit"),
+        (_against_limits, [m for m in metrics if _limits(m)], "share of its limit"),
         (_growth, [m for m in metrics if m.series and m.unit == "MB"], "tenths of all cycles"),
     ]
     panels = [panel for panel in panels if panel[1]]
@@ -51,23 +51,23 @@ def plot(metrics: Sequence[Metric], report: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(axis: Axes, metrics: Sequence[Metric], scale: Sequence[float]) -> None:
-    """One bar a metric (its median), with a line from min to max."""
-    places = range(len(metrics))
-    middle = [statistics.median(m.values) * s for m, s in zip(metrics, scale, strict=True)]
-    low = [x - min(m.values) * s for x, m, s in zip(middle, metrics, scale, strict=True)]
-    high = [max(m.values) * s - x for x, m, s in zip(middle, metrics, scale, strict=True)]
+def _bars(axis: Axes, rows: Sequence[tuple[str, Sequence[float]]]) -> None:
+    """One bar a row (the median of its values), with a line from min to max."""
+    places = range(len(rows))
+    middle = [statistics.median(values) for _, values in rows]
+    low = [x - min(values) for x, (_, values) in zip(middle, rows, strict=True)]
+    high = [max(values) - x for x, (_, values) in zip(middle, rows, strict=True)]
     axis.barh(places, middle, height=0.55, color=_MEASURE, zorder=2)
     axis.errorbar(
         middle, places, xerr=[low, high], fmt="none", ecolor="#1b2a3a", capsize=2.5, zorder=4
     )
-    axis.set_yticks(places, [m.name for m in metrics], fontsize=8)
+    axis.set_yticks(places, [name for name, _ in rows], fontsize=8)
     axis.invert_yaxis()
     axis.grid(axis="x", color="#dddddd", zorder=0)
 
 
 def _beside_floors(axis: Axes, metrics: Sequence[Metric]) -> None:
-    _bars(axis, metrics, [1.0] * len(metrics))
+    _bars(axis, [(m.name, m.values) for m in metrics])
     seen: set[str] = set()
     for place, metric in enumerate(metrics):
         for at, one in enumerate(metric.comparisons):
@@ -91,16 +91,33 @@ def _latencies(axis: Axes, metrics: Sequence[Metric]) -> None:
     _beside_floors(axis, metrics)
 
 
+def _limits(metric: Metric) -> list[tuple[list[float], str]]:
+    """A metric's values as shares of what it may cost at most, and how that is said: of its own
+    target, or of those beside something else.
+    """
+    if metric.series:
+        return []
+    middle = f"{statistics.median(metric.values):.2f}"
+    found: list[tuple[list[float], str]] = []
+    if metric.target:
+        shares = [value / metric.target for value in metric.values]
+        found.append((shares, f"{middle} of {metric.target:g} {metric.unit}"))
+    for one in metric.comparisons:
+        if one.at_most and one.target and metric.unit != "µs":
+            shares = [ratio / one.target for ratio in one.ratios]
+            found.append((shares, f"{middle} {metric.unit}: {one.target:.2f} × {one.floor}"))
+    return found
+
+
 def _against_limits(axis: Axes, metrics: Sequence[Metric]) -> None:
-    _bars(axis, metrics, [1 / (m.target or 1.0) for m in metrics])
+    rows = [(metric, *limit) for metric in metrics for limit in _limits(metric)]
+    _bars(axis, [(metric.name, shares) for metric, shares, _ in rows])
     axis.axvline(1.0, color=_LIMIT, linewidth=1.5, zorder=5)
-    for place, metric in enumerate(metrics):
-        text = f"  {statistics.median(metric.values):.2f} of {metric.target:g} {metric.unit}"
-        right = max(metric.values) / (metric.target or 1.0)
+    for place, (_, shares, text) in enumerate(rows):
         axis.text(
-            right,
+            max(shares),
             place,
-            text,
+            f"  {text}",
             va="center",
             fontsize=7,
             color="#444444",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,11 @@ class Block(nn.Module):
     sizes that no number of ranks divides.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, hidden: int = 11) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.up = nn.Linear(7, 11)
-        self.down = nn.Linear(11, 7)
+        self.up = nn.Linear(7, hidden)
+        self.down = nn.Linear(hidden, 7)
         self.norm = nn.LayerNorm(7)
         for parameter in self.parameters():
             nn.init.normal_(parameter)
@@ -85,9 +86,9 @@ def named_mesh(**extents: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
 
 
-def block(kind: str, seed: int) -> Block:
+def block(kind: str, seed: int, hidden: int = 11) -> Block:
     """A block of this job's ranks."""
-    made = Block(seed)
+    made = Block(seed, hidden)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     size = dist.get_world_size()
     if kind == "TP":
@@ -127,9 +128,8 @@ async def get_block(key: str, kind: str, seed: int) -> None:
         assert same(whole(tensor), expected[name]), name
 
 
+# Which job, and a placement that is sure to be among those of the module.
 KINDS = {
-    # The job, and a placement that is sure to be among those of the module.
-    "plain": ("one", ""),
     "FSDP": ("two", "Shard"),
     "TP": ("other", "Shard"),
     "HSDP": ("four", "Replicate"),
@@ -197,7 +197,7 @@ def train(module: Block, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def trainer(kind: str, seed: int) -> tuple[Block, torch.optim.Optimizer]:
-    module = block(kind, seed)
+    module = block(kind, seed, 12)  # tensor parallelism does not compute with uneven shards
     decayed = [p for name, p in module.named_parameters() if name.endswith("weight")]
     rest = [p for name, p in module.named_parameters() if not name.endswith("weight")]
     groups = [{"params": decayed, "weight_decay": 0.1 * seed}, {"params": rest, "lr": 0.05 / seed}]
@@ -218,7 +218,7 @@ def values_in(tree: Any, at: str = "") -> dict[str, Any]:
     """Every value by its place; tensors gathered, as lists: what a test can be told."""
     if isinstance(tree, dict):
         found = [values_in(inner, f"{at}/{name}") for name, inner in tree.items()]
-    elif isinstance(tree, list):
+    elif isinstance(tree, list | tuple):  # torch itself may make a list of a tuple
         found = [values_in(inner, f"{at}/{number}") for number, inner in enumerate(tree)]
     elif isinstance(tree, torch.Tensor):
         tensor = whole(tree)
@@ -255,20 +255,90 @@ async def get_trainer(
     return got, values_in(module.state_dict())
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "as whole tensors"])
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+TRAINERS = {"plain": "one", "FSDP": "two", "HSDP": "four", "FSDP + TP": "four"}
+
+
 @pytest.mark.parametrize(
     ("writers", "readers"),
     [("FSDP", "HSDP"), ("FSDP", "FSDP + TP"), ("FSDP + TP", "FSDP"), ("FSDP", "plain")],
 )
+@pytest.mark.parametrize(
+    ("flat", "in_place"),
+    [(False, True), (True, True), (False, False)],
+    ids=["nested, in place", "flat, in place", "nested, as whole tensors"],
+)
 async def test_a_trainer_goes_on_where_another_one_was(
     jobs: Jobs, key: str, writers: str, readers: str, flat: bool, in_place: bool
 ):
-    (put, after), *others = await jobs[KINDS[writers][0]].run(put_trainer, key, writers, flat)
+    (put, after), *others = await jobs[TRAINERS[writers]].run(put_trainer, key, writers, flat)
     assert all(other == (put, after) for other in others)
     assert any("exp_avg_sq" in name for name in put)
-    for got, then in await jobs[KINDS[readers][0]].run(get_trainer, key, readers, flat, in_place):
+    for got, then in await jobs[TRAINERS[readers]].run(get_trainer, key, readers, flat, in_place):
         assert got == put
         assert then.keys() == after.keys()
-        for name, (dtype, numbers) in after.items():
+        for name, (_, numbers) in after.items():
             torch.testing.assert_close(torch.tensor(then[name][1]), torch.tensor(numbers))
+
+
+# ---- a real model -------------------------------------------------------------------------
+
+SENTENCES = ["The trainer publishes.", "Whoever serves, takes.", "A parcel is late."]
+
+
+def example() -> Any:
+    """What the examples know of the model, and of how to cut it."""
+    if str(EXAMPLES) not in sys.path:  # of this rank
+        sys.path.append(str(EXAMPLES))
+    import fsdp_to_tp
+
+    return fsdp_to_tp
+
+
+def embed(policy: Any) -> list[list[float]]:
+    policy.model.eval()
+    with torch.no_grad():
+        return policy.embed(SENTENCES).tolist()
+
+
+async def put_minilm(key: str) -> list[list[float]]:
+    """From FSDP2 ranks. How it embeds, whole."""
+    policy = example().MiniLM(pretrained=True)
+    vectors = embed(policy)
+    for layer in policy.model.encoder.layer:
+        fully_shard(layer)
+    fully_shard(policy.model)
+    await ts.put_state_dict(policy.model.state_dict(), key)
+    return vectors
+
+
+async def serve_minilm(key: str, parallel: bool) -> tuple[int, list[list[float]]]:
+    """Into a model that knew nothing, tensor-parallel or whole. Bytes of what this rank has of it,
+    and how it embeds.
+    """
+    policy = example().MiniLM(pretrained=False)
+    if parallel:
+        mesh = named_mesh(tp=dist.get_world_size())
+        parallelize_module(policy.model, mesh, example().tensor_parallel_plan(policy.model))
+    tensors = policy.model.state_dict()
+    await ts.get_state_dict(key, tensors)
+    expected = example().MiniLM(pretrained=True).model.state_dict()
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert same(whole(tensor), expected[name]), name
+    vectors = embed(policy)
+    await ts.put_state_dict(tensors, f"{key} again")
+    return example().local_bytes(tensors), vectors
+
+
+async def test_a_real_model_goes_from_fsdp_to_tensor_parallel_to_one_process(jobs: Jobs, key: str):
+    expected, *others = await jobs["two"].run(put_minilm, key)
+    assert others == [expected]
+    found = [
+        *await jobs["other"].run(serve_minilm, key, True),
+        *await jobs["one"].run(serve_minilm, f"{key} again", False),
+    ]
+    nbytes = (await ts.stat(key)).nbytes
+    assert [size < 0.6 * nbytes for size, _ in found] == [True, True, False]
+    for _, vectors in found:
+        torch.testing.assert_close(torch.tensor(vectors), torch.tensor(expected))
+    assert await ts.versions(f"{key} again again") == [1]

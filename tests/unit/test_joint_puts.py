@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
+from tests.unit.put_model import (
+    ELEMENT,
+    EVERYTHING,
+    KEEP,
+    KEYS,
+    Client,
+    Put,
+    Snapshot,
+    an_object,
+    check_made_of,
+    content,
+    shards,
+    state_dict,
+    uncovered,
+)
 from tests.unit.test_controller import HERE, facts, volumes
 
-from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import (
@@ -37,77 +47,12 @@ from torchstore_core.errors import (
 from torchstore_core.server.allocator import rounded
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.generations import all_values
-from torchstore_core.server.records import SessionRecord, Value, Waiter
-from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
+from torchstore_core.server.records import Value, Waiter
+from torchstore_core.values import StateDictMeta
 from torchstore_core.wire import messages as m
 
-KEYS = ("k", "l")
-KEEP = {"k": 3, "l": 1}
 #: Most of what is put to one of them are state dicts.
 MIXED = st.sampled_from(["l", "l", "l", "k"])
-ELEMENT = struct.Struct("<iiq")  # put, entry, index in the tensor
-SHAPES = {"rows": (5, 3), "columns": (5, 3), "whole": (5, 3), "line": (7,)}
-OTHER_SHAPE = (4, 2)
-ENTRIES = ("", "w", "v", "all", "some", "tied", "own0", "own1", "own2")
-EVERYTHING = 1 << 62
-
-
-def cut(shape: tuple[int, ...], dim: int, index: int, count: int) -> Box:
-    """The ``index``-th of ``count`` shards along ``dim``, as torch makes them: maybe empty."""
-    size = -(-shape[dim] // count)
-    start = min(index * size, shape[dim])
-    offset, extents = [0] * len(shape), list(shape)
-    offset[dim], extents[dim] = start, min(size, shape[dim] - start)
-    return Box(tuple(offset), tuple(extents))
-
-
-def elements(put: int, name: str, shape: tuple[int, ...], box: Box) -> bytes:
-    """The bytes of a shard."""
-    found: list[bytes] = []
-    for at in itertools.product(*(range(n) for n in box.shape)):
-        index = 0
-        for here, start, extent in zip(at, box.offset, shape, strict=True):
-            index = index * extent + start + here
-        found.append(ELEMENT.pack(put, ENTRIES.index(name), index))
-    return b"".join(found)
-
-
-@dataclass(eq=False, repr=False)
-class Put:
-    """What one put brings to one key."""
-
-    number: int
-    key: str
-    who: str = ""
-    #: Only puts of one layout make a version.
-    layout: Any = ""
-    group: m.Publication | None = None
-    #: By entry: the shape (None: an object), and the shards.
-    claims: dict[str, tuple[tuple[int, ...] | None, list[Box]]] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    paths: dict[str, bytes] = field(default_factory=dict)
-    #: What of it is not stored by another put.
-    stored: list[tuple[str, Box | None]] = field(default_factory=list)
-    version: int = 0
-    committed: bool = False
-    plain: bool = False
-    #: Where its version is among those that a commit answers.
-    at: int = 0
-    #: What somebody says who wants to put the rest of the same version.
-    like: tuple[Any, ...] = ()
-
-
-@dataclass(eq=False, repr=False)
-class Client:
-    """One process."""
-
-    record: SessionRecord
-    txns: dict[int, list[Put]] = field(default_factory=dict)
-    leases: dict[int, list[tuple[m.Grant, bytes]]] = field(default_factory=dict)
-    dead: bool = False
-
-
-Snapshot = dict[str, Any]
 
 
 class JointPuts(RuleBasedStateMachine):
@@ -220,20 +165,9 @@ class JointPuts(RuleBasedStateMachine):
         few = st.sets(st.sampled_from(names), max_size=4 if partial else 1)
         left_out = data.draw(few) if data.draw(st.booleans(), "leaves out") else set()
         other = data.draw(st.integers(0, 19), "shape") == 19
-        items: list[m.PutItem] = []
-        at: dict[str, int] = {}
-        for name in names:
-            if name in left_out:
-                continue
-            at[name] = len(items)
-            if name.startswith("own"):
-                items.append(self.an_object(put, name))
-            elif name == "tied" and "all" in at:
-                put.aliases[name] = "all"
-                items.append(m.PutItem(name, ObjectMeta("x"), 0, b"", same_as=at["all"]))
-            else:
-                items += self.shards(put, name, layout, index, count, other)
-        items = [self.with_path(put, item) for item in items]
+        items = state_dict(
+            put, [n for n in names if n not in left_out], layout, index, count, other
+        )
         version = self.version(data, key) if version is None else version
         self.send(data, m.Put(1, 0, items, version, group), [put])
 
@@ -272,7 +206,7 @@ class JointPuts(RuleBasedStateMachine):
         items: list[m.PutItem] = []
         for key in keys:
             put = Put(next(self.numbers), key)
-            made = self.shards(put, "", layout, index, 2, False, (mesh, coordinates))
+            made = shards(put, "", layout, index, 2, False, (mesh, coordinates))
             box = put.claims[""][1][0]
             put.who = ",".join(map(str, coordinates)) or f"{[*box.offset]}+{[*box.shape]}"
             put.layout = put.claims[""][0], mesh
@@ -286,7 +220,7 @@ class JointPuts(RuleBasedStateMachine):
     def put_plain(self, data: st.DataObject, key: str, explicit: bool) -> None:
         """A value that needs nobody else; also one that says which version it is to be."""
         put = Put(next(self.numbers), key)
-        item = self.an_object(put, "")
+        item = an_object(put, "")
         version = self.version(data, key) if explicit else 0
         put.plain = not version
         self.send(data, m.Put(1, 0, [item], version), [put])
@@ -295,71 +229,17 @@ class JointPuts(RuleBasedStateMachine):
         ahead = data.draw(st.sampled_from([None] * 8 + [0, 1, 2, 4]), "version")
         return 0 if ahead is None else max(0, self.highest[key] + ahead)
 
-    def an_object(self, put: Put, name: str) -> m.PutItem:
-        put.claims[name] = None, []
-        data = ELEMENT.pack(put.number, ENTRIES.index(name), 0)
-        return m.PutItem(f"{name or put.key}", ObjectMeta("x"), len(data), data)
-
-    def with_path(self, put: Put, item: m.PutItem) -> m.PutItem:
-        if put.number % 3 == 0:
-            return item
-        put.paths[item.key] = f"{put.number} {item.key}".encode()
-        return structs.replace(item, path=put.paths[item.key])
-
-    def shards(
-        self,
-        put: Put,
-        name: str,
-        layout: str,
-        index: int,
-        count: int,
-        other_shape: bool,
-        mesh: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-    ) -> list[m.PutItem]:
-        """What a participant puts of a tensor."""
-        shape = SHAPES["line" if name == "v" else layout]
-        if name == "w" and other_shape:
-            shape = OTHER_SHAPE
-        found = [cut(shape, 1 if layout == "columns" and len(shape) == 2 else 0, index, count)]
-        if name in ("all", "tied") or layout == "whole":
-            found = [boxes.whole(shape)]
-        elif name == "some":  # the first one has all of it, in two parts; the others nothing
-            found = [cut(shape, 0, at, 2) if index == 0 else Box((5, 0), (0, 3)) for at in (0, 1)]
-            found = found[: 2 if index == 0 else 1]
-        put.claims[name] = shape, found
-        meta = TensorMeta("complex128", shape)
-        items: list[m.PutItem] = []
-        for box in found:
-            part: TensorSlice | None = TensorSlice(box.offset, box.shape, shape, *mesh)
-            if name and box == boxes.whole(shape):
-                part = None
-            nbytes = box.numel * ELEMENT.size
-            items.append(m.PutItem(name or put.key, meta, nbytes, None, part))
-        return items
-
     def send(self, data: st.DataObject, request: m.Put, puts: list[Put]) -> None:
         """Send a put, write what it grants, and maybe commit it."""
         client = self.client(data)
         txn = next(self.numbers)
         how = data.draw(st.sampled_from(["inline", "placed", "placed", "open"]), "how")
-        items: list[m.PutItem] = []
-        contents: list[bytes] = []
-        count: dict[str, int] = {}
-        by_key = {put.key: put for put in puts}
-        for item in request.items:
-            content = item.data or b""
-            if isinstance(item.meta, TensorMeta):
-                put = puts[0] if request.group is not None else by_key[item.key]
-                name = item.key if request.group is not None else ""
-                shape, found = put.claims[name]
-                assert shape is not None
-                at = count[item.key] = count.get(item.key, -1) + 1
-                content = elements(put.number, name, shape, found[at])
-            contents.append(content)
-            inline = how == "inline" or not content or item.same_as >= 0
-            items.append(
-                structs.replace(item, nbytes=len(content), data=content if inline else None)
-            )
+        placed = [how != "inline" and bool(i.data) and i.same_as < 0 for i in request.items]
+        items = [
+            structs.replace(item, data=None) if there else item
+            for item, there in zip(request.items, placed, strict=True)
+        ]
+        asked = [item for item, there in zip(request.items, placed, strict=True) if there]
         request = m.Put(1, txn, items, request.version, request.group)
         try:
             versions, grants = self.controller.put(client.record, request)
@@ -375,13 +255,13 @@ class JointPuts(RuleBasedStateMachine):
             self.commits(puts, versions)
             self.reconcile(putting=puts, explicit=bool(request.version))
             return
-        asked = [(c, item) for c, item in zip(contents, items, strict=True) if item.data is None]
-        for (content, item), grant in zip(asked, grants, strict=True):
+        for item, grant in zip(asked, grants, strict=True):
             if grant is None:
                 assert item.part is not None or request.group is not None
                 continue
             memory = self.controller.volumes[grant.volume].memory
-            assert os.pwrite(memory.fd, content, grant.offset) == len(content)
+            assert item.data is not None
+            assert os.pwrite(memory.fd, item.data, grant.offset) == item.nbytes
         client.txns[txn] = puts
         results = client.record.txns[txn].results
         for put in puts:
@@ -716,72 +596,6 @@ class JointPuts(RuleBasedStateMachine):
         for client in self.clients:
             for txn in client.record.txns.values():
                 yield from txn.values
-
-
-def content(entry: m.Entry) -> Any:
-    """What is stored of an entry: its meta, and its bytes by box."""
-    if entry.parts is None:
-        assert entry.data is not None
-        assert len(entry.data) == entry.nbytes
-        shape = entry.meta.shape if isinstance(entry.meta, TensorMeta) else ()
-        return entry.meta, {boxes.whole(shape): entry.data}
-    assert isinstance(entry.meta, TensorMeta)
-    assert entry.nbytes == prod(entry.meta.shape) * ELEMENT.size
-    return entry.meta, {Box(part.offset, part.shape): part.data for part in entry.parts}
-
-
-def uncovered(puts: list[Put]) -> list[tuple[str, Box]]:
-    """Boxes that were put, or are being put, and are not committed."""
-    ready: dict[str, list[Box]] = {}
-    claimed: dict[str, Box] = {}
-    for put in puts:
-        for name, (shape, _) in put.claims.items():
-            claimed[name] = boxes.whole(shape or ())
-        if put.committed:
-            for name, box in put.stored:
-                ready.setdefault(name, []).append(claimed[name] if box is None else box)
-    return [
-        (name, box)
-        for name, target in claimed.items()
-        for box in boxes.missing(target, ready.get(name, ()))
-    ]
-
-
-def check_made_of(seen: Snapshot, puts: list[Put], base: Snapshot) -> None:
-    """All that was put is there, nothing else is, and every element is what was put."""
-    special = {"paths", "same"}
-    by_number = {put.number: put for put in puts}
-    claimed = {name for put in puts for name in (*put.claims, *put.aliases)}
-    assert set(seen) - special == claimed | (set(base) - special)
-    for name in set(seen) - special:
-        if name not in claimed:
-            assert seen[name] == base[name]
-            continue
-        meta, parts = seen[name]
-        if not any(name in put.claims for put in puts):
-            assert seen[name] == seen["all"]
-            assert seen["same"].get(name) == "all" or seen["same"].get("all") == name
-            continue
-        for put in puts:
-            shape, found = put.claims.get(name, (None, []))
-            if isinstance(meta, TensorMeta) and name in put.claims:
-                assert shape == meta.shape
-                assert all(boxes.covers(box, parts) for box in found)
-        shape = meta.shape if isinstance(meta, TensorMeta) else ()
-        assert boxes.covers(boxes.whole(shape), parts)
-        for box, data in parts.items():
-            number, entry, _ = ELEMENT.unpack(data[: ELEMENT.size])
-            put = by_number[number]
-            assert entry == ENTRIES.index(name)
-            assert data == elements(number, name, shape, box)
-            own = put.claims[name][1] or [boxes.whole(())]
-            assert box in own
-    for name, path in seen.get("paths", {}).items():
-        own_paths = [put.paths.get(name) for put in puts if name in (*put.claims, *put.aliases)]
-        assert path in own_paths or (not own_paths and path == base["paths"][name])
-    if "paths" in seen:
-        for name in claimed:
-            assert name in seen["paths"] or not any(name in put.paths for put in puts)
 
 
 JointPuts.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
