@@ -6,6 +6,7 @@ makes the model of it on the meta device, and its parameters tell the shapes.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,24 @@ def shapes(name: str) -> tuple[dict[str, tuple[int, ...]], str]:
     Raises:
         UnknownModelError
     """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    folder = None if name in CONFIGS else _folder(name)
     try:
         import transformers
     except ImportError as error:
         raise UnknownModelError(f"--model needs transformers ({error})") from error
-    config, origin = _config(transformers, name)
+    if folder is not None:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        origin = "a config.json of this machine"
+    elif name in CONFIGS:
+        config = transformers.AutoConfig.for_model(**CONFIGS[name])
+        origin = "config values from models.py"
+    else:
+        try:
+            config = transformers.AutoConfig.for_model(name)
+        except ValueError as error:
+            raise _unknown(name) from error
+        origin = "the defaults of transformers"
     with torch.device("meta"):
         model = _model(transformers, config)
     found: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -94,6 +108,30 @@ def shapes(name: str) -> tuple[dict[str, tuple[int, ...]], str]:
         if value.is_floating_point():
             found.setdefault(id(value), (key, tuple(value.shape)))
     return dict(found.values()), origin
+
+
+def _folder(name: str) -> str | None:
+    """Where on this machine the config lies; None for what may be a model type."""
+    if Path(name, "config.json").exists():
+        return name
+    if "/" not in name:
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json")
+    except ImportError:
+        cached = None
+    if not isinstance(cached, str):
+        raise _unknown(name)
+    return str(Path(cached).parent)
+
+
+def _unknown(name: str) -> UnknownModelError:
+    return UnknownModelError(
+        f"there is no config of {name!r} on this machine, and no network is used; "
+        f"known without one: {', '.join(CONFIGS)}"
+    )
 
 
 def _model(transformers: Any, config: Any) -> torch.nn.Module:
@@ -107,24 +145,3 @@ def _model(transformers: Any, config: Any) -> torch.nn.Module:
     except ValueError:  # there is none of that kind
         made = transformers.AutoModel.from_config(config)
     return made
-
-
-def _config(transformers: Any, name: str) -> tuple[Any, str]:
-    if name in CONFIGS:
-        return transformers.AutoConfig.for_model(**CONFIGS[name]), "config values from models.py"
-    if "/" not in name and not Path(name).exists():
-        try:
-            return transformers.AutoConfig.for_model(name), "the defaults of transformers"
-        except ValueError as error:
-            known = ", ".join(CONFIGS)
-            raise UnknownModelError(
-                f"{name!r} is no model type of transformers, no folder, and not one of {known}"
-            ) from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError) as error:
-        known = ", ".join(CONFIGS)
-        raise UnknownModelError(
-            f"there is no config of {name!r} on this machine; known without one: {known}"
-        ) from error
-    return config, "a config.json of this machine"

@@ -210,17 +210,32 @@ def mesh():
         destroy_process_group()
 
 
-async def test_dtensors_are_refused_and_told_what_to_do(shared, mesh):
-    from torch.distributed.tensor import Replicate, distribute_tensor
+async def test_a_dtensor_of_one_rank_is_a_tensor_like_others(shared, mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
-    with pytest.raises(ts.UnsupportedValueError, match=r"DTensor cannot be stored; .*to_local"):
+    for placement in (Replicate(), Shard(0)):
+        tensor = distribute_tensor(torch.arange(4.0), mesh, [placement])
+        ref = await ts.put("d", tensor)
+        assert torch.equal(await ts.get(ref), torch.arange(4.0))
+        destination = distribute_tensor(torch.zeros(4), mesh, [placement])
+        assert await ts.get("d", destination) is destination
+        assert torch.equal(destination.to_local(), torch.arange(4.0))
+
+
+async def test_dtensors_of_summands_are_refused_and_told_what_to_do(shared, mesh):
+    from torch.distributed.tensor import DTensor, Partial
+
+    tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(ts.UnsupportedValueError, match=r"Partial\(sum\).*redistribute") as e:
         await ts.put("d", tensor)
+    assert e.value.key == "d"
     assert not await ts.exists("d")
-    await ts.put("d", tensor.to_local())
-    with pytest.raises(ts.UnsupportedValueError, match="DTensor"):
+    await ts.put("d", tensor.full_tensor())
+    with pytest.raises(ts.UnsupportedValueError, match="Partial"):
         await ts.get("d", tensor)
     assert torch.equal(await ts.get("d"), torch.ones(4))
+    with pytest.raises(ts.UnsupportedValueError, match="says itself which slice"):
+        await ts.put("d", tensor, ts.TensorSlice((0,), (4,), (4,)))
 
 
 async def test_a_dispatch_mode_of_the_user_does_not_break_a_put(shared):

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from tests.support import bits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["SS", "Layout", "R", "S", "every_rank", "packed", "roomy", "value_of"]
+__all__ = ["SS", "Layout", "R", "S", "every_rank", "roomy", "same", "value_of"]
 
 R = Replicate()
 
@@ -61,12 +62,12 @@ class Layout(NamedTuple):
 
 def value_of(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """A tensor of random bits, the same in every process."""
-    bits = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(seed)
     nbytes = math.prod(shape) * dtype.itemsize
     high = 2 if dtype is torch.bool else 256
     if not nbytes:
         return torch.empty(tuple(shape), dtype=dtype)
-    raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=bits)
+    raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=random)
     return raw.view(dtype).view(tuple(shape))
 
 
@@ -83,7 +84,13 @@ def roomy(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return around, part
 
 
-def packed(tensor: torch.Tensor) -> torch.Tensor:
+def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether they have the same shape, dtype and bits, whatever their strides."""
+    kind = (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    return kind and torch.equal(bits(_packed(got)), bits(_packed(expected)))
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with row-major strides, also where a dimension of one element has another one."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 

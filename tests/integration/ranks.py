@@ -105,7 +105,8 @@ class Ranks:
         chosen = range(self.size) if only is None else only
         pipes = [self._running[rank][1] for rank in chosen]
         for pipe in pipes:
-            pipe.send((os.environ.get("TORCHSTORE_ADDRESS", ""), function, args))
+            with suppress(ConnectionError):  # it has ended, as will be seen
+                pipe.send((os.environ.get("TORCHSTORE_ADDRESS", ""), function, args))
         return await asyncio.to_thread(self._results, function.__name__, pipes)
 
     def _start(self) -> None:

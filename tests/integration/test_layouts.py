@@ -18,9 +18,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.integration.layouts import SS, Layout, R, S, every_rank, packed, roomy, value_of
+from tests.integration.layouts import SS, Layout, R, S, every_rank, roomy, same, value_of
 from tests.integration.test_inprocess import ServerThread
-from tests.support import bits
 from tests.unit.test_plugins import OBSERVERS, TRANSPORTS, Site
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -177,10 +176,10 @@ def pieces(put: Put) -> list[tuple[Any, ts.TensorSlice | None, list[ts.TensorSli
         elif put.how == "TensorShards":
             shards = [ts.TensorShard(tensor, part) for tensor, part in parts]
             found.append((shards[0] if len(shards) == 1 else ShardList(shards), None, boxes))
-        else:  # without a mesh there are no replicas, and nobody needs to put nothing
+        else:  # without a mesh there are no replicas
             for tensor, part in parts:
                 box = ts.TensorSlice(part.offsets, part.local_shape, part.global_shape)
-                if box not in seen and (tensor.numel() or not (found or put.full.numel())):
+                if box not in seen:
                     seen.add(box)
                     found.append((tensor, box, [box]))
     put.order.shuffle(found)
@@ -205,11 +204,6 @@ def _index(box: ts.TensorSlice) -> tuple[slice, ...]:
         slice(start, start + extent)
         for start, extent in zip(box.offsets, box.local_shape, strict=True)
     )
-
-
-def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    kind = (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    return kind and torch.equal(bits(packed(got)), bits(packed(expected)))
 
 
 async def get_all(ways: Ways, way: str, put: Put, layout: Layout) -> None:
@@ -290,7 +284,7 @@ async def _there_and_back(ways: Ways, way: str, put: Put, layout: Layout) -> Non
     await get_all(ways, way, put, layout)
 
 
-@settings(relaxed, max_examples=6)
+@settings(relaxed, max_examples=4)
 @given(data=st.data())
 def test_any_layout_of_a_large_tensor_is_read_in_any_other(ways: Ways, data: st.DataObject):
     """Large enough to be copied in chunks, by several threads."""

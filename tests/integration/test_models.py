@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.integration.layouts import packed
+from tests.integration.layouts import same
 from tests.integration.ranks import Jobs, Nursery
-from tests.support import bits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -47,11 +46,6 @@ def jobs() -> Iterator[Jobs]:
 def key() -> str:
     """Never used before: its versions begin with 1."""
     return f"key-{next(_numbers)}"
-
-
-def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    kind = (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    return kind and torch.equal(bits(packed(got)), bits(packed(expected)))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -325,9 +319,9 @@ async def serve_minilm(key: str, parallel: bool) -> tuple[int, list[list[float]]
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
         assert same(whole(tensor), expected[name]), name
-    vectors = embed(policy)
-    await ts.put_state_dict(tensors, f"{key} again")
-    return example().local_bytes(tensors), vectors
+    if parallel:
+        await ts.put_state_dict(tensors, f"{key} again")
+    return example().local_bytes(tensors), embed(policy)
 
 
 async def test_a_real_model_goes_from_fsdp_to_tensor_parallel_to_one_process(jobs: Jobs, key: str):
@@ -341,4 +335,3 @@ async def test_a_real_model_goes_from_fsdp_to_tensor_parallel_to_one_process(job
     assert [size < 0.6 * nbytes for size, _ in found] == [True, True, False]
     for _, vectors in found:
         torch.testing.assert_close(torch.tensor(vectors), torch.tensor(expected))
-    assert await ts.versions(f"{key} again again") == [1]

@@ -1,8 +1,8 @@
 """Ranks that publish together, and readers of another layout, for the tests of this folder.
 
 Everything that is published is derived from one number, everywhere differently, so that a reader
-can tell which publish each element comes from. There are two kinds of publishes: a state dict, and
-a single sharded tensor under a key.
+can tell which publish each element comes from. There are these kinds of publishes: a state dict, a
+single sharded tensor under a key, and a state dict of which each rank holds other entries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchstore_core.client_side.writing import Source, prepare
 from torchstore_core.wire import messages as m
 
 KEY = "model"
-KINDS = ["state dict", "one tensor"]
+KINDS = ["state dict", "one tensor"]  # and "stages"
 RANKS = 2
 
 #: Of the sharded tensors; the rows do not divide by the ranks.
@@ -81,6 +81,8 @@ class Publisher:
         for shard, zero in zip(self._shards, self._zeros, strict=True):
             torch.add(zero, number, out=shard)
         torch.add(pattern(WHOLE, 0), number, out=self._whole)
+        if self._kind == "stages":
+            return {f"stage{self._rank}": {"w": self._whole, "number": number}}
         return {
             "layers": [{name: self._shard(at)} for at, name in enumerate(NAMES)],
             "all": self._whole,
@@ -135,12 +137,14 @@ def check(kind: str, got: Any) -> int:
     """Which publish a whole value is; fails if it is more than one."""
     if kind == "one tensor":
         return number_of(got, pattern(SHAPE, 0))
-    numbers = {number_of(got["all"], pattern(WHOLE, 0)), got["number"]}
+    numbers: set[int] = set()
+    if kind == "state dict":
+        numbers = {number_of(got["all"], pattern(WHOLE, 0)), got["number"]}
+        for seed, (layer, name) in enumerate(zip(got["layers"], NAMES, strict=True)):
+            numbers.add(number_of(layer[name], pattern(SHAPE, seed)))
     for rank in range(RANKS):
         stage = got[f"stage{rank}"]
         numbers |= {stage["number"], number_of(stage["w"], pattern(WHOLE, 0))}
-    for seed, (layer, name) in enumerate(zip(got["layers"], NAMES, strict=True)):
-        numbers.add(number_of(layer[name], pattern(SHAPE, seed)))
     assert len(numbers) == 1, f"a mixture of {numbers}"
     return numbers.pop()
 
@@ -357,6 +361,15 @@ async def begin(client: ts.Client, mine: Publisher, number: int, version: int | 
     await putting.begin()
     await putting.write()
     return putting
+
+
+async def replicate(pipe: Connection, address: str, replica: int) -> None:
+    """For each number from the test, put a tensor full of it: all of it, as one of two replicas."""
+    await ts.connect(address)
+    part = ts.TensorSlice((0, 0), WHOLE, WHOLE, (RANKS,), (replica,))
+    while True:
+        value = torch.full(WHOLE, await told(pipe), dtype=torch.int32)
+        pipe.send((await ts.put(KEY, value, part)).version)
 
 
 # ---- processes that end early -------------------------------------------------------------

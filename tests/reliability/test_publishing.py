@@ -52,7 +52,7 @@ async def nothing_is_left(kind: str, server: int, before: Account, descriptors: 
     version = 1 + max([await ts.latest_version(KEY), *(p.version for p in await pending())])
     await publish_all(kind, 7, version)
     assert await published(kind) == 7
-    await settled(before)
+    await settled(before, 5)
     assert not await pending()
     await until(lambda: fds(server) == descriptors)
 
@@ -95,7 +95,7 @@ async def test_readers_of_another_layout_see_whole_versions_in_order(
 async def test_readers_go_on_with_the_last_whole_version_while_a_rank_is_dead(
     server: int, kind: str
 ):
-    await ranks_are_killed(server, kind, seconds=3.0)
+    await ranks_are_killed(server, kind, seconds=4.0)
 
 
 @pytest.mark.soak
@@ -171,7 +171,7 @@ async def quiet_at(ahead: int) -> bool:
 @pytest.mark.parametrize("explicit", [False, True], ids=["counted", "explicit"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_versions_of_two_runs_are_never_mixed(server: int, kind: str, explicit: bool):
-    await all_are_restarted(server, kind, explicit, rounds=3)
+    await all_are_restarted(server, kind, explicit, rounds=4)
 
 
 @pytest.mark.soak

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from tests.reliability.harness import Account, account, kill, settled
+from tests.reliability import children, publishers
+from tests.reliability.harness import Account, Child, account, kill, settled
 from tests.reliability.publishers import KEY, KINDS, pending, publish_all, published
 from tests.reliability.ranks import Rank, run_of
 from tests.support import until
@@ -38,9 +39,7 @@ async def nobody_writes() -> bool:
 
 @WAYS
 @pytest.mark.parametrize("generation", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "first"), [("state dict", 0), ("state dict", 1), ("one tensor", 1)]
-)
+@pytest.mark.parametrize(("kind", "first"), [("state dict", 0), ("stages", 1), ("one tensor", 1)])
 async def test_what_one_rank_put_before_all_were_killed_is_not_completed_by_the_next_run(
     shared: ts.Client, stack: ExitStack, kind: str, first: int, generation: int, explicit: bool
 ):
@@ -76,7 +75,7 @@ async def nothing_is_left(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.kill()
     await ts.delete(KEY)
-    await settled(Account(1, 0))
+    await settled(Account(1, 0), 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,6 +101,30 @@ async def test_what_a_rank_had_put_ahead_of_the_others_is_not_completed_by_the_n
         assert await new[0].put(2002 + ahead, version - 2 + ahead) == version - 2 + ahead
         assert await published(kind) == 2002 + ahead
     assert not await pending()
+    await nothing_is_left(new)
+
+
+@WAYS
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_rank_that_had_put_nothing_does_not_complete_the_last_run_either(
+    shared: ts.Client, stack: ExitStack, kind: str, explicit: bool
+):
+    """It is new to the store, but the other one is not: that has come back."""
+    version = await a_new_key()
+    old = await run_of(stack, shared.address, kind, explicit=explicit)
+    assert await old[0].put(1001, version) == version
+    assert await old[0].put(1002, version + 1) == version + 1
+    for rank in old:
+        rank.kill()
+    await until(nobody_writes)
+    new = await run_of(stack, shared.address, kind, explicit=explicit)
+    first = await new[0].put(2001, version)
+    assert await new[1].put(2001, version) == first
+    assert await published(kind) == 2001
+    assert await new[1].put(2002, version + 1) == first + 1
+    assert await published(kind) == 2001
+    assert await new[0].put(2002, version + 1) == first + 1
+    assert await published(kind) == 2002
     await nothing_is_left(new)
 
 
@@ -227,3 +250,39 @@ async def test_memory_of_a_version_that_is_never_finished_comes_back_with_the_ne
     assert await pending() == []
     assert await published(kind) == 1004
     await nothing_is_left(ranks)
+
+
+async def test_a_replica_that_comes_back_does_not_catch_up(shared: ts.Client, stack: ExitStack):
+    """Others made the versions while it was away. One that was there the whole time, and only is
+    slower, puts what they have put.
+    """
+    version = await a_new_key()
+
+    def replica(at: int) -> Child:
+        return stack.enter_context(Child(publishers.replicate, shared.address, at))
+
+    async def put(child: Child, number: int) -> int:
+        child.tell(number)
+        return int(await child.said())
+
+    async def now() -> int:
+        return children.uniform(await ts.get(KEY))
+
+    replicas = [replica(0), replica(1)]
+    assert [await put(each, 1) for each in replicas] == [version] * 2
+    for ahead in (1, 2, 3):
+        assert await put(replicas[0], 1 + ahead) == version + ahead
+        assert await now() == 1 + ahead
+    assert await put(replicas[1], 2) == version + 1
+    assert await now() == 4
+    replicas[1].kill()
+    await until(lambda: sessions(2))
+    replicas[1] = replica(1)
+    assert await put(replicas[1], 5) == version + 4
+    assert await now() == 5
+    assert await put(replicas[0], 5) == version + 4
+    assert await put(replicas[0], 6) == version + 5
+    assert await now() == 6
+    for each in replicas:
+        each.kill()
+    await nothing_is_left([])

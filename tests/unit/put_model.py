@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -12,8 +13,9 @@ from msgspec import structs
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
-from torchstore_core.server.records import SessionRecord
-from torchstore_core.values import TensorMeta
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.records import SessionRecord, Value, all_values
+from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 
 KEYS = ("k", "l")
@@ -147,6 +149,68 @@ def state_dict(
     return [with_path(put, item) for item in items]
 
 
+def read(controller: Controller, key: str, version: int) -> Snapshot:
+    """Everything of a version, as its bytes."""
+    record = next(iter(controller.sessions.values()))
+    want = m.Locate(1, 1 << 40, [m.Want(key, version)], EVERYTHING)
+    ((entry,), leased) = controller.locate(record, want)
+    assert not leased
+    assert entry.version == version
+    if not isinstance(entry.meta, StateDictMeta):
+        return {"": content(entry)}
+    fetch = m.Fetch(1, 1 << 40, key, version, None, EVERYTHING)
+    fetched = controller.fetch(record, fetch)
+    assert fetched.version == version
+    assert len(fetched.names) == len(fetched.entries) == entry.meta.entries
+    seen: Snapshot = {}
+    for name, one in zip(fetched.names, fetched.entries, strict=True):
+        assert one is not None
+        seen[name] = content(one)
+    seen["paths"] = {fetched.names[at]: path for at, path in fetched.paths.items()}
+    seen["same"] = {fetched.names[i]: fetched.names[j] for i, j in fetched.same_as}
+    return seen
+
+
+def leased(controller: Controller) -> Iterator[Value]:
+    """All that readers hold."""
+    for session in controller.sessions.values():
+        for held in session.leases.values():
+            yield from (value for value in held if value is not None)
+
+
+def reachable(controller: Controller) -> Iterator[Value]:
+    """All that somebody will let go of some day."""
+    yield from leased(controller)
+    for stored in controller.catalog.newest.values():
+        yield from all_values(stored)
+    for group in controller.catalog.groups.values():
+        for stored in group.history.values():
+            yield from all_values(stored)
+        for generation in group.pending.values():
+            for contribution in generation.contributions.values():
+                yield from (value for _, value in contribution.items)
+    for session in controller.sessions.values():
+        for txn in session.txns.values():
+            yield from txn.values
+
+
+def base_among(generations: Sequence[dict[str, Put]], seen: Snapshot) -> Snapshot:
+    """What of a partial version comes from the last whole one of those before it."""
+    for puts in reversed(generations):
+        made = [put for put in puts.values() if put.group is not None and put.committed]
+        names = {name for put in made for name in (*put.claims, *put.aliases)}
+        if not made or len(made) < made[0].like[0] or not names <= set(seen):
+            continue
+        numbers = {put.number for put in made}
+        return {
+            name: one
+            for name, one in seen.items()
+            if name in ("paths", "same")
+            or {ELEMENT.unpack(data[: ELEMENT.size])[0] for data in one[1].values()} <= numbers
+        }
+    raise AssertionError("there is none")
+
+
 def content(entry: m.Entry) -> Any:
     """What is stored of an entry: its meta, and its bytes by box."""
     if entry.parts is None:
@@ -211,3 +275,162 @@ def check_made_of(seen: Snapshot, puts: list[Put], base: Snapshot) -> None:
     if "paths" in seen:
         for name in claimed:
             assert name in seen["paths"] or not any(name in put.paths for put in puts)
+
+
+class Model:
+    """What there is, and what is on its way.
+
+    Attributes:
+        pending: of each key, the puts for versions on their way, by participant.
+        visible: of each key, what can be read, by version.
+        highest: the highest version that each key ever had.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self.catalog = controller.catalog
+        self.pending: dict[str, dict[int, dict[str, Put]]] = {key: {} for key in KEYS}
+        self.visible: dict[str, dict[int, Snapshot]] = {key: {} for key in KEYS}
+        self.highest = dict.fromkeys(KEYS, 0)
+        self._keep = dict.fromkeys(KEYS, 1)
+        self._session_of: dict[Put, Client] = {}
+
+    def mates(self, key: str, *, grouped: bool) -> list[Put]:
+        """Puts for versions on their way, of state dicts or of tensors."""
+        puts = [put for puts in self.pending[key].values() for put in puts.values()]
+        return [put for put in puts if put.like and (put.group is not None) is grouped]
+
+    def enters(self, client: Client, put: Put, version: int, request: m.Put) -> None:
+        """The model's account of a put: which version it is for, and what of it is stored."""
+        self._session_of[put] = client
+        if put.plain:
+            return
+        put.version = version
+        assert request.version in (0, version)
+        group = self.catalog.groups.get(put.key)
+        generation = None if group is None else group.pending.get(version)
+        others = self.pending[put.key].setdefault(version, {})
+        if generation is None and version <= self.highest[put.key]:  # late: it stores nothing
+            del self.pending[put.key][version]
+            return
+        if any(other.layout != put.layout for other in others.values()):
+            assert all(self._session_of[other].dead for other in others.values())
+            others.clear()
+        assert request.version or put.who not in others
+        if generation is not None:
+            items = generation.contributions[put.who].items
+            put.stored = [(name, value.box) for name, value in items]
+        alive = [o for o in others.values() if o.who != put.who and not self._session_of[o].dead]
+        elsewhere = {stored for other in alive for stored in other.stored}
+        assert not elsewhere.intersection(put.stored), "stored twice"
+        others[put.who] = put
+
+    def commits(self, puts: list[Put], versions: Sequence[int]) -> None:
+        for put in puts:
+            put.committed = True
+            if put.plain:
+                put.version = versions[put.at]
+                self.pending[put.key][put.version] = {"": put}
+            assert put.version == versions[put.at]
+
+    def taken_back(self, puts: list[Put]) -> None:
+        for put in puts:
+            generation = self.pending[put.key].get(put.version, {})
+            if generation.get(put.who) is put:
+                del generation[put.who]
+                if not generation:
+                    del self.pending[put.key][put.version]
+
+    def deleted(self, key: str) -> None:
+        """All of a key is gone; its versions are not used again."""
+        self.highest[key] = max([self.highest[key], *self.pending[key]])
+        self.visible[key], self.pending[key], self._keep[key] = {}, {}, 1
+
+    def reconcile(self, *, putting: Sequence[Put] = (), explicit: bool = False) -> None:
+        """What the controller has now is what the model expects."""
+        for key in KEYS:
+            there = self.catalog.versions(key)
+            assert there == sorted(set(there))
+            for version in there:
+                if version not in self.visible[key]:
+                    self._appears(key, version)
+            kept = list(self.visible[key])[-self._keep[key] :]
+            self.visible[key] = {version: self.visible[key][version] for version in kept}
+            assert there == kept
+            self._compare_pending(key, [p.who for p in putting if p.key == key], explicit)
+
+    def _appears(self, key: str, version: int) -> None:
+        """A version is new, newer than all before, and made of what was put for it."""
+        assert version > self.highest[key]
+        puts = self.pending[key].pop(version)
+        assert all(put.version == version for put in puts.values())
+        done = [put for put in puts.values() if put.committed]
+        base: Snapshot = {}
+        seen = read(self.controller, key, version)
+        if done[0].group is not None:
+            assert len(done) >= done[0].group.participants
+            if any(put.group is not None and put.group.partial for put in puts.values()):
+                base = self._base_of(key, version, seen)
+            self._keep[key] = KEEP[key]
+        check_made_of(seen, done, base)
+        self.highest[key] = version
+        self.visible[key][version] = seen
+        for older in [v for v in self.pending[key] if v < version]:
+            del self.pending[key][older]
+
+    def _base_of(self, key: str, version: int, seen: Snapshot) -> Snapshot:
+        """The version before a partial one. One that became whole in the same moment, and is not
+        kept, was never to be seen: then that it is made of puts for one such version is enough.
+        """
+        if self.is_manifest(key):
+            return self.visible[key][self.highest[key]]
+        earlier = [puts for v, puts in self.pending[key].items() if v < version]
+        return base_among(earlier, seen)
+
+    def _compare_pending(self, key: str, putting: list[str], explicit: bool) -> None:
+        """The same versions are on their way, by the same participants; none of them is whole."""
+        seen = {p.version: p for p in self.catalog.pending(key)}
+        for version, puts in list(self.pending[key].items()):
+            state = seen.pop(version, None)
+            for who, put in list(puts.items()):
+                if state is not None and who in (*state.committed, *state.writing):
+                    assert (who in state.committed) is put.committed
+                    continue
+                # Only what is left over of those that died, or put again, is thrown out, and only
+                # by one that puts to the same key.
+                left_over = any(self._session_of[p].dead for p in puts.values())
+                assert putting
+                assert left_over or (explicit and who in putting)
+                del puts[who]
+            if not puts:
+                assert state is None
+                del self.pending[key][version]
+                continue
+            assert state is not None
+            assert {*state.committed, *state.writing} == set(puts)
+            missing = uncovered(list(puts.values()))
+            assert {name for name, _, _ in state.missing} == {name for name, _ in missing}
+            for name, offset, shape in state.missing:
+                assert any(n == name and b.contains(Box(offset, shape)) for n, b in missing)
+            group = next(iter(puts.values())).group
+            done = sum(put.committed for put in puts.values())
+            waits = group is not None and (
+                done < group.participants
+                or (
+                    any(p.group is not None and p.group.partial for p in puts.values())
+                    and not self.is_manifest(key)
+                )
+            )
+            assert waits or missing, "it is whole, but not visible"
+        assert not seen
+
+    def is_manifest(self, key: str) -> bool:
+        return bool(self.visible[key]) and "paths" in self.visible[key][self.highest[key]]
+
+    def newest_of(self, name: str) -> int:
+        """The newest version of a key, or of an entry; 0 if it has none."""
+        key, _, entry = name.partition("/")
+        newest = max(self.visible[key], default=0)
+        if not newest or (entry and ("paths" not in (there := self.visible[key][newest]))):
+            return 0
+        return newest if not entry or entry in there else 0

@@ -202,7 +202,10 @@ class ControllerMachine(RuleBasedStateMachine):
         """Everything the controller knows, as plain data."""
         controller = self.controller
         return (
-            {k: (v.version, v.uses, v.pins, v.offset) for k, v in controller.catalog.newest.items()},
+            {
+                k: (v.version, v.uses, v.pins, v.offset)
+                for k, v in controller.catalog.newest.items()
+            },
             [
                 (v.used, v.inline, v.leased, v.unfinished, v.allocator.free_ranges())
                 for v in controller.volumes

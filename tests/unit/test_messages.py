@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect as mi
 
-from torchstore_core.values import TensorMeta
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, decode_reply, decode_request, encode
 
@@ -114,10 +115,124 @@ def test_a_wrong_type_in_a_field_is_refused(data: st.DataObject) -> None:
         mi.BoolType: [0, 1, "true", None],
         mi.ListType: [None, 5, "ab", {"a": 1}, [[[None]]], [{}]],
         mi.StructType: [None, 5, "ab", {}, []],
+        mi.UnionType: [5, "ab", {"a": 1}, True],  # of a list or a struct with nothing
     }
     plain[1 + at] = data.draw(st.sampled_from(wrong[type(fields[at].type)]))
     with pytest.raises(msgspec.ValidationError):
         decode_request(msgspec.msgpack.encode(plain))
+
+
+ITEM = m.PutItem("k", TensorMeta("uint8", (4,)), 2, None, TensorSlice((0,), (2,), (4,)))
+PUT = m.Put(1, 2, [ITEM], 3, m.Publication("sd", "0", 2, True, 3, True))
+FETCH = m.Fetch(1, 2, "sd", 3, [m.Want("w", 0, ((0, 1), (2, 3)))], 5)
+
+
+@pytest.mark.parametrize(
+    ("message", "path", "wrong"),
+    [
+        (PUT, (3, 0, 1), [None, {}, [], ["t", "uint8"], ["u", "uint8", [4]], ["t", 8, [4]]]),
+        (PUT, (3, 0, 1, 2), [None, 4, "4", ["4"], [1.5], [None], {"0": 4}]),
+        (PUT, (3, 0, 4), [5, "ab", [], [[0]], [[0], [2]], {"offsets": [0]}]),
+        *((PUT, (3, 0, 4, at), [None, 0, "0", ["0"], [0.5], [[0]]]) for at in range(5)),
+        (PUT, (3, 0, 5), [None, "path", 5, [1]]),
+        (PUT, (3, 0, 6), [None, "0", 0.5, True, [0]]),
+        (PUT, (4,), [None, "1", 1.0]),
+        (PUT, (5,), [5, "ab", [], ["sd"], ["sd", "0"], {"key": "sd"}]),
+        (PUT, (5, 0), [None, 5, b"sd"]),
+        (PUT, (5, 1), [None, 0, ["0"]]),
+        (PUT, (5, 2), [None, "2", 2.0, True]),
+        (PUT, (5, 3), [None, 1, "true"]),
+        (PUT, (5, 4), [None, "3", True]),
+        (PUT, (5, 5), [None, 0]),
+        (FETCH, (5,), [5, "w", {"w": None}, ["w"], [None], [[]]]),
+        (FETCH, (5, 0, 2), [[], [[0]], [[0], [1], [2]], ["ab", "cd"], [[0], ["1"]], 5, {}]),
+        (m.Release([1], [(2, [0])]), (2, 0), [[], [2], [2, 0], [2, [0], 1], ["2", [0]], 2]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, m.Message) else str(value),
+)
+def test_a_wrong_type_inside_of_a_field_is_refused(
+    message: Any, path: tuple[int, ...], wrong: list[Any]
+) -> None:
+    for value in wrong:
+        plain = msgspec.msgpack.decode(body_of(message))
+        inner = plain
+        for at in path[:-1]:
+            inner = inner[at]
+        inner[path[-1]] = value
+        with pytest.raises(msgspec.ValidationError):
+            decode_request(msgspec.msgpack.encode(plain))
+
+
+def test_what_is_left_out_at_the_end_has_its_default() -> None:
+    """So that the messages of what most do stay small."""
+
+    def shortened(message: Any, *path: int, to: int) -> Any:
+        plain = msgspec.msgpack.decode(body_of(message))
+        inner = plain
+        for at in path:
+            inner = inner[at]
+        del inner[to:]
+        return decoder(type(message))(msgspec.msgpack.encode(plain))
+
+    assert shortened(PUT, to=4) == m.Put(1, 2, [ITEM], 0, None)
+    item = shortened(PUT, 3, 0, to=3).items[0]
+    assert item == m.PutItem("k", ITEM.meta, 2, None, None, b"", -1)
+    assert shortened(PUT, 3, 0, 4, to=3).items[0].part == TensorSlice((0,), (2,), (4,), (), ())
+    assert shortened(PUT, 5, to=3).group == m.Publication("sd", "0", 2)
+    assert shortened(FETCH, 5, 0, to=1).wants == [m.Want("w", 0, None)]
+    assert shortened(m.Release([1], [(1, [2])]), to=2) == m.Release([1], [])
+    part = m.Part((0,), (2,), 2, b"ab", None)
+    entry = m.Entry(1, ITEM.meta, 4, None, None, [part])
+    assert shortened(m.Located(1, [entry], True), 2, 0, to=4).entries == [
+        m.Entry(1, ITEM.meta, 4, None, None, None)
+    ]
+    found = m.Found(
+        1,
+        "k",
+        2,
+        StateDictMeta(3),
+        4,
+        "",
+        -1,
+        -1,
+        0,
+        0.0,
+        ClientFacts(1, "", ""),
+        5,
+        [1, 2],
+        [m.Pending(3, 4, ["0"], ["1"], [("w", (0,), (1,))])],
+    )
+    short = shortened(found, to=12)
+    assert (short.parts, short.versions, short.pending) == (1, [], [])
+
+
+@pytest.mark.parametrize(
+    ("meta", "tag"), [(TensorMeta("f", (1,)), "t"), (ObjectMeta("x"), "o"), (StateDictMeta(1), "s")]
+)
+def test_what_is_stored_keeps_its_kind(meta: Any, tag: str) -> None:
+    body = body_of(m.Located(1, [m.Entry(1, meta, 0)], False))
+    entry = decode_reply(body).entries[0]
+    assert type(entry.meta) is type(meta)
+    assert entry.meta == meta
+    assert msgspec.msgpack.decode(body)[2][0][1][0] == tag
+
+
+def test_an_entry_of_a_large_state_dict_takes_few_bytes() -> None:
+    """18,000 of them go in one message, far below the largest frame."""
+    meta = TensorMeta("bfloat16", (4096, 2048))
+    part = TensorSlice((1024, 0), (1024, 2048), (4096, 2048), (4,), (1,))
+    name = "model.layers.17.mlp.experts.101.down_proj.weight"
+    item = m.PutItem(name, meta, 4 << 20, None, part, b"\x95" + bytes(40))
+    group = m.Publication("policy", "17", 64)
+    assert len(encode(m.Put(1, 1, [item] * 18_000, 0, group))) < 18_000 * 150
+    wants = [m.Want(name, 0, ((1024, 0), (1024, 2048)))] * 18_000
+    assert len(encode(m.Fetch(1, 1, "policy", 0, wants, 0))) < 18_000 * 75
+    grant = m.Grant(0, 0, 1 << 40)
+    entry = m.Entry(
+        7, meta, 16 << 20, None, None, [m.Part((1024, 0), (1024, 2048), 1, None, grant)]
+    )
+    fetched = m.Fetched(1, 7, [entry] * 18_000, [name] * 18_000, {}, [], True)
+    assert len(encode(fetched)) < 18_000 * 125
 
 
 @pytest.mark.parametrize(

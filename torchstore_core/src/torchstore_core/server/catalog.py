@@ -6,12 +6,19 @@ Knows nothing of memory: what it lets go of, and nobody leases, is handed back i
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from torchstore_core.errors import KeyNotFoundError, PartialPutError, VersionGoneError
-from torchstore_core.server.generations import Generation, Group, Slot, disown, drop
+from torchstore_core.server.generations import Generation, Group, Slot
 from torchstore_core.server.participants import Contribution
-from torchstore_core.server.records import Manifest, SessionRecord, Stored, Value
+from torchstore_core.server.records import (
+    Manifest,
+    SessionRecord,
+    Stored,
+    Value,
+    disown,
+    drop,
+)
 from torchstore_core.wire import messages as m
 
 __all__ = ["Catalog"]
@@ -23,12 +30,16 @@ _MAX_DELETED = 4096
 class Catalog:
     """Keys and versions.
 
+    Args:
+        sessions: of all processes that live.
+
     Attributes:
         newest: the newest whole version of every key.
         groups: what else there is of keys that several puts make, or that keep old versions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sessions: Mapping[bytes, SessionRecord]) -> None:
+        self._sessions = sessions
         self.newest: dict[str, Stored] = {}
         self.groups: dict[str, Group] = {}
         # A key that is put again after a delete goes on above its last version, so no (key,
@@ -195,13 +206,16 @@ class Catalog:
         """
         group = self.groups.get(key) or Group()
         line = group.line(layout)
+        living = self._sessions.values()
         generation: Generation | None = None
         if not version:
-            version, generation = group.next_of(line, who, session, dead, replica=replica)
+            version, generation = group.next_of(
+                line, who, session, dead, replica=replica, living=living
+            )
             if version and generation is None:
                 return Slot(key, who, line, version, None)  # late: the others were faster
         elif (generation := group.pending.get(version)) is not None:
-            generation = group.rejoin(generation, key, line, who, session, dead)
+            generation = group.rejoin(generation, key, line, who, session, dead, living)
         elif version < self._next_version_at_least(key):
             if version in line.versions and line.last_of(who) < version:
                 return Slot(key, who, line, version, None)
@@ -215,6 +229,7 @@ class Catalog:
         if generation is None:
             version = version or max(self._next_version(key), line.next_version())
             generation = Generation(line, version, participants, publication)
+            group.trim(line, dead)
         if publication is not None and publication.partial:
             self._check_base(key, version)
         return Slot(key, who, line, version, generation)
@@ -273,19 +288,70 @@ class Catalog:
         now = time.time()
         for _, value in contribution.items:
             value.created = now
-        if not generation.is_whole(self.newest.get(slot.key)):
+        finished = self._is_ready(slot.key, generation)
+        if finished:
+            self._finish(slot.key, generation, dead)
+        return self._settle(slot.key, dead) or finished
+
+    def _is_ready(self, key: str, generation: Generation) -> bool:
+        """Whether it is whole; and if it is partial, whether the version before it is decided."""
+        if not generation.is_whole(self.newest.get(key)):
             return False
-        self._finish(slot.key, generation, dead)
-        # Partial ones may have waited for nothing but a version before them.
-        for later in list(self.groups[slot.key].pending.values()):
-            if later.is_partial and later.is_whole(self.newest[slot.key]):
-                self._finish(slot.key, later, dead)
-        return True
+        if not generation.is_partial:
+            return True
+        pending = self.groups[key].pending.items()
+        return not any(older.is_alive for v, older in pending if v < generation.version)
+
+    def _settle(self, key: str, dead: list[Value]) -> bool:
+        """Finish partial generations that waited for nothing but the fate of older ones."""
+        group = self.groups.get(key)
+        finished = False
+        for later in [] if group is None else list(group.pending.values()):
+            if not later.dropped and later.is_partial and self._is_ready(key, later):
+                self._finish(key, later, dead)
+                finished = True
+        return finished
+
+    def settle(self, dead: list[Value]) -> list[str]:
+        """Somebody gave up or died; the keys of which that made a new newest version."""
+        return [
+            key for key, group in self.groups.items() if group.pending and self._settle(key, dead)
+        ]
+
+    def reclaim(
+        self, keys: Collection[str], kept: Collection[Generation], dead: list[Value]
+    ) -> bool:
+        """There is no room for a put to ``keys``: drop one generation that waits in vain, because
+        all that put to it have died, or because the participant that puts now is ahead of others.
+
+        Args:
+            kept: generations that the put itself belongs to.
+
+        Returns:
+            Whether there was one.
+        """
+        for key, group in self.groups.items():
+            for version, old in group.pending.items():
+                if old in kept or old.is_written or (old.is_alive and key not in keys):
+                    continue
+                del group.pending[version]
+                old.discard(dead)
+                return True
+        return False
+
+    def waiting_bytes(self) -> dict[str, int]:
+        """Bytes that versions which are not whole yet hold, by key."""
+        found: dict[str, int] = {}
+        for key, group in self.groups.items():
+            nbytes = sum([g.nbytes for g in group.pending.values()])
+            if nbytes:
+                found[key] = nbytes
+        return found
 
     def _finish(self, key: str, generation: Generation, dead: list[Value]) -> None:
         """A generation is whole: now it is the newest version."""
         group = self.groups[key]
-        if generation.publication is not None:
+        if generation.publication is not None and generation.publication.keep:
             group.keep = generation.publication.keep
         stored = generation.seal(key, self.newest.get(key), inherit=group.keep == 1)
         del group.pending[generation.version]
@@ -360,6 +426,9 @@ def _splits(key: str) -> Iterator[tuple[str, str]]:
 
 def _gone(key: str, version: int, there: Iterable[int]) -> VersionGoneError:
     versions = list(there)
+    if versions and version > versions[-1]:
+        text = f"there is no version {version} of {key!r} yet: it is at {versions[-1]}; wait for it"
+        return VersionGoneError(text, key=key, details={"current": versions[-1]})
     now = "no such key" if not versions else f"it is at {versions[-1]} now"
     details: dict[str, object] = {"current": versions[-1] if versions else 0}
     if len(versions) > 1:

@@ -10,20 +10,17 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
-from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
-from torchstore_core.errors import LayoutMismatchError, PluginError, ProtocolError, StoreClosedError
-from torchstore_core.server.allocator import rounded
+from torchstore_core.errors import LayoutMismatchError, ProtocolError, StoreClosedError
 from torchstore_core.server.catalog import Catalog
-from torchstore_core.server.generations import Slot, values_in
+from torchstore_core.server.generations import Slot
 from torchstore_core.server.joining import JointPut
-from torchstore_core.server.placement import allocate, checked_items, full_error
+from torchstore_core.server.leasing import Leases
+from torchstore_core.server.placement import checked_items, find_place, full_error
 from torchstore_core.server.records import (
     Manifest,
     SessionRecord,
-    Shards,
     Stored,
     Txn,
     Value,
@@ -58,14 +55,15 @@ class Controller:
     ) -> None:
         self.volumes = list(volumes)
         self.strategy = strategy
-        self.catalog = Catalog()
         self.sessions: dict[bytes, SessionRecord] = {}
+        self.catalog = Catalog(self.sessions)
         #: Requests so far, by message class; for status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
         self._prefault = prefault
         self._warmed = warmed
         self._last_put = time.monotonic()
         self.waiting = Waiting(self.catalog)
+        self._leases = Leases(self.volumes)
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -89,6 +87,13 @@ class Controller:
         session.end()
         self.abort(session, list(session.txns))
         self.release(session, list(session.leases), [])
+        self._settle()
+
+    def _settle(self) -> None:
+        """Somebody gave up: versions that waited for that may be whole now."""
+        dead: list[Value] = []
+        flipped = self.catalog.settle(dead)
+        self._committed((), dead, (), flipped)
 
     # ---- put ------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ class Controller:
         finally:
             self._free(dead)
         placed, inline, sizes = checked_items(put.items)
-        values = self._make(session, put.items, put.boxes, placed, inline, sizes)
+        values = self._make(session, put.items, put, placed, inline, sizes)
         txn = put.enter(values, placed)
         grants = put.grants(values)
         if grants is None:
@@ -149,13 +154,13 @@ class Controller:
         self,
         session: SessionRecord,
         items: Sequence[m.PutItem],
-        boxes: Sequence[Box | None] | None,
+        joint: JointPut | None,
         placed: int,
         inline: int,
         sizes: list[int],
     ) -> list[Value]:
         """Values with a place each, held by the put that makes them."""
-        volume, offsets = self._place(session.facts, placed, inline, sizes)
+        volume, offsets = self._place(session.facts, placed, inline, sizes, joint)
         volume.inline += inline
         index, facts = volume.index, session.facts
         values: list[Value] = []
@@ -168,8 +173,8 @@ class Controller:
             value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
             value.uses = 1
             values.append(value)
-        if boxes is not None:
-            for value, box in zip(values, boxes, strict=True):
+        if joint is not None:
+            for value, box in zip(values, joint.boxes, strict=True):
                 value.box = box
         return values
 
@@ -180,28 +185,33 @@ class Controller:
             self.volumes[txn.values[0].volume].unfinished += txn.nbytes
 
     def _place(
-        self, facts: ClientFacts, placed: int, inline: int, sizes: list[int]
+        self,
+        facts: ClientFacts,
+        placed: int,
+        inline: int,
+        sizes: list[int],
+        joint: JointPut | None,
     ) -> tuple[VolumeRecord, list[int]]:
-        """The first volume of the strategy's order with room, and an offset for each size."""
-        order: Sequence[int] = (0,)
-        if len(self.volumes) > 1:
-            order = self.strategy.place(facts, [v.facts() for v in self.volumes], placed + inline)
-        for index in order:
-            if not 0 <= index < len(self.volumes):
-                raise PluginError(
-                    f"strategy {type(self.strategy).__name__} named volume {index} "
-                    f"of {len(self.volumes)}"
-                )
-            volume = self.volumes[index]
-            if volume.used + placed + inline > volume.info.capacity_bytes:
-                continue
-            offsets = allocate(volume, placed, sizes)
-            if offsets is not None:
-                return volume, offsets
-        if not order:
-            raise PluginError(f"strategy {type(self.strategy).__name__} named no volume")
+        """A volume with room, and an offset for each size. Generations that wait in vain make room.
+
+        Raises:
+            StoreFullError: there is none.
+        """
+        while True:
+            place = find_place(self.strategy, self.volumes, facts, placed, inline, sizes)
+            if place is not None:
+                return place
+            dead: list[Value] = []
+            if not self.catalog.reclaim(
+                () if joint is None else joint.keys,
+                () if joint is None else joint.generations,
+                dead,
+            ):
+                break
+            self._free(dead)
         newest = self.catalog.newest.values()
-        raise full_error(placed + inline, self.volumes, self.sessions.values(), newest)
+        waiting = self.catalog.waiting_bytes()
+        raise full_error(placed + inline, self.volumes, self.sessions.values(), newest, waiting)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         """Flip all keys of a put at once; their new versions, see ``messages.Committed``."""
@@ -259,6 +269,7 @@ class Controller:
             for slot, contribution in txn.joined:
                 self.catalog.abort(slot, contribution, dead)
             self._free(dead)
+            self._settle()
 
     def _written(self, txn: Txn) -> VolumeRecord | None:
         """The put is over, one way or the other: its memory has been written to."""
@@ -308,7 +319,7 @@ class Controller:
         if missing:
             raise self.catalog.missing_error(missing)
         boxes = [want.box for want in request.wants]
-        return self._lease(session, request.lease, found, boxes, request.inline_max)
+        return self._leases.entries(session, request.lease, found, boxes, request.inline_max)
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
         """Entries of one version of a state dict, leased under ``lease``.
@@ -343,7 +354,7 @@ class Controller:
             boxes = [want.box for want in request.wants]
         there = [(stored, version) for stored in wanted if stored is not None]
         cuts = [box for box, stored in zip(boxes, wanted, strict=True) if stored is not None]
-        made, leased = self._lease(session, request.lease, there, cuts, request.inline_max)
+        made, leased = self._leases.entries(session, request.lease, there, cuts, request.inline_max)
         replies = iter(made)
         answers = [None if stored is None else next(replies) for stored in wanted]
         first: dict[int, int] = {}
@@ -353,77 +364,6 @@ class Controller:
                 if (j := first.setdefault(id(stored), i)) != i:
                     same_as.append((i, j))
         return m.Fetched(request.id, version, answers, names, paths, same_as, leased)
-
-    def _lease(
-        self,
-        session: SessionRecord,
-        lease: int,
-        found: Sequence[tuple[Stored, int]],
-        boxes: Sequence[m.Box | None],
-        inline_max: int,
-    ) -> tuple[list[m.Entry], bool]:
-        """Reply entries for what was found, leased unless all of it comes inside the reply."""
-        values: list[Value] = []  # of all of them, one after the other
-        counts: list[int] = []
-        for (stored, _), box in zip(found, boxes, strict=True):
-            if type(stored) is Value:
-                values.append(stored)
-                continue
-            some = values_in(stored, box)
-            values += some
-            counts.append(len(some))
-        nbytes = inline = sum([v.nbytes for v in values])
-        if nbytes > inline_max:
-            inline = sum([v.nbytes for v in values if v.data is not None])
-        if inline > m.MAX_FRAME // 2:
-            raise ProtocolError(
-                f"{inline} bytes of inline values do not fit one reply; get fewer keys at once"
-            )
-        leased = inline != nbytes
-        if leased:
-            if lease in session.leases:
-                raise ProtocolError(f"lease id {lease} is in use")
-            if lease in session.given_back:
-                session.given_back.discard(lease)
-                raise ProtocolError(f"lease id {lease} was given back before it began")
-        held: list[Value | None] = []
-        entries: list[m.Entry] = []
-        each, sizes = iter(values), iter(counts)
-        for stored, version in found:
-            if type(stored) is Value:
-                data, grant = self._access(next(each), leased, held)
-                entries.append(m.Entry(version, stored.meta, stored.nbytes, data, grant))
-                continue
-            count = next(sizes)
-            if type(stored) is Shards:
-                parts = [
-                    m.Part(*value.box, value.nbytes, *self._access(value, leased, held))
-                    for value in islice(each, count)
-                    if value.box is not None
-                ]
-                entries.append(m.Entry(version, stored.meta, stored.nbytes, None, None, parts))
-            else:
-                entries.append(m.Entry(version, stored.meta, stored.nbytes))
-                held.append(None)
-        if leased:
-            session.leases[lease] = held
-        return entries, leased
-
-    def _access(
-        self, value: Value, leased: bool, held: list[Value | None]
-    ) -> tuple[bytes | None, m.Grant | None]:
-        """The bytes of a value, or the right to read them."""
-        data = value.data
-        if data is not None or not leased:
-            held.append(None)
-            if data is None:
-                data = self.volumes[value.volume].memory.read(value.offset, value.nbytes)
-            return data, None
-        held.append(value)
-        value.pins += 1
-        if value.pins == 1:
-            self.volumes[value.volume].leased += rounded(value.nbytes)
-        return None, m.Grant(value.volume, 0, value.offset)
 
     def release(
         self,
@@ -443,7 +383,7 @@ class Controller:
                 continue
             for value in held:
                 if value is not None:
-                    self._unpin(value, dead)
+                    self._leases.unpin(value, dead)
         for lease, positions in parts:
             held = session.leases.get(lease)
             if held is None:
@@ -452,7 +392,7 @@ class Controller:
                 value = held[at] if 0 <= at < len(held) else None
                 if value is not None:
                     held[at] = None
-                    self._unpin(value, dead)
+                    self._leases.unpin(value, dead)
             if not any(v is not None for v in held):
                 del session.leases[lease]
         self._free(dead)
@@ -476,13 +416,6 @@ class Controller:
         return self.catalog.names(prefix)
 
     # ---- memory ---------------------------------------------------------------------------
-
-    def _unpin(self, value: Value, dead: list[Value]) -> None:
-        value.pins -= 1
-        if value.pins == 0:
-            self.volumes[value.volume].leased -= rounded(value.nbytes)
-            if not value.uses:
-                dead.append(value)
 
     def _free(self, values: Iterable[Value]) -> None:
         ranges: dict[int, list[tuple[int, int]]] = {}

@@ -19,61 +19,26 @@ from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError, VersionGoneError
 from torchstore_core.server.participants import Contribution, Line
-from torchstore_core.server.records import Manifest, SessionRecord, Shards, Stored, Value
+from torchstore_core.server.records import (
+    Manifest,
+    SessionRecord,
+    Shards,
+    Stored,
+    Value,
+    disown,
+    drop,
+    own,
+)
 from torchstore_core.values import TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Generation", "Group", "Slot", "all_values", "disown", "drop", "values_in"]
+__all__ = ["Generation", "Group", "Slot"]
 
 # Layouts of one key that are remembered.
 _MAX_LINES = 16
 _MAX_SHOWN = 100
-
-
-def drop(value: Value, dead: list[Value]) -> None:
-    """One holder less."""
-    value.uses -= 1
-    if not (value.uses or value.pins):
-        dead.append(value)
-
-
-def all_values(stored: Stored) -> Iterable[Value]:
-    if type(stored) is Value:
-        return (stored,)
-    if type(stored) is Shards:
-        return stored.parts.values()
-    return (value for entry in stored.entries.values() for value in all_values(entry))
-
-
-def values_in(stored: Stored, box: m.Box | None) -> Collection[Value]:
-    """The values that hold ``box`` of what is stored (None: all of it)."""
-    if type(stored) is Value:
-        return (stored,)
-    if type(stored) is not Shards:
-        return ()
-    if box is None or len(box[0]) != len(stored.meta.shape):
-        return stored.parts.values()
-    wanted = [(start, start + extent) for start, extent in zip(*box, strict=False)]
-    return [
-        value
-        for part, value in stored.parts.items()
-        if all(
-            start < at + extent and at < end
-            for (start, end), at, extent in zip(wanted, *part, strict=False)
-        )
-    ]
-
-
-def own(stored: Stored) -> None:
-    """Hold every value in it."""
-    for value in all_values(stored):
-        value.uses += 1
-
-
-def disown(stored: Stored, dead: list[Value]) -> None:
-    """Let go of every value in it."""
-    for value in all_values(stored):
-        drop(value, dead)
+# Generations of one line that wait for others.
+_MAX_PENDING = 16
 
 
 class Generation:
@@ -197,6 +162,22 @@ class Generation:
         if done < self.participants:
             return False
         return not any(True for _ in self.missing())
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a participant is writing its part at this moment."""
+        return not all(c.committed for c in self.contributions.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds and nobody is writing."""
+        done = [c.items for c in self.contributions.values() if c.committed]
+        return sum([value.nbytes for items in done for _, value in items])
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any process that put some of it still lives."""
+        return any(c.session.closed is None for c in self.contributions.values())
 
     @property
     def is_partial(self) -> bool:
@@ -329,12 +310,21 @@ class Group:
         return line
 
     def next_of(
-        self, line: Line, who: str, session: SessionRecord, dead: list[Value], *, replica: bool
+        self,
+        line: Line,
+        who: str,
+        session: SessionRecord,
+        dead: list[Value],
+        *,
+        replica: bool,
+        living: Collection[SessionRecord] = (),
     ) -> tuple[int, Generation | None]:
         """The version that the next put of ``who`` belongs to without saying so, and its
         generation if that is on its way; 0 if it begins a new one.
 
-        ``replica``: versions may become whole without it.
+        Args:
+            replica: versions may become whole without it.
+            living: sessions of processes that live.
         """
         one = line.participants.get(who)
         earlier = session if one is None else one.sessions[-1]
@@ -347,7 +337,7 @@ class Group:
                 return version, None
             if who in generation.contributions:
                 continue
-            if _left_over(generation, who, session):
+            if _left_over(generation, who, session, living):
                 self._throw_out(generation, dead)
                 continue
             return version, generation
@@ -361,6 +351,7 @@ class Group:
         who: str,
         session: SessionRecord,
         dead: list[Value],
+        living: Collection[SessionRecord] = (),
     ) -> Generation | None:
         """A participant puts an explicit version, maybe again: the new put counts, and nothing
         that is left over from an earlier run. None if that was all of it.
@@ -379,7 +370,7 @@ class Group:
             self._throw_out(generation, dead)
             return None
         earlier = generation.contributions.get(who)
-        replaced = _left_over(generation, who, session)
+        replaced = _left_over(generation, who, session, living)
         if earlier is not None:
             if not earlier.committed:
                 raise ConfigurationError(
@@ -404,6 +395,14 @@ class Group:
         for old in [v for v in self.pending if v < version]:
             self.pending.pop(old).discard(dead)
 
+    def trim(self, line: Line, dead: list[Value]) -> None:
+        """A participant that is far ahead begins one more: the oldest that nobody is writing, of
+        very many, will not be waited for.
+        """
+        waiting = [g for g in self.pending.values() if g.line is line and not g.is_written]
+        for old in waiting[: -_MAX_PENDING + 1]:
+            self.pending.pop(old.version).discard(dead)
+
     def shelve(self, old: Stored | None, dead: list[Value]) -> None:
         """Put the version that was the newest aside, as far as ``keep`` goes."""
         if old is not None:
@@ -412,12 +411,15 @@ class Group:
             disown(self.history.pop(min(self.history)), dead)
 
 
-def _left_over(generation: Generation, who: str, session: SessionRecord) -> list[Contribution]:
+def _left_over(
+    generation: Generation, who: str, session: SessionRecord, living: Collection[SessionRecord]
+) -> list[Contribution]:
     """What an earlier run put into a generation that ``who`` is about to join.
 
     It was put by a process that had ended before this one began. And a participant that died must
     not, when it comes back, complete what another one put that lived beside it; nor, if it is new,
-    what another one put that has come back, too: together they would be a mixture of two runs.
+    what another one put that has come back, too (it has put since, or a process of its rank
+    lives): together they would be a mixture of two runs.
     (Processes that come one after the other, and never live at the same time, do make one version.)
     """
     participants = generation.line.participants
@@ -433,7 +435,12 @@ def _left_over(generation: Generation, who: str, session: SessionRecord) -> list
             for s in earlier
         )
         newest = participants.get(c.who)
-        if beside or (newest is not None and newest.sessions[-1] is not c.session):
+        again = newest is not None and newest.sessions[-1] is not c.session
+        rank = c.session.facts.rank
+        again = again or any(
+            rank is not None and s.facts.rank == rank and s.opened > closed for s in living
+        )
+        if beside or again:
             found.append(c)
     return found
 

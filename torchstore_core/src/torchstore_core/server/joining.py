@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from math import prod
 
 from torchstore_core.boxes import Box
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.catalog import Catalog
-from torchstore_core.server.generations import Slot
+from torchstore_core.server.generations import Generation, Slot
 from torchstore_core.server.participants import Contribution
 from torchstore_core.server.placement import checked_box
 from torchstore_core.server.records import SessionRecord, Txn, Value
@@ -58,7 +58,7 @@ class JointPut:
             0 < len(group.key) <= m.MAX_KEY
             and len(group.who) <= m.MAX_KEY
             and group.participants > 0
-            and group.keep > 0
+            and group.keep >= 0
         ):
             raise ProtocolError("a state dict has a key, and participants and keep above 0")
         seen: dict[str, tuple[m.PutItem, set[Box] | None]] = {}
@@ -104,6 +104,17 @@ class JointPut:
             self._stored.append(at)
             self.items.append(item)
             self.boxes.append(box)
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys that it contributes to."""
+        return self._slots.keys()
+
+    @property
+    def generations(self) -> list[Generation]:
+        """The generations that it contributes to."""
+        found = (slot.generation for slot, _ in self._slots.values())
+        return [generation for generation in found if generation is not None]
 
     def _slot(
         self, key: str, who: str, layout: Hashable, dead: list[Value], *, replica: bool = False

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchstore_core.server.catalog import Catalog
-from torchstore_core.server.generations import all_values
-from torchstore_core.server.records import Shards, Stored, Value, VolumeRecord
+from torchstore_core.server.records import Shards, Stored, Value, VolumeRecord, all_values
 from torchstore_core.wire import messages as m
 
 __all__ = ["listing", "stat"]

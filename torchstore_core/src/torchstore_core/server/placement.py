@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
-from torchstore_core.errors import ProtocolError, StoreFullError
+from torchstore_core.contracts.strategy import ClientFacts, Strategy
+from torchstore_core.errors import PluginError, ProtocolError, StoreFullError
 from torchstore_core.server.allocator import rounded
 from torchstore_core.server.records import SessionRecord, Stored, VolumeRecord
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["allocate", "checked_box", "checked_items", "full_error", "session_bytes"]
+__all__ = ["checked_box", "checked_items", "find_place", "full_error", "session_bytes"]
 
 # Of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
@@ -103,13 +104,48 @@ def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] |
     return pieces
 
 
+def find_place(
+    strategy: Strategy,
+    volumes: Sequence[VolumeRecord],
+    facts: ClientFacts,
+    placed: int,
+    inline: int,
+    sizes: list[int],
+) -> tuple[VolumeRecord, list[int]] | None:
+    """The first volume of the strategy's order with room, and an offset for each size; None if
+    there is none.
+
+    Raises:
+        PluginError: the strategy names no volume, or one that is not there.
+    """
+    name = type(strategy).__name__
+    order: Sequence[int] = (0,)
+    if len(volumes) > 1:
+        order = strategy.place(facts, [v.facts() for v in volumes], placed + inline)
+    if not order:
+        raise PluginError(f"strategy {name} named no volume")
+    for index in order:
+        if not 0 <= index < len(volumes):
+            raise PluginError(f"strategy {name} named volume {index} of {len(volumes)}")
+        volume = volumes[index]
+        if volume.used + placed + inline <= volume.info.capacity_bytes:
+            offsets = allocate(volume, placed, sizes)
+            if offsets is not None:
+                return volume, offsets
+    return None
+
+
 def full_error(
     requested: int,
     volumes: Sequence[VolumeRecord],
     sessions: Iterable[SessionRecord],
     values: Iterable[Stored],
+    waiting: Mapping[str, int],
 ) -> StoreFullError:
-    """The error of a put that does not fit: who holds what."""
+    """The error of a put that does not fit: who holds what.
+
+    ``waiting``: bytes in versions that are not whole yet, by key.
+    """
     capacity = sum(v.info.capacity_bytes for v in volumes)
     used = sum(v.used for v in volumes)
     holders: list[dict[str, object]] = []
@@ -125,11 +161,20 @@ def full_error(
     pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
     top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
     by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
+    details: dict[str, object] = {}
+    advice = "Delete keys, drop tensors that zero-copy gets returned"
+    if waiting:
+        details["waiting"] = dict(waiting)
+        most = max(waiting, key=lambda key: waiting[key])
+        top += (
+            f"; {sum(waiting.values()):,} in versions that wait for other participants ({most!r})"
+        )
+        advice += ", see who is missing with `torchstore stat`"
     return StoreFullError(
         f"a put of {requested:,} bytes does not fit: {used:,} of {capacity:,} bytes are used "
         f"({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
-        f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. Delete "
-        "keys, drop tensors that zero-copy gets returned, or initialize with a larger capacity",
+        f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
+        f"{advice}, or initialize with a larger capacity",
         details={
             "capacity_bytes": capacity,
             "used_bytes": used,
@@ -140,5 +185,6 @@ def full_error(
             "unfinished_bytes": unfinished,
             "holders": holders,
             "largest": [[v.key, v.nbytes] for v in largest],
+            **details,
         },
     )

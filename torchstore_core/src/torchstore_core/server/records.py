@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Protocol, final
 
 import msgspec
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchstore_core.server.participants import Contribution
 
 __all__ = ["Manifest", "SegmentView", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
-__all__ += ["VolumeRecord", "Waiter"]
+__all__ += ["VolumeRecord", "Waiter", "all_values", "disown", "drop", "own", "values_in"]
 
 
 class SegmentView(Protocol):
@@ -106,6 +106,52 @@ class Manifest(msgspec.Struct, eq=False):
 
 
 Stored = Value | Shards | Manifest
+
+
+def drop(value: Value, dead: list[Value]) -> None:
+    """One holder less."""
+    value.uses -= 1
+    if not (value.uses or value.pins):
+        dead.append(value)
+
+
+def all_values(stored: Stored) -> Iterable[Value]:
+    if type(stored) is Value:
+        return (stored,)
+    if type(stored) is Shards:
+        return stored.parts.values()
+    return (value for entry in stored.entries.values() for value in all_values(entry))
+
+
+def values_in(stored: Stored, box: m.Box | None) -> Collection[Value]:
+    """The values that hold ``box`` of what is stored (None: all of it)."""
+    if type(stored) is Value:
+        return (stored,)
+    if type(stored) is not Shards:
+        return ()
+    if box is None or len(box[0]) != len(stored.meta.shape):
+        return stored.parts.values()
+    wanted = [(start, start + extent) for start, extent in zip(*box, strict=False)]
+    return [
+        value
+        for part, value in stored.parts.items()
+        if all(
+            start < at + extent and at < end
+            for (start, end), at, extent in zip(wanted, *part, strict=False)
+        )
+    ]
+
+
+def own(stored: Stored) -> None:
+    """Hold every value in it."""
+    for value in all_values(stored):
+        value.uses += 1
+
+
+def disown(stored: Stored, dead: list[Value]) -> None:
+    """Let go of every value in it."""
+    for value in all_values(stored):
+        drop(value, dead)
 
 
 class Txn:

@@ -1,0 +1,496 @@
+"""What a version of a state dict consists of: entries that are put, shared, tied, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec import structs
+from tests.unit.ranks import (
+    Rank,
+    a_store,
+    content,
+    newest,
+    numbers,
+    obj,
+    pending,
+    piece,
+    ranks,
+    tensor,
+    tied,
+    used,
+)
+from tests.unit.test_controller import HERE, facts
+
+from torchstore_core.errors import (
+    KeyNotFoundError,
+    LayoutMismatchError,
+    ProtocolError,
+    VersionGoneError,
+)
+from torchstore_core.server.controller import Controller
+from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
+from torchstore_core.wire import messages as m
+
+ALL = 1 << 62
+
+
+@pytest.fixture
+def store() -> Iterator[Controller]:
+    with a_store() as controller:
+        yield controller
+
+
+def fetch(store: Controller, version: int = 0, wants: list[m.Want] | None = None) -> m.Fetched:
+    session = store.open_session(facts(), HERE)
+    try:
+        return store.fetch(session, m.Fetch(1, 1, "k", version, wants, ALL))
+    finally:
+        store.close_session(session)
+
+
+def paths(reply: m.Fetched) -> dict[str, bytes]:
+    return {reply.names[at]: path for at, path in reply.paths.items()}
+
+
+def at_path(item: m.PutItem, path: bytes) -> m.PutItem:
+    return structs.replace(item, path=path)
+
+
+# ---- partial puts -------------------------------------------------------------------------
+
+
+def test_a_partial_put_shares_the_other_entries_at_no_memory(store: Controller) -> None:
+    rank = Rank(store, "", 1)
+    rank.put(tensor("a", 6400), tensor("b", 6400), obj("c"), fill=1)
+    before = used(store)
+    assert rank.put(tensor("b", 64), partial=True, keep=2, fill=2) == 2
+    assert used(store) == before + 64
+    assert content(store) == {"a": b"\1" * 6400, "b": b"\2" * 64, "c": b"1"}
+    assert content(store, version=1) == {"a": b"\1" * 6400, "b": b"\1" * 6400, "c": b"1"}
+    assert rank.put(tensor("d", 64), partial=True, keep=2, fill=3) == 3
+    assert used(store) == before - 6400 + 128  # only the first version had that
+    assert list(content(store)) == ["a", "b", "c", "d"]
+    assert rank.put(tensor("e", 64)) == 4
+    assert used(store) == 64
+
+
+def test_shared_memory_is_free_when_the_last_version_with_it_is_gone(store: Controller) -> None:
+    rank = Rank(store, "", 1)
+    rank.put(tensor("a"), tensor("b"), tied("c", 0))
+    for number in range(2, 12):
+        assert rank.put(tensor("b"), partial=True, keep=3) == number
+        assert used(store) == 640 * (1 + min(number, 3))
+    store.delete(["k"], strict=True)
+    assert used(store) == 0
+
+
+@pytest.mark.parametrize("there", ["nothing", "a tensor", "only shards"])
+def test_a_partial_put_needs_a_state_dict_before_it(store: Controller, there: str) -> None:
+    if there == "a tensor":
+        Rank(store).put(tensor("k"))
+    elif there == "only shards":
+        Rank(store).put(piece("k", 0, 5, 10))
+    before = used(store)
+    for version in (0, 9):
+        with pytest.raises(KeyNotFoundError, match="put the whole state dict first") as caught:
+            Rank(store, "0", 1).put(tensor("a"), partial=True, version=version)
+        assert caught.type is KeyNotFoundError
+        assert caught.value.details == {"missing": ["k"]}
+    assert used(store) == before
+    assert len(pending(store)) == (there == "only shards")
+
+
+def test_a_partial_put_may_come_before_the_whole_one_is_finished(store: Controller) -> None:
+    first, second = ranks(store)
+    whole = [rank.begin(tensor(f"a{rank.who}"), tensor("b"), fill=1) for rank in (first, second)]
+    part = [rank.begin(tensor("b", 64), partial=True, fill=2) for rank in (first, second)]
+    assert [first.commit(part[0]), second.commit(part[1])] == [2, 2]
+    assert newest(store) == 0
+    told: list[list[int]] = []
+    store.waiting.add(["k/a1"], 2, told.append)
+    assert [first.commit(whole[0]), second.commit(whole[1])] == [1, 1]
+    assert told == [[2]]
+    assert newest(store) == 2
+    assert content(store) == {"a0": b"\1" * 640, "b": b"\2" * 64, "a1": b"\1" * 640}
+    assert used(store) == 2 * 640 + 64
+
+
+def test_a_partial_put_that_waits_in_vain_goes_with_the_next_version(store: Controller) -> None:
+    rank = Rank(store, "", 1)
+    whole = rank.begin(tensor("a"))
+    assert rank.put(tensor("b"), partial=True) == 2
+    rank.abort(whole)
+    assert newest(store) == 0
+    with pytest.raises(KeyNotFoundError, match="put the whole state dict first"):
+        rank.put(tensor("c"), partial=True)
+    assert rank.put(tensor("a")) > 2
+    assert list(content(store)) == ["a"]
+    assert used(store) == 640
+    assert not pending(store)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_participant_may_put_all_of_its_entries_and_another_some(
+    store: Controller, order: tuple[int, int]
+) -> None:
+    """Whoever comes first: entries that nobody puts are those of the version before."""
+    everybody = ranks(store)
+    for rank in everybody:
+        rank.put(tensor(f"a{rank.who}", 64), tensor(f"b{rank.who}", 64), fill=1)
+    puts: list[dict[str, Any]] = [{"partial": False}, {"partial": True}]
+    for at in order:
+        rank = everybody[at]
+        assert rank.put(tensor(f"a{rank.who}", 64), fill=2, **puts[at]) == 2
+    got = content(store)
+    assert {name: set(data) for name, data in got.items()} == {
+        "a0": {2},
+        "b0": {1},
+        "a1": {2},
+        "b1": {1},
+    }
+
+
+def test_a_partial_put_takes_the_path_of_what_it_replaces_too(store: Controller) -> None:
+    rank = Rank(store, "", 1)
+    rank.put(at_path(obj("a.b"), b"nested"), at_path(obj("c"), b"list"), obj("d"))
+    rank.put(obj("a.b", b"flat"), at_path(obj("d"), b"new"), partial=True)
+    assert paths(fetch(store)) == {"c": b"list", "d": b"new"}
+    assert content(store) == {"a.b": b"flat", "c": b"1", "d": b"1"}
+
+
+# ---- what was given up does not stay ------------------------------------------------------
+
+
+def test_nothing_of_a_put_that_was_given_up_becomes_part_of_the_version(
+    store: Controller,
+) -> None:
+    first, second = ranks(store)
+    gone = [
+        at_path(tensor("a", 64), b"old path"),
+        tied("tied to a", 0),
+        at_path(obj("gone"), b"x"),
+        piece("empty", 5, 5, 10),
+        piece("empty too", 0, 0, 0),
+        tensor("both"),
+        piece("halves", 0, 50, 100),
+    ]
+    first.abort(first.begin(*gone))
+    second.put(tensor("both"), piece("halves", 50, 100, 100))
+    lost = first.begin(*gone)
+    assert pending(store) == [(1, ["1"], ["0"])]
+    first.abort(lost)
+    assert first.put(at_path(tensor("a", 65), b"new path"), piece("halves", 0, 50, 100)) == 1
+    reply = fetch(store)
+    assert set(reply.names) == {"both", "halves", "a"}
+    assert paths(reply) == {"a": b"new path"}
+    assert reply.same_as == []
+    assert used(store) == 640 + 128 + 64 + 64
+
+
+def test_an_entry_may_come_back_with_another_shape_once_nobody_puts_the_first_one(
+    store: Controller,
+) -> None:
+    first, second = ranks(store)
+    second.put(obj("own1"))
+    for items in ([piece("w", 0, 5, 10)], [piece("w", 10, 10, 10)], [tensor("w", 10)]):
+        first.abort(first.begin(*items, tensor("more")))
+    assert first.put(piece("w", 0, 10, 20), piece("w", 10, 20, 20), fill=1) == 1
+    assert content(store)["w"] == b"\1" * 20
+
+
+def test_what_another_participant_still_puts_keeps_its_shape(store: Controller) -> None:
+    first, second = ranks(store)
+    lost = first.begin(piece("w", 0, 10, 10), piece("v", 0, 5, 10), tensor("more"))
+    second.put(piece("w", 0, 10, 10), piece("v", 10, 10, 10))
+    first.abort(lost)
+    for name in ("w", "v"):
+        if name == "v":  # of the other one nobody has any bytes: who puts it now says how it is
+            with pytest.raises(LayoutMismatchError):
+                first.put(piece(name, 0, 10, 20))
+    assert first.put(piece("w", 0, 10, 10), tensor("v", 10), fill=1) == 1
+    assert content(store) == {"v": b"\1" * 10, "w": b"\1" * 10}
+
+
+# ---- tied entries, empty shards -----------------------------------------------------------
+
+
+def test_tied_entries_share_their_bytes_and_say_so(store: Controller) -> None:
+    first, second = ranks(store)
+    first.put(tensor("w"), tied("head", 0), piece("s", 0, 5, 10), tied("s2", 2), fill=1)
+    second.put(tensor("w"), tied("other", 0), piece("s", 5, 10, 10), tied("s3", 2), fill=1)
+    assert used(store) == 640 + 64 + 64
+    reply = fetch(store)
+    assert set(reply.names) == {"w", "head", "s", "s2", "other", "s3"}
+    roots = {name: name for name in reply.names}
+    for at, first_at in reply.same_as:
+        assert first_at < at
+        roots[reply.names[at]] = roots[reply.names[first_at]]
+    assert roots["head"] == roots["other"] == roots["w"]
+    assert roots["s2"] == roots["s3"] == roots["s"]
+    got = content(store)
+    assert got["head"] == got["other"] == got["w"] == b"\1" * 640
+    assert got["s3"] == got["s2"] == got["s"] == b"\1" * 10
+    # A lease on them all is on one value; it is given back as often as it was given out.
+    session = store.open_session(facts(), HERE)
+    assert store.fetch(session, m.Fetch(1, 5, "k", 0, None, -1)).leased
+    assert store.volumes[0].leased == 640 + 64 + 64
+    store.delete(["k"], strict=True)
+    assert used(store) == 640 + 64 + 64
+    store.release(session, [], [(5, [0, 2])])
+    assert store.volumes[0].leased > 0
+    store.release(session, [5], [])
+    assert (used(store), store.volumes[0].leased) == (0, 0)
+
+
+def test_an_entry_that_one_ties_and_another_puts_is_what_was_put(store: Controller) -> None:
+    for order in ((0, 1), (1, 0)):
+        everybody = ranks(store)
+        puts = [[tensor("w"), tied("head", 0)], [tensor("head", 64)]]
+        for at in order:
+            everybody[at].put(*puts[at], fill=at + 1)
+        assert content(store) == {"w": b"\1" * 640, "head": b"\2" * 64}
+
+
+def test_empty_shards_take_part_and_need_no_memory(store: Controller) -> None:
+    first, second = ranks(store)
+    first.put(piece("w", 10, 10, 10), piece("none", 0, 0, 0))
+    assert used(store) == 0
+    second.put(piece("w", 0, 10, 10), piece("none", 0, 0, 0), fill=1)
+    assert content(store) == {"w": b"\1" * 10, "none": b""}
+    grid = TensorMeta("uint8", (0, 4))
+    for half in (0, 1):
+        part = TensorSlice((0, 2 * half), (0, 2), (0, 4), (2,), (half,))
+        assert Rank(store).put(m.PutItem("t", grid, 0, b"", part)) == 1
+    assert content(store, "t") == b""
+    Rank(store).put(piece("shards", 10, 10, 10))
+    with pytest.raises(KeyNotFoundError):
+        content(store, "shards")
+
+
+# ---- what readers ask for -----------------------------------------------------------------
+
+
+def test_a_reader_gets_what_it_asks_for_and_hears_of_the_rest(store: Controller) -> None:
+    rank = Rank(store, "", 1)
+    items = [tensor("a", 64), piece("w", 0, 50, 100), piece("w", 50, 100, 100), obj("o")]
+    rank.put(*items, keep=2, fill=1)
+    rank.put(tensor("a", 64), keep=2, fill=2)
+    reply = fetch(store, 1, [m.Want("w", 0, ((60,), (10,))), m.Want("no"), m.Want("a", 77)])
+    assert (reply.version, reply.names, reply.paths, reply.same_as) == (1, ["o"], {}, [])
+    w, no, a = reply.entries
+    assert no is None
+    assert w is not None
+    assert w.parts is not None
+    assert [part.offset for part in w.parts] == [(50,)]
+    assert (w.version, w.nbytes) == (1, 100)
+    assert a is not None
+    assert a.data == b"\1" * 64
+    assert fetch(store).version == 2
+    with pytest.raises(VersionGoneError):
+        fetch(store, 3)
+    for key in ("k/a", "plain"):
+        Rank(store).put(obj("plain"))
+        with pytest.raises(LayoutMismatchError, match="is no state dict"):
+            store.fetch(rank.session, m.Fetch(1, 1, key, 0, None, ALL))
+    ((entry,), leased) = store.locate(rank.session, m.Locate(1, 1, [m.Want("k")], -1))
+    assert (entry.meta, entry.data, entry.grant, entry.parts) == (
+        StateDictMeta(1),
+        None,
+        None,
+        None,
+    )
+    assert not leased
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        ((0,), (100,)),
+        ((49,), (2,)),
+        ((-5,), (1 << 63,)),
+        ((), ()),
+        ((0, 0), (1, 1)),
+        ((0,), ()),
+        ((), (5,)),
+    ],
+)
+def test_a_box_that_is_wider_than_one_shard_or_makes_no_sense_gets_both(
+    store: Controller, box: m.Box
+) -> None:
+    rank = Rank(store)
+    rank.put(piece("k", 0, 50, 100), piece("k", 50, 100, 100))
+    ((entry,), leased) = store.locate(rank.session, m.Locate(1, 1, [m.Want("k", 0, box)], -1))
+    assert entry.parts is not None
+    assert len(entry.parts) == 2
+    assert leased
+    assert store.volumes[0].leased == 128
+
+
+@pytest.mark.parametrize("box", [((100,), (5,)), ((0,), (0,)), ((1 << 63,), (1,)), ((5,), (-5,))])
+def test_a_box_that_holds_nothing_leases_nothing(store: Controller, box: m.Box) -> None:
+    rank = Rank(store)
+    rank.put(piece("k", 0, 50, 100), piece("k", 50, 100, 100))
+    ((entry,), leased) = store.locate(rank.session, m.Locate(1, 1, [m.Want("k", 0, box)], -1))
+    assert entry.parts == []
+    assert not leased
+    assert store.volumes[0].leased == 0
+
+
+# ---- refused ------------------------------------------------------------------------------
+
+
+def test_a_participant_may_not_be_of_another_shape_or_dtype(store: Controller) -> None:
+    first, second = ranks(store)
+    assert first.put(tensor("w", 100), obj("o"), piece("s", 0, 64, 128)) == 1
+    before = used(store)
+    wrong = [
+        tensor("w", 101),
+        obj("w"),
+        m.PutItem("o", tensor("x").meta, 640),
+        piece("s", 64, 128, 129),
+        piece("s", 64, 64, 129),
+        m.PutItem("s", piece("s", 0, 1, 128).meta, 128, None, piece("s", 64, 128, 128).part),
+    ]
+    for item in wrong:
+        with pytest.raises(LayoutMismatchError) as caught:
+            second.put(tensor("more"), item)
+        assert caught.value.key == item.key
+    assert used(store) == before
+    assert pending(store) == [(1, ["0"], [])]
+    assert second.put(tensor("w", 100), piece("s", 64, 128, 128)) == 1
+    assert newest(store) == 1
+
+
+GROUP = m.Publication("k", "0", 2)
+W = TensorMeta("uint8", (4, 6))
+
+
+def shard(
+    offsets: tuple[int, ...] = (0, 0),
+    shape: tuple[int, ...] = (2, 6),
+    whole: tuple[int, ...] = (4, 6),
+    nbytes: int = 12,
+    mesh: tuple[int, ...] = (),
+    at: tuple[int, ...] = (),
+) -> m.PutItem:
+    return m.PutItem("w", W, nbytes, None, TensorSlice(offsets, shape, whole, mesh, at))
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [shard((-1, 0))],
+        [shard((0, -1), (2, 7))],
+        [shard((0, 0), (-2, 6))],
+        [shard((3, 0))],
+        [shard((0, 1))],
+        [shard((1 << 63, 0))],
+        [shard((0, 0), (1 << 63, 6))],
+        [shard((0,), (2,))],
+        [shard((0, 0), (2,))],
+        [shard((0, 0, 0), (2, 6, 1))],
+        [shard((), ())],
+        [shard(whole=(4, 7))],
+        [shard(whole=(4,))],
+        [shard(whole=())],
+        [shard(nbytes=13)],
+        [shard(nbytes=0)],
+        [shard(nbytes=-12)],
+        [shard((4, 0), (0, 6), nbytes=12)],
+        [shard(), shard()],
+        [shard(), shard((2, 0), nbytes=24)],
+        [shard((4, 0), (0, 6), nbytes=0), shard(), shard((2, 0), nbytes=24)],
+        [shard(), structs.replace(shard((2, 0)), meta=TensorMeta("int8", (4, 6)))],
+        [shard(), structs.replace(shard(), part=None)],
+        [structs.replace(shard(nbytes=24), part=None), shard()],
+        [shard((0, 0), (4, 6), nbytes=24), shard()],
+        [shard(mesh=(2,))],
+        [shard(at=(0,))],
+        [shard(mesh=(2, 2), at=(0,))],
+        [shard(mesh=(1,) * 65, at=(0,) * 65)],
+        [
+            m.PutItem(
+                "w",
+                TensorMeta("uint8", (1,) * 65),
+                1,
+                None,
+                TensorSlice((0,) * 65, (1,) * 65, (1,) * 65),
+            )
+        ],
+        [m.PutItem("w", ObjectMeta("x"), 12, None, shard().part)],
+        [m.PutItem("w", StateDictMeta(1), 12, None, shard().part)],
+        [m.PutItem("", W, 24)],
+        [m.PutItem("x" * (m.MAX_KEY + 1), W, 24)],
+        [tied("a", 0)],
+        [tied("a", 1), obj("b")],
+        [tied("a", -2)],
+        [tied("a", 1 << 63)],
+        [obj("a"), tied("b", 0), tied("c", 1)],
+        [obj("a"), tied("a", 0)],
+        [obj("a"), obj("a")],
+        [m.PutItem("a", ObjectMeta("x"), 5, b"1234")],
+        [m.PutItem("a", ObjectMeta("x"), 1 << 60)],
+    ],
+)
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_put_that_contradicts_itself_changes_nothing(
+    store: Controller, items: list[m.PutItem], version: int
+) -> None:
+    first, second = ranks(store)
+    first.put(tensor("before"), obj("o"), version=version, fill=1)
+    before = used(store), pending(store)
+    for group in (GROUP, None):
+        made = [obj("fine"), *items]
+        if group is None:
+            made = [structs.replace(item, same_as=-1) for item in made]
+            if items[-1].part is None:
+                continue
+        with pytest.raises(ProtocolError):
+            store.put(first.session, m.Put(1, 1, made, version, group))
+    assert (used(store), pending(store)) == before
+    assert not first.session.txns
+    assert second.put(obj("own1"), version=version) == (version or 1)
+    assert numbers(store) == {1, ord("1")}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        m.Publication("", "0", 1),
+        m.Publication("x" * (m.MAX_KEY + 1), "0", 1),
+        m.Publication("k", "x" * (m.MAX_KEY + 1), 1),
+        m.Publication("k", "0", 0),
+        m.Publication("k", "0", -1),
+        m.Publication("k", "0", 1, keep=-1),
+    ],
+)
+def test_a_state_dict_that_makes_no_sense_is_refused(
+    store: Controller, group: m.Publication
+) -> None:
+    session = Rank(store).session
+    with pytest.raises(ProtocolError):
+        store.put(session, m.Put(1, 1, [tensor("w")], 0, group))
+    assert used(store) == 0
+
+
+@pytest.mark.parametrize("version", [-1, -(1 << 63), 1 << 63, (1 << 64) - 1])
+def test_a_version_that_makes_no_sense_is_refused(store: Controller, version: int) -> None:
+    """One more than it must fit the wire, too."""
+    for count in (None, 1):
+        with pytest.raises(ProtocolError):
+            Rank(store, "0", count).put(tensor("k"), version=version)
+    assert used(store) == 0
+    assert Rank(store).put(tensor("k")) == 1
+
+
+def test_huge_shapes_are_taken_as_they_come(store: Controller) -> None:
+    """The server has no tensors; it only must not count beyond what the wire can say."""
+    huge = (1 << 40, 1 << 40, 1 << 40)
+    part = TensorSlice((1 << 39, 0, 5), (1, 1, 1), huge)
+    rank = Rank(store, "0", 1)
+    assert rank.put(m.PutItem("w", TensorMeta("uint8", huge), 4, None, part)) == 1
+    (state,) = store.catalog.pending("k")
+    assert len(state.missing) == 6
+    assert newest(store) == 0

@@ -1,0 +1,169 @@
+"""What is told of versions on their way, and what bounds them; see `test_generations.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.unit.ranks import (
+    Rank,
+    a_store,
+    content,
+    newest,
+    numbers,
+    obj,
+    pending,
+    piece,
+    ranks,
+    rows,
+    tensor,
+    used,
+)
+
+from torchstore_core.errors import (
+    KeyNotFoundError,
+    PartialPutError,
+    StoreFullError,
+)
+from torchstore_core.server import looking, participants
+from torchstore_core.server.controller import Controller
+from torchstore_core.wire import messages as m
+
+
+@pytest.fixture
+def store() -> Iterator[Controller]:
+    with a_store() as controller:
+        yield controller
+
+
+# ---- what is told of them -----------------------------------------------------------------
+
+
+def test_the_error_says_which_boxes_and_who_are_missing(store: Controller) -> None:
+    one, *_, four = ranks(store, 4)
+    one.put(piece("w", 0, 50, 200), piece("w", 100, 130, 200), tensor("b"))
+    four.begin(piece("w", 50, 60, 200))
+    for key in ("k", "k/w", "k/no/such/entry"):
+        with pytest.raises(PartialPutError) as caught:
+            content(store, key)
+        error = caught.value
+        assert error.key == key
+        assert error.details == {
+            "version": 1,
+            "missing": [["w", [50], [50]], ["w", [130], [70]]],
+            "participants": 4,
+            "committed": ["0"],
+            "writing": ["3"],
+        }
+        for part in ("1 of 4 participants", "(0)", "1 writing (3)", "w[50]+[50], w[130]+[70]"):
+            assert part in error.message
+        assert "ts.wait('k')" in error.message
+    with pytest.raises(PartialPutError):
+        store.fetch(one.session, m.Fetch(1, 1, "k", 0, None, 0))
+    with pytest.raises(PartialPutError):
+        looking.stat(store.catalog, store.volumes, m.Stat(1, "k"))
+    with pytest.raises(KeyNotFoundError) as other:
+        content(store, "kk")
+    assert other.type is KeyNotFoundError
+
+
+def test_the_error_stays_short(store: Controller) -> None:
+    for who in range(300):
+        Rank(store, f"participant {who}", 1000).put(piece("w", 2 * who, 2 * who + 1, 1000))
+    with pytest.raises(PartialPutError) as caught:
+        content(store)
+    assert len(caught.value.message) < 1000
+    assert len(caught.value.details["missing"]) == 100
+    assert len(caught.value.details["committed"]) == 300
+
+
+def test_stat_tells_of_versions_on_their_way(store: Controller) -> None:
+    first, second = ranks(store)
+    for number in (1, 2):
+        assert [rows(rank, number, keep=2) for rank in (first, second)] == [number, number]
+    rows(first, 3)
+    second.begin(tensor("all", 64), tensor("mine"))
+    found = looking.stat(store.catalog, store.volumes, m.Stat(9, "k"))
+    assert (found.version, found.versions, found.parts) == (2, [1, 2], 4)
+    missing = [("w", (100,), (100,)), ("mine", (0,), (640,))]
+    assert found.pending == [m.Pending(3, 2, ["0"], ["1"], missing)]
+    entry = looking.stat(store.catalog, store.volumes, m.Stat(9, "k/w"))
+    assert (entry.version, entry.versions, entry.parts, entry.offset) == (2, [1, 2], 2, -1)
+
+
+def test_who_waits_is_woken_by_the_last_participant(store: Controller) -> None:
+    first, second = ranks(store)
+    told: dict[str, list[list[int]]] = {}
+    for names in (["k"], ["k/w"], ["k/own1", "k"], ["k/never"], ["kk"], ["t"]):
+        told[" ".join(names)] = fired = []
+        assert store.waiting.add(names, 2, fired.append) is not None
+    for number in (1, 2):
+        for rank in (first, second):
+            assert not any(told.values())
+            rows(rank, number)
+    assert told == {
+        "k": [[2]],
+        "k/w": [[2]],
+        "k/own1 k": [[2, 2]],
+        "k/never": [],
+        "kk": [],
+        "t": [],
+    }
+    for start in (0, 5):
+        assert not told["t"]
+        Rank(store).put(piece("t", start, start + 5, 10), version=2)
+    assert told["t"] == [[2]]
+
+
+# ---- bounds -------------------------------------------------------------------------------
+
+
+def test_a_put_that_finds_no_room_leaves_its_version_as_it_is(store: Controller) -> None:
+    first, second = ranks(store)
+    assert rows(first, 1) == 1
+    before = used(store)
+    for how in ({}, {"version": 1}):
+        with pytest.raises(StoreFullError):
+            second.put(piece("w", 100, 200, 200), tensor("huge", 1 << 20), **how)
+    assert used(store) == before
+    assert pending(store) == [(1, ["0"], [])]
+    assert rows(second, 1) == 1
+    assert numbers(store) == {1}
+
+
+def test_replicas_need_no_room(store: Controller) -> None:
+    first, second = ranks(store)
+    first.put(tensor("all", 1 << 16))
+    assert second.put(tensor("all", 1 << 16)) == 1
+    assert newest(store) == 1
+
+
+def test_participants_that_come_and_go_are_not_remembered_for_ever(
+    store: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(participants, "_MAX_PARTICIPANTS", 8)
+    stays = Rank(store, "stays", 2)
+    for number in range(1, 50):
+        assert stays.put(tensor("all"), fill=number) == number
+        other = Rank(store, f"{number}", 2)
+        abandoned = other.begin(obj("x"), tensor("y"), version=1000)
+        other.abort(abandoned)
+        assert other.put(obj("own"), version=number) == number
+        assert numbers(store) == {number}
+        other.die()
+    (line,) = store.catalog.groups["k"].lines.values()
+    assert len(line.participants) == 8
+
+
+def test_layouts_that_come_and_go_are_not_remembered_for_ever(store: Controller) -> None:
+    rank = Rank(store)
+    on_its_way = Rank(store, "0", 2)
+    assert on_its_way.put(tensor("w"), version=1000, fill=1) == 1000
+    for size in range(2, 60):
+        half = size // 2
+        for start, stop, at in ((0, half, 0), (half, size, 1)):
+            assert rank.put(piece("k", start, stop, size, (2,), (at,)), version=size) == size
+        assert len(content(store)) == size
+    assert len(store.catalog.groups["k"].lines) <= 17
+    assert Rank(store, "1", 2).put(obj("own1")) == 1000
+    assert numbers(store) == {1}
