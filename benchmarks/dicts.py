@@ -75,7 +75,6 @@ class Dicts:
         if self._observer is not None:
             self._observer.close()
         self.parts, self._warm, self._observer = [], None, None
-        gc.collect()
 
     def kinds(self) -> list[str]:
         """The floors there are."""

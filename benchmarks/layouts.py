@@ -43,6 +43,7 @@ def box(
     return tuple(offsets), tuple(local)
 
 
+@workload.one_thread()
 def part(
     of: workload.Shapes,
     layout: str,
@@ -76,6 +77,7 @@ def nbytes(parts: Iterable[Part]) -> int:
     return sum(local(v).numel() * workload.DTYPE.itemsize for p in parts for v in p.values())
 
 
+@workload.one_thread()
 def mark(parts: Iterable[Part], number: int) -> None:
     """Write ``number`` at marked places of every tensor, the same ones in every layout."""
     for one in parts:
@@ -85,6 +87,7 @@ def mark(parts: Iterable[Part], number: int) -> None:
                 _bits(local(value)).view(-1)[places] = number
 
 
+@workload.one_thread()
 def wrong(
     parts: Iterable[Part],
     of: workload.Shapes,

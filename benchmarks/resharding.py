@@ -74,8 +74,8 @@ class Way:
         self.nbytes = self._made(self.targets)
         first = self.sources[0]
         address = bench.crew.opened(first.call("store.open", capacity=bench.capacity))
-        for peer in (*self.sources[1:], *self.targets):
-            peer.call("store.connect", address=address)
+        others = [*self.sources[1:], *self.targets]
+        together(bench, others, "store.connect", address=address)
         self._kinds = first.call("dicts.kinds")
 
     def _make(self, role: str, side: Side, *, filled: bool) -> list[Peer]:
@@ -147,9 +147,10 @@ class Way:
 
     def close(self) -> None:
         """Leave and end the store, forget the parts."""
-        for peer in (*self.targets, *reversed(self.sources)):
-            peer.call("store.close")
-            peer.call("dicts.drop")
+        owner, *others = self.sources
+        together(self._bench, [*others, *self.targets], "store.close")
+        owner.call("store.close")
+        together(self._bench, [*self.sources, *self.targets], "dicts.drop")
 
 
 def together(bench: Bench, peers: Sequence[Peer], op: str, **fields: Any) -> list[Any]:
@@ -226,17 +227,8 @@ def checkpoint(bench: Bench) -> list[Metric]:
     times: Rounds = []
     total = 1 + min(bench.repeat, _CHECKPOINT_ROUNDS)
     with tempfile.TemporaryDirectory(prefix="torchstore-bench-") as folder:
-        for side, peers in ((source, way.sources), (target, way.targets)):
-            for rank, peer in enumerate(peers):
-                peer.start(
-                    "checkpoints.join",
-                    meeting=f"{folder}/{side.layout}",
-                    rank=rank,
-                    world=len(peers),
-                    layout=side.layout,
-                )
-            for peer in peers:
-                peer.result(bench.patience)
+        _join(bench, way.sources, source.layout, folder)
+        _join(bench, way.targets, target.layout, folder)
         for turn in range(total):
             bench.progress(turn, total, "store, then files")
             put = way.put(2 * turn + 1, 0)
@@ -258,3 +250,17 @@ def checkpoint(bench: Bench) -> list[Metric]:
         metric.against(f"dcp.{peer_name}", rates(times, peer_name, nbytes), None, at_most=False)
         metrics.append(metric)
     return metrics
+
+
+def _join(bench: Bench, peers: Sequence[Peer], layout: str, folder: str) -> None:
+    """Make them the ranks of one gloo group."""
+    for rank, peer in enumerate(peers):
+        peer.start(
+            "checkpoints.join",
+            meeting=f"{folder}/{layout}",
+            rank=rank,
+            world=len(peers),
+            layout=layout,
+        )
+    for peer in peers:
+        peer.result(bench.patience)

@@ -9,7 +9,8 @@ the whole. Other sets: those of a named model (``models.py``), and many small te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -111,6 +112,19 @@ def make(of: Shapes, seed: int) -> dict[str, torch.Tensor]:
 def make_empty(of: Shapes) -> dict[str, torch.Tensor]:
     """Destinations for the set: zeros, in memory that has been written once."""
     return {name: torch.zeros(shape, dtype=DTYPE) for name, shape in of.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch works in this thread alone: where others use the CPUs too, OpenMP's threads wait for
+    each other ten times longer than the work takes.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def stamp(tensors: dict[str, torch.Tensor], number: int) -> None:

@@ -188,13 +188,15 @@ async def test_fewer_are_kept_as_soon_as_somebody_says_so(store):
     assert await ts.versions("k") == [1, 2, 3, 4]
     await ts.put_state_dict(_of(5), "k", keep=2)
     assert await ts.versions("k") == [4, 5]
-    await ts.put_state_dict(_of(6), "k")
-    assert await ts.versions("k") == [6]
+    await ts.put_state_dict(_of(6), "k")  # who does not say so keeps as many as before
+    assert await ts.versions("k") == [5, 6]
+    await ts.put_state_dict(_of(6), "k", keep=1)
+    assert await ts.versions("k") == [7]
     await _until_used(3 * MB // 2, 3 * MB // 2 + 4096)
     await ts.put_state_dict(_of(7), "k", keep=2)
     await ts.put("k", "plain")
-    assert await ts.versions("k") == [7, 8]
-    assert (await ts.get_state_dict("k", version=7))["number"] == 7
+    assert await ts.versions("k") == [8, 9]
+    assert (await ts.get_state_dict("k", version=8))["number"] == 7
     await ts.delete("k")
     await _until_used(0, 0)
 
@@ -205,7 +207,7 @@ async def test_readers_of_dropped_versions_keep_their_tensors(store):
         await ts.put_state_dict(_of(number), "k", keep=2)
         held.append(await ts.get_state_dict("k"))
     assert await ts.versions("k") == [2, 3]
-    await ts.put_state_dict({}, "k")
+    await ts.put_state_dict({}, "k", keep=1)
     assert await ts.versions("k") == [4]
     assert await _used() > 4 * MB  # leased
     for _ in range(3):  # whatever is written now goes elsewhere

@@ -105,7 +105,7 @@ def test_signatures_are_as_promised():
                 "participant": None,
                 "transfer_dtype": None,
                 "partial": False,
-                "keep": 1,
+                "keep": None,
                 "blocking": True,
             },
         ),

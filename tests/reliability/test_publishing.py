@@ -126,7 +126,7 @@ async def ranks_are_killed(server: int, kind: str, seconds: float) -> None:
             victim = chance.randrange(RANKS)
             in_the_middle += await killed(ranks[victim], victim, chance, writing=rounds % 2 > 0)
             # The other one goes on until it is too far ahead.
-            await until(lambda: quiet_at(2))
+            await until(lambda: waits(1 - victim))  # noqa: B023
             assert not any(str(victim) in p.committed + p.writing for p in await pending())
             newest = await ts.latest_version(KEY)
             await readers.go_on()
@@ -158,11 +158,10 @@ async def killed(child: Child, rank: int, chance: random.Random, *, writing: boo
         os.kill(child.pid, signal.SIGCONT)
 
 
-async def quiet_at(ahead: int) -> bool:
-    """Whether a rank that is alone has put as many versions ahead as it does."""
-    newest = await ts.latest_version(KEY)
-    done = [p.version for p in await pending() if p.committed and not p.writing]
-    return newest + ahead in done
+async def waits(rank: int) -> bool:
+    """Whether a rank is as far ahead as it goes without the others."""
+    target = await ts.latest_version(KEY) + 2
+    return any(p.version == target and p.committed == [str(rank)] for p in await pending())
 
 
 # ---- while all ranks start again ----------------------------------------------------------

@@ -369,7 +369,7 @@ class Model:
         seen = read(self.controller, key, version)
         if done[0].group is not None:
             assert len(done) >= done[0].group.participants
-            if any(put.group is not None and put.group.partial for put in puts.values()):
+            if _is_partial(puts):
                 base = self._base_of(key, version, seen)
             self._keep[key] = KEEP[key]
         check_made_of(seen, done, base)
@@ -390,6 +390,7 @@ class Model:
     def _compare_pending(self, key: str, putting: list[str], explicit: bool) -> None:
         """The same versions are on their way, by the same participants; none of them is whole."""
         seen = {p.version: p for p in self.catalog.pending(key)}
+        older_are_dead = True
         for version, puts in list(self.pending[key].items()):
             state = seen.pop(version, None)
             for who, put in list(puts.items()):
@@ -416,12 +417,10 @@ class Model:
             done = sum(put.committed for put in puts.values())
             waits = group is not None and (
                 done < group.participants
-                or (
-                    any(p.group is not None and p.group.partial for p in puts.values())
-                    and not self.is_manifest(key)
-                )
+                or (_is_partial(puts) and not (self.is_manifest(key) and older_are_dead))
             )
             assert waits or missing, "it is whole, but not visible"
+            older_are_dead &= all(self._session_of[put].dead for put in puts.values())
         assert not seen
 
     def is_manifest(self, key: str) -> bool:
@@ -434,3 +433,7 @@ class Model:
         if not newest or (entry and ("paths" not in (there := self.visible[key][newest]))):
             return 0
         return newest if not entry or entry in there else 0
+
+
+def _is_partial(puts: dict[str, Put]) -> bool:
+    return any(put.group is not None and put.group.partial for put in puts.values())

@@ -442,7 +442,7 @@ def test_a_put_that_contradicts_itself_changes_nothing(
     first.put(tensor("before"), obj("o"), version=version, fill=1)
     before = used(store), pending(store)
     for group in (GROUP, None):
-        made = [obj("fine"), *items]
+        made = [*items, obj("fine")]
         if group is None:
             made = [structs.replace(item, same_as=-1) for item in made]
             if items[-1].part is None:
@@ -492,5 +492,7 @@ def test_huge_shapes_are_taken_as_they_come(store: Controller) -> None:
     rank = Rank(store, "0", 1)
     assert rank.put(m.PutItem("w", TensorMeta("uint8", huge), 4, None, part)) == 1
     (state,) = store.catalog.pending("k")
-    assert len(state.missing) == 6
+    assert state.missing
+    for _, offset, shape in state.missing:
+        assert max(*offset, *shape) <= 1 << 40
     assert newest(store) == 0

@@ -54,7 +54,7 @@ class JointPuts(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.opened = volumes(16384, 16384)
+        self.opened = volumes(1 << 18, 1 << 18)  # enough for all
         self.controller = Controller(self.opened.__enter__(), Strategy(), prefault=False)
         self.catalog = self.controller.catalog
         self.numbers = itertools.count(1)

@@ -219,8 +219,18 @@ def test_a_value_that_contains_itself_many_times_is_looked_into_once():
 )
 def test_entries_that_contradict_each_other_are_no_state_dict(entries):
     """Two participants that nest differently, or a broken client: nothing is lost in silence."""
-    with pytest.raises(ts.ProtocolError, match="'k'"):
+    with pytest.raises((ts.LayoutMismatchError, ts.ProtocolError), match="'k'"):
         unflatten("k", iter(entries))
+
+
+def test_an_empty_container_gives_way_to_what_others_have_in_it():
+    """A rank without optimizer state, say, beside one that has some."""
+    inner = ("opt.s", msgspec.msgpack.encode(["opt", "s"]), 1)
+    for entries in ([("opt", b"", {}), inner], [inner, ("opt", b"", {})]):
+        assert unflatten("k", iter(entries)) == {"opt": {"s": 1}}
+    first = ("l.0", msgspec.msgpack.encode(["l", [0, 0]]), 5)
+    assert unflatten("k", iter([("l", b"", []), first])) == {"l": [5]}
+    assert unflatten("k", iter([("opt", b"", {})])) == {"opt": {}}
 
 
 # ---- replacing ----------------------------------------------------------------------------

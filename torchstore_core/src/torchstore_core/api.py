@@ -336,7 +336,7 @@ async def put_state_dict(
     participant: str | int | None = None,
     transfer_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
     partial: bool = False,
-    keep: int = 1,
+    keep: int | None = None,
     blocking: bool = True,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,

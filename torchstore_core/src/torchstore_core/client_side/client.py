@@ -289,7 +289,7 @@ class Client(KeyOperations):
         participant: str | int | None = None,
         transfer_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
         partial: bool = False,
-        keep: int = 1,
+        keep: int | None = None,
         blocking: bool = True,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
@@ -315,7 +315,7 @@ class Client(KeyOperations):
                 (``fnmatch``; the one with most literal characters counts) to dtype or None (as it
                 is). The cast is part of the copy.
             partial: entries that are not given are those of the version before, shared with it.
-            keep: how many versions stay readable.
+            keep: how many versions stay readable; None: as many as before, at first one.
             blocking: False: return as soon as the values may be changed; a :class:`PendingPut`.
             timeout: seconds.
             allow_pickle: False refuses values that need pickle; None: the client's default.

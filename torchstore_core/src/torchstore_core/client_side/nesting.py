@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from torchstore_core.client_side.sharding import TensorShard, is_sharded
-from torchstore_core.errors import ProtocolError, UnsupportedValueError
+from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
 
 __all__ = ["Leaf", "flatten", "replace", "unflatten"]
 
@@ -119,8 +119,12 @@ def _holds_tensors(value: Any, seen: set[int], depth: int) -> bool:
 def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, Any]:
     """The nested dict that ``(name, path, value)`` entries come from.
 
+    Puts of several participants, and partial ones, come together here: an empty container that one
+    has gives way to what others have in it.
+
     Raises:
-        ProtocolError: paths that contradict each other.
+        LayoutMismatchError: entries that contradict each other.
+        ProtocolError: paths that are none.
     """
     root = _Node(None)
     for name, path, value in entries:
@@ -133,12 +137,31 @@ def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, 
         node = root
         for step, after in pairwise(steps):
             kind = after[0] if isinstance(after, tuple) else None
-            node = node.setdefault(_place(step), _Node(kind))
+            at = _place(step)
+            if at not in node or _is_empty(node[at]):
+                node[at] = _Node(kind)
+            node = node[at]
             if type(node) is not _Node or node.kind != kind:
-                raise ProtocolError(f"{key!r}: {name!r} lies inside of another entry", key=key)
-        if node.setdefault(_place(steps[-1]) if steps else name, value) is not value:
-            raise ProtocolError(f"{key!r}: {name!r} is an entry, and others lie inside it", key=key)
+                raise _contradiction(key, name)
+        last = _place(steps[-1]) if steps else name
+        if last not in node:
+            node[last] = value
+        elif not (_is_empty(value) and type(node[last]) is _Node):
+            raise _contradiction(key, name)
     return {name: _built(value) for name, value in root.items()}
+
+
+def _is_empty(value: Any) -> bool:
+    return type(value) in (dict, list, tuple) and not value
+
+
+def _contradiction(key: str, name: str) -> LayoutMismatchError:
+    return LayoutMismatchError(
+        f"{key!r}: {name!r} and another entry, of another put, cannot be in one nested dict (one "
+        f"lies inside of the other, or in another kind of container); get them one by one as "
+        f"{key + '/' + name!r}, or put the whole state dict again",
+        key=key,
+    )
 
 
 class _Node(dict[Any, Any]):

@@ -15,6 +15,7 @@ from torchstore_core.client_side import reading, writing
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import is_sharded, local_parts
+from torchstore_core.client_side.tensors import plain_slice
 from torchstore_core.errors import (
     ConfigurationError,
     LayoutMismatchError,
@@ -107,11 +108,15 @@ class Want(msgspec.Struct, frozen=True, gc=False):
             raise UnsupportedValueError(
                 f"tensor_slice_spec is a TensorSlice, not a {type(part).__qualname__}"
             )
+        if part is not None:
+            part = plain_slice(str(what), part)
         if isinstance(what, ObjectRef):
             return cls(writing.check_key(what.key), _exact(what.key, what.version), tensor, part)
         if isinstance(what, Request):
             version = 0 if what.version is None else _exact(what.key, what.version)
-            return cls(writing.check_key(what.key), version, tensor, part or what.tensor_slice)
+            if part is None and what.tensor_slice is not None:
+                part = plain_slice(what.key, what.tensor_slice)
+            return cls(writing.check_key(what.key), version, tensor, part)
         return cls(writing.check_key(what), 0, tensor, part)
 
 
@@ -143,8 +148,8 @@ def check_version(version: int | None) -> int:
     """
     if version is None:
         return 0
-    if type(version) is not int or not 0 < version < 1 << 63:
-        raise ConfigurationError(f"a version is an int above 0, not {version!r}")
+    if type(version) is not int or not 0 < version < 1 << 62:
+        raise ConfigurationError(f"a version is an int above 0 and below 2**62, not {version!r}")
     return version
 
 

@@ -24,7 +24,7 @@ import msgspec
 
 from torchstore_core.client_side import nesting
 from torchstore_core.client_side.tensors import dtype_of
-from torchstore_core.errors import ProtocolError, UnsupportedValueError
+from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
 from torchstore_core.values import TensorMeta, TensorSlice
 
 __all__ = ["ALIGNMENT", "MEMORY_ALIGNMENT", "PREFIX", "Entry", "Header", "Place"]
@@ -179,7 +179,10 @@ def decode(data: bytes, blob_nbytes: int) -> Header:
     for one, other in pairwise(sorted(places, key=lambda part: part.offset)):
         if one.offset + one.nbytes > other.offset:
             raise ProtocolError(f"two tensors lie at {other.offset} of a packed state dict")
-    nesting.unflatten("state dict", _hollow(header))  # raises if paths contradict each other
+    try:
+        nesting.unflatten("state dict", _hollow(header))
+    except LayoutMismatchError as error:
+        raise ProtocolError(f"the entries of a packed state dict contradict: {error}") from error
     return header
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
+from torchstore_core.client_side.tensors import plain_slice
 from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorSlice
 
@@ -169,13 +170,21 @@ def _checked(key: str, shard: TensorShard) -> LocalPart:
         )
     if is_dtensor(shard.tensor):
         raise UnsupportedValueError(f"{key!r}: a DTensor says itself which slice it is", key=key)
+    part = plain_slice(key, part)
+    if len(part.coordinates) != len(part.mesh_shape) or any(
+        not 0 <= at < n for at, n in zip(part.coordinates, part.mesh_shape, strict=True)
+    ):
+        raise LayoutMismatchError(
+            f"{key!r}: {list(part.coordinates)} is no place in a mesh of {list(part.mesh_shape)}; "
+            "give both mesh_shape and coordinates, or neither",
+            key=key,
+        )
     ends = zip(part.offsets, part.local_shape, part.global_shape, strict=False)
     ndim = len(part.global_shape)
     if (
         tuple(shard.tensor.shape) != tuple(part.local_shape)
         or not len(part.offsets) == len(part.local_shape) == ndim
         or any(o < 0 or n < 0 or o + n > g for o, n, g in ends)
-        or len(part.coordinates) != len(part.mesh_shape)
     ):
         raise LayoutMismatchError(
             f"{key!r}: a tensor of {list(shard.tensor.shape)} is not the slice of "

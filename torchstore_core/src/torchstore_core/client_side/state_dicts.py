@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
-from collections.abc import Generator, Mapping, Sequence
+import math
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from torchstore_core.client_side import nesting, reading, writing
+from torchstore_core.client_side.casting import CastPlan, Casts
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.nesting import Leaf
 from torchstore_core.client_side.operations import Clock, Leasing, Putting, Want, asks_of
@@ -29,19 +29,19 @@ from torchstore_core.client_side.sharding import (
     this_rank,
 )
 from torchstore_core.client_side.tensors import dtype_name
+from torchstore_core.client_side.ties import PLAIN, Ties
 from torchstore_core.errors import (
     ConfigurationError,
     LayoutMismatchError,
+    UnsafeObjectError,
     UnsupportedValueError,
 )
-from torchstore_core.values import ObjectRef, TensorMeta
+from torchstore_core.values import ObjectRef, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 
 __all__ = ["PendingPut", "StateDictReport", "fetch", "plan_get", "plan_put"]
 
 log = logging.getLogger(__name__)
-
-Casts = torch.dtype | Mapping[str, torch.dtype | None] | None
 
 
 # ---- put ----------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def plan_put(
     participant: str | int | None,
     transfer_dtype: Casts,
     partial: bool,
-    keep: int,
+    keep: int | None,
     anonymous: str,
     allow_pickle: bool,
 ) -> tuple[list[writing.Source], m.Publication | None]:
@@ -121,27 +121,49 @@ def plan_put(
         ConfigurationError, UnsupportedValueError, LayoutMismatchError, UnsafeObjectError
     """
     for name, number in (("participants", participants), ("keep", keep)):
-        if number is not None and (type(number) is not int or number < 1):
+        if number is not None and (type(number) is not int or not 0 < number < 1 << 31):
             raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
+    if type(partial) is not bool:
+        raise ConfigurationError(f"partial is a bool, not {partial!r}")
+    if participant is not None and not (
+        type(participant) is int or (isinstance(participant, str) and len(participant) <= 256)
+    ):
+        raise ConfigurationError(
+            f"participant is an int, or a str of at most 256 characters, not {participant!r}"
+        )
     packed = state_dict if isinstance(state_dict, TorchStoreStateDict) else None
     leaves = nesting.flatten(key, state_dict) if packed is None else packed.leaves()
     ranks: frozenset[int] = frozenset()
     outside = False
-    ties = _Ties()
+    places: dict[tuple[int, ...], tuple[int, ...]] = {}  # of TensorShards: mesh, place in it
+    ties = Ties()
     sources: list[writing.Source] = []
-    casts = _Casts(transfer_dtype)
+    casts = CastPlan(transfer_dtype)
     for leaf in leaves:
         name, path, value = leaf.name, leaf.path, leaf.value
-        if type(value) not in _PLAIN and is_dtensor(value):
+        if type(value) not in PLAIN and is_dtensor(value):
             outside = not takes_part(value) and (outside or not ranks)
             ranks |= mesh_ranks(value)
+        elif isinstance(value, TensorShard) and isinstance(value.tensor_slice, TensorSlice):
+            part = value.tensor_slice
+            places[tuple(part.mesh_shape)] = tuple(part.coordinates)
+        if len(key) + 1 + len(name) > m.MAX_KEY:
+            raise UnsupportedValueError(
+                f"{key!r}: the name of an entry is too long: {len(name)} characters; with the key "
+                f"and a slash it may have {m.MAX_KEY}",
+                key=key,
+            )
         dtype = casts.of(name)
         first = ties.find(value, len(sources))
         if first is not None and sources[first].meta == _meta_with(value, dtype):
             meta = sources[first].meta
             sources.append(writing.Source(name, meta, 0, None, b"", None, path, first))
             continue
-        made = writing.prepare(name, value, allow_pickle=allow_pickle, dtype=dtype)
+        try:
+            made = writing.prepare(name, value, allow_pickle=allow_pickle, dtype=dtype)
+        except (UnsupportedValueError, LayoutMismatchError, UnsafeObjectError) as error:
+            text = f"state dict {key!r}: {error.message}"
+            raise type(error)(text, key=f"{key}/{name}") from error
         if path:
             made = [msgspec.structs.replace(source, path=path) for source in made]
         sources.extend(made)
@@ -151,66 +173,46 @@ def plan_put(
     if participants is None:
         if outside:
             return [], None
-        participants = len(ranks) or 1
+        participants = len(ranks) or max([math.prod(mesh) for mesh in places], default=1)
+    if participants == 1 and not partial:
+        _check_alone(key, sources)
     who = ""  # one that is alone needs no name: whoever puts next makes the next version
     if participants > 1:
         who = str(participant) if participant is not None else this_rank()
-        who = who or f"{anonymous} {_digest(leaves)}"
-    group = m.Publication(key, who, participants, partial, keep, packed is not None)
+        mesh = max(places, key=math.prod, default=())
+        who = who or ",".join(map(str, places.get(mesh, ())))
+        who = who or f"{anonymous} {_digest(sources)}"
+    group = m.Publication(key, who, participants, partial, keep or 0, packed is not None)
     return sources, group
 
 
-def _digest(leaves: Sequence[Leaf]) -> str:
-    """Tells participants without a rank apart that hold different entries."""
-    names = "\0".join(leaf.name for leaf in leaves)
+def _check_alone(key: str, sources: Sequence[writing.Source]) -> None:
+    """Who says that nobody else puts must have all of every tensor."""
+    for source in sources:
+        part = source.part
+        if part is not None and tuple(part.local_shape) != tuple(part.global_shape):
+            if sum(s.nbytes for s in sources if s.key == source.key) >= _global_nbytes(source):
+                continue
+            raise ConfigurationError(
+                f"{key!r}: {source.key!r} is a shard, {list(part.local_shape)} of "
+                f"{list(part.global_shape)}, and nobody else would put the rest; say how many put "
+                "this state dict (participants=), or give its TensorSlice a mesh_shape"
+            )
+
+
+def _global_nbytes(source: writing.Source) -> int:
+    part, tensor = source.part, source.tensor
+    if part is None or tensor is None:
+        return source.nbytes
+    itemsize = (source.cast or tensor.dtype).itemsize
+    return math.prod(part.global_shape) * itemsize
+
+
+def _digest(sources: Sequence[writing.Source]) -> str:
+    """Tells participants without a rank apart that hold different entries, or other shards."""
+    places = ((s.key, "" if s.part is None else s.part.offsets) for s in sources)
+    names = "\0".join(f"{name} {place}" for name, place in places)
     return hashlib.sha1(names.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:8]
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-class _Ties:
-    """Finds tensors that are the same elements in memory as an earlier one."""
-
-    def __init__(self) -> None:
-        self._found: dict[object, list[tuple[Any, int]]] = {}
-
-    def find(self, value: Any, mark: int) -> int | None:
-        """The mark of the first such tensor; None, and ``mark`` is remembered, if it is new."""
-        tensor = value
-        if type(value) not in _PLAIN:
-            if isinstance(value, TensorShard):
-                tensor = value.tensor
-            elif is_dtensor(value):
-                tensor = value.to_local().detach()
-            if type(tensor) not in _PLAIN:
-                return None
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return None
-        address = tensor.data_ptr()
-        if not address or not tensor.numel():
-            return None
-        others = self._found.get(address)
-        if others is None:
-            self._found[address] = [(value, mark)]
-            return None
-        here = _identity(value)
-        for other, earlier in others:
-            if _identity(other) == here:
-                return earlier
-        others.append((value, mark))
-        return None
-
-
-def _identity(value: Any) -> object:
-    """Equal for tensors at one address if they are the same elements."""
-    if isinstance(value, TensorShard):
-        return _identity(value.tensor), value.tensor_slice
-    if is_dtensor(value):
-        local = _identity(value.to_local().detach())
-        return local, value.device_mesh, tuple(value.placements), tuple(value.shape)
-    flags = value.is_conj(), value.is_neg(), value.device
-    return value.shape, value.stride(), value.dtype, flags
 
 
 def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
@@ -222,43 +224,6 @@ def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
     if dtype is None or not own.is_floating_point:
         dtype = own
     return TensorMeta(dtype_name(dtype), tuple(shape))
-
-
-_WILDCARD = re.compile(r"[*?]|\[.[^]]*\]")
-
-
-class _Casts:
-    """Which dtype an entry is stored in."""
-
-    def __init__(self, wanted: Casts) -> None:
-        self._all: torch.dtype | None = None
-        self._patterns: list[tuple[str, torch.dtype | None]] = []
-        if isinstance(wanted, torch.dtype):
-            self._all = _floating(wanted)
-        elif isinstance(wanted, Mapping):
-            for pattern, dtype in wanted.items():
-                if not isinstance(pattern, str):
-                    raise ConfigurationError(f"transfer_dtype: a pattern is a str, not {pattern!r}")
-                self._patterns.append((pattern, None if dtype is None else _floating(dtype)))
-            # The most literal characters first.
-            self._patterns.sort(key=lambda item: -len(_WILDCARD.sub("", item[0])))
-        elif wanted is not None:
-            raise ConfigurationError(
-                f"transfer_dtype is a torch.dtype or a dict of patterns, not {wanted!r}"
-            )
-
-    def of(self, name: str) -> torch.dtype | None:
-        """The dtype of an entry; None: its own."""
-        for pattern, dtype in self._patterns:
-            if fnmatchcase(name, pattern):
-                return dtype
-        return self._all
-
-
-def _floating(dtype: object) -> torch.dtype:
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    raise ConfigurationError(f"transfer_dtype is a floating-point dtype, not {dtype!r}")
 
 
 # ---- get ----------------------------------------------------------------------------------
@@ -319,13 +284,13 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
     if user_state_dict is None:
         return None
     leaves = nesting.flatten(key, user_state_dict)
-    ties = _Ties()
+    ties = Ties()
     same_as: dict[int, int] = {}
     asks: list[Want] = []
     places: list[int] = []
     for at, leaf in enumerate(leaves):
         name, value = leaf.name, leaf.value
-        plain = type(value) in _PLAIN
+        plain = type(value) in PLAIN
         tensor = value if plain or isinstance(value, torch.Tensor) or is_sharded(value) else None
         if tensor is not None and (first := ties.find(value, at)) is not None:
             same_as[at] = first

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from torchstore_core import boxes, copying
@@ -19,6 +21,7 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "from_buffer",
+    "plain_slice",
     "rows_of",
     "slice_box",
     "split_rows",
@@ -216,6 +219,26 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
                 return True
             span += stride * (extent - 1)
     return False
+
+
+def plain_slice(key: str, part: TensorSlice) -> TensorSlice:
+    """The same slice in tuples of int, as a message carries it.
+
+    Raises:
+        LayoutMismatchError: it has something that is no whole number, or none that fits.
+    """
+    plain = []
+    for numbers in msgspec.structs.astuple(part):
+        try:
+            converted = tuple([operator.index(n) for n in numbers])
+        except TypeError as error:
+            raise LayoutMismatchError(
+                f"{key!r}: a TensorSlice has tuples of int, not {numbers!r}", key=key
+            ) from error
+        if not all(-(1 << 63) <= n < 1 << 63 for n in converted):
+            raise LayoutMismatchError(f"{key!r}: no tensor is as large as {numbers!r}", key=key)
+        plain.append(converted)
+    return TensorSlice(*plain)
 
 
 def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Box:

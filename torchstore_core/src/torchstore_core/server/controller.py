@@ -12,7 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
-from torchstore_core.errors import LayoutMismatchError, ProtocolError, StoreClosedError
+from torchstore_core.errors import (
+    LayoutMismatchError,
+    ProtocolError,
+    StoreClosedError,
+    TorchStoreError,
+)
 from torchstore_core.server.catalog import Catalog
 from torchstore_core.server.generations import Slot
 from torchstore_core.server.joining import JointPut
@@ -138,11 +143,15 @@ class Controller:
         """A put that contributes to generations: shards, a state dict, an explicit version."""
         dead: list[Value] = []
         try:
-            put = JointPut(self.catalog, session, request, dead)
-        finally:
-            self._free(dead)
-        placed, inline, sizes = checked_items(put.items)
-        values = self._make(session, put.items, put, placed, inline, sizes)
+            try:
+                put = JointPut(self.catalog, session, request, dead)
+            finally:
+                self._free(dead)
+            placed, inline, sizes = checked_items(put.items)
+            values = self._make(session, put.items, put, placed, inline, sizes)
+        except TorchStoreError:
+            self._settle()  # it may have thrown out what others waited for
+            raise
         txn = put.enter(values, placed)
         grants = put.grants(values)
         if grants is None:

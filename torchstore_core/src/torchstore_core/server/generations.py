@@ -204,11 +204,16 @@ class Generation:
                 lost |= {name: meta for name, meta in others if name not in self.entries}
         yield from ((name, _whole(meta)) for name, meta in lost.items())
 
-    def _tied_and_empty(self) -> set[str]:
-        """Entries of which there are only empty shards: who has some says that they are tied."""
-        aliases = [name for c in self.contributions.values() for name in c.aliases]
-        found = ((name, self.entries.get(name)) for name in aliases)
-        return {name for name, entry in found if type(entry) is Shards and not entry.parts}
+    def _tied_and_empty(self) -> dict[str, str]:
+        """Entries of which there are only empty shards: who has some says what they are tied to."""
+        done = [c.aliases for c in self.contributions.values() if c.committed and c.aliases]
+        aliases = [(name, of) for some in done for name, of in some.items() if self._is_bare(name)]
+        return {name: of for name, of in reversed(aliases) if not self._is_bare(of)}
+
+    def _is_bare(self, name: str) -> bool:
+        """Whether there are only empty shards of an entry."""
+        entry = self.entries.get(name)
+        return type(entry) is Shards and not entry.parts
 
     def state(self) -> m.Pending:
         """What of it is there, for people."""
@@ -238,6 +243,7 @@ class Generation:
             own(stored)
             return stored
         done = [c for c in self.contributions.values() if c.committed]
+        entries |= {name: entries[of] for name, of in tied.items()}
         for contribution in done:
             for name, of in contribution.aliases.items():
                 entries.setdefault(name, entries[of])

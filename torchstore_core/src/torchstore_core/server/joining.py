@@ -10,7 +10,7 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.server.catalog import Catalog
 from torchstore_core.server.generations import Generation, Slot
 from torchstore_core.server.participants import Contribution
-from torchstore_core.server.placement import checked_box
+from torchstore_core.server.placement import check_item, check_key, checked_box
 from torchstore_core.server.records import SessionRecord, Txn, Value
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
@@ -64,9 +64,11 @@ class JointPut:
         seen: dict[str, tuple[m.PutItem, set[Box] | None]] = {}
         found: list[Box | None] = []
         for at, item in enumerate(request.items):
-            if not 0 < len(item.key) <= m.MAX_KEY:
-                raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
             box = checked_box(item)
+            if item.same_as >= 0 or (box is not None and box.is_empty):
+                check_key(item)
+            else:
+                check_item(item)
             _check_once(seen, item, box)
             self._check_alias(at, item)
             found.append(box)

@@ -10,10 +10,11 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import PluginError, ProtocolError, StoreFullError
 from torchstore_core.server.allocator import rounded
 from torchstore_core.server.records import SessionRecord, Stored, VolumeRecord
-from torchstore_core.values import TensorMeta
+from torchstore_core.values import StateDictMeta, TensorMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["checked_box", "checked_items", "find_place", "full_error", "session_bytes"]
+__all__ = ["check_item", "check_key", "checked_box", "checked_items", "find_place", "full_error"]
+__all__ += ["session_bytes"]
 
 # Of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
@@ -25,21 +26,38 @@ def session_bytes(session: SessionRecord) -> tuple[int, int]:
     return leased, sum(txn.nbytes for txn in session.txns.values())
 
 
+def check_key(item: m.PutItem) -> None:
+    """It has one, not too long; ``ProtocolError`` if not."""
+    if not 0 < len(item.key) <= m.MAX_KEY:
+        raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
+
+
+def check_item(item: m.PutItem) -> None:
+    """An item to store makes sense by itself.
+
+    Raises:
+        ProtocolError: it does not.
+    """
+    check_key(item)
+    if type(item.meta) is StateDictMeta:
+        raise ProtocolError(f"{item.key!r}: a state dict is put by its entries", key=item.key)
+    if item.data is not None:
+        if len(item.data) != item.nbytes:
+            raise ProtocolError(
+                f"{item.key!r}: {len(item.data)} bytes came, {item.nbytes} were announced"
+            )
+    elif not 0 < item.nbytes < 1 << 60:
+        raise ProtocolError(f"{item.key!r}: cannot place {item.nbytes} bytes", key=item.key)
+
+
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
     """Bytes to place (rounded), bytes inline, and the sizes to place, in order."""
     placed = inline = 0
     sizes: list[int] = []
     for item in items:
-        if not 0 < len(item.key) <= m.MAX_KEY:
-            raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
+        check_item(item)
         if item.data is not None:
-            if len(item.data) != item.nbytes:
-                raise ProtocolError(
-                    f"{item.key!r}: {len(item.data)} bytes came, {item.nbytes} were announced"
-                )
             inline += item.nbytes
-        elif not 0 < item.nbytes < 1 << 60:
-            raise ProtocolError(f"{item.key!r}: cannot place {item.nbytes} bytes", key=item.key)
         else:
             sizes.append(item.nbytes)
             placed += rounded(item.nbytes)

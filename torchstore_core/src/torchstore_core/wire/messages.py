@@ -17,6 +17,11 @@ import msgspec
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.topology import Topology
 from torchstore_core.values import TensorSlice, ValueMeta
+from torchstore_core.wire.facts import Listed as Listed
+from torchstore_core.wire.facts import Pending as Pending
+from torchstore_core.wire.facts import SessionStatus as SessionStatus
+from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
+from torchstore_core.wire.facts import VolumeStatus as VolumeStatus
 
 PROTOCOL_VERSION = 2
 
@@ -75,7 +80,7 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
         who: the participant that this put is of.
         participants: how many of them make a version.
         partial: entries that no participant puts are those of the version before.
-        keep: how many versions stay readable.
+        keep: how many versions stay readable; 0: as before.
         packed: a get of the key gives it packed.
     """
 
@@ -83,7 +88,7 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
     who: str
     participants: int
     partial: bool = False
-    keep: int = 1
+    keep: int = 0
     packed: bool = False
 
 
@@ -267,17 +272,6 @@ Request = (
 # ---- server to client ---------------------------------------------------------------------
 
 
-class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One volume and what its transports offer (name to opaque bytes)."""
-
-    id: str
-    index: int
-    pid: int
-    topology: Topology
-    capacity_bytes: int
-    offers: dict[str, bytes]
-
-
 class Welcome(Message, frozen=True, tag="welcome"):
     """The connection stands. ``session``: token that further lanes join with.
 
@@ -393,22 +387,6 @@ class KeyList(Message, frozen=True, tag="keylist"):
     keys: list[str]
 
 
-class Pending(msgspec.Struct, frozen=True):
-    """A version that is not whole yet.
-
-    Args:
-        participants: how many make it; 0: as many as it takes to cover the tensor.
-        committed, writing: who of them is done, who is at it.
-        missing: boxes that nobody has put, as (entry name, offset, shape); the first hundred.
-    """
-
-    version: int
-    participants: int
-    committed: list[str]
-    writing: list[str]
-    missing: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
-
-
 class Found(Message, frozen=True, tag="found"):
     """One key, for ``torchstore stat``.
 
@@ -433,56 +411,12 @@ class Found(Message, frozen=True, tag="found"):
     pending: list[Pending] = []
 
 
-class Listed(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One key of a Listing; the fields mean what they mean in :class:`Found`."""
-
-    key: str
-    version: int
-    meta: ValueMeta
-    nbytes: int
-    volume: str
-    segment: int
-    leases: int
-    created: float
-    creator_pid: int
-
-
 class Listing(Message, frozen=True, tag="listing"):
     """A page of keys, sorted. ``more``: ask again, with ``after`` the last key of this page."""
 
     id: int
     entries: list[Listed]
     more: bool
-
-
-class VolumeStatus(msgspec.Struct, frozen=True):
-    """Memory of one volume, bytes. ``warm``: pool memory that is already backed by pages."""
-
-    id: str
-    pid: int
-    host_id: str
-    hostname: str
-    capacity_bytes: int
-    used_bytes: int
-    leased_bytes: int
-    unfinished_bytes: int
-    free_bytes: int
-    warm_bytes: int
-    transports: list[str]
-
-
-class SessionStatus(msgspec.Struct, frozen=True):
-    """One client process."""
-
-    pid: int
-    hostname: str
-    rank: int | None
-    lanes: int
-    leases: int
-    leased_bytes: int
-    unfinished_puts: int
-    unfinished_bytes: int
-    age_s: float
 
 
 class StatusReport(Message, frozen=True, tag="status-report"):

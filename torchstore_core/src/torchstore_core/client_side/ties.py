@@ -1,0 +1,58 @@
+"""Tied weights: tensors that are the same elements in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchstore_core.client_side.sharding import TensorShard, is_dtensor
+
+__all__ = ["PLAIN", "Ties"]
+
+#: Tensors that have bytes of their own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Ties:
+    """Finds tensors that are the same elements in memory as an earlier one."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, list[tuple[Any, int]]] = {}
+
+    def find(self, value: Any, mark: int) -> int | None:
+        """The mark of the first such tensor; None, and ``mark`` is remembered, if it is new."""
+        tensor = value
+        if type(value) not in PLAIN:
+            if isinstance(value, TensorShard):
+                tensor = value.tensor
+            elif is_dtensor(value):
+                tensor = value.to_local().detach()
+            if type(tensor) not in PLAIN:
+                return None
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        address = tensor.data_ptr()
+        if not address or not tensor.numel():
+            return None
+        others = self._found.get(address)
+        if others is None:
+            self._found[address] = [(value, mark)]
+            return None
+        here = _identity(value)
+        for other, earlier in others:
+            if _identity(other) == here:
+                return earlier
+        others.append((value, mark))
+        return None
+
+
+def _identity(value: Any) -> object:
+    """Equal for tensors at one address if they are the same elements."""
+    if isinstance(value, TensorShard):
+        return _identity(value.tensor), value.tensor_slice
+    if is_dtensor(value):
+        local = _identity(value.to_local().detach())
+        return local, value.device_mesh, tuple(value.placements), tuple(value.shape)
+    flags = value.is_conj(), value.is_neg(), value.device
+    return value.shape, value.stride(), value.dtype, flags

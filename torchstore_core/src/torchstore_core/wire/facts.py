@@ -1,0 +1,81 @@
+"""What messages tell of volumes, sessions and keys; :mod:`.messages` names them, too."""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchstore_core.topology import Topology
+from torchstore_core.values import ValueMeta
+
+__all__ = ["Listed", "Pending", "SessionStatus", "VolumeInfo", "VolumeStatus"]
+
+
+class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One volume and what its transports offer (name to opaque bytes)."""
+
+    id: str
+    index: int
+    pid: int
+    topology: Topology
+    capacity_bytes: int
+    offers: dict[str, bytes]
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A version that is not whole yet.
+
+    Args:
+        participants: how many make it; 0: as many as it takes to cover the tensor.
+        committed, writing: who of them is done, who is at it.
+        missing: boxes that nobody has put, as (entry name, offset, shape); the first hundred.
+    """
+
+    version: int
+    participants: int
+    committed: list[str]
+    writing: list[str]
+    missing: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+
+class Listed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One key of a Listing; the fields mean what they mean in :class:`Found`."""
+
+    key: str
+    version: int
+    meta: ValueMeta
+    nbytes: int
+    volume: str
+    segment: int
+    leases: int
+    created: float
+    creator_pid: int
+
+
+class VolumeStatus(msgspec.Struct, frozen=True):
+    """Memory of one volume, bytes. ``warm``: pool memory that is already backed by pages."""
+
+    id: str
+    pid: int
+    host_id: str
+    hostname: str
+    capacity_bytes: int
+    used_bytes: int
+    leased_bytes: int
+    unfinished_bytes: int
+    free_bytes: int
+    warm_bytes: int
+    transports: list[str]
+
+
+class SessionStatus(msgspec.Struct, frozen=True):
+    """One client process."""
+
+    pid: int
+    hostname: str
+    rank: int | None
+    lanes: int
+    leases: int
+    leased_bytes: int
+    unfinished_puts: int
+    unfinished_bytes: int
+    age_s: float
