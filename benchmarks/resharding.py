@@ -67,6 +67,7 @@ class Way:
 
     def __init__(self, bench: Bench, case: Case, floor: int = FLOOR_MAX) -> None:
         self._bench = bench
+        self._name = case.name
         self._floor = floor
         self.sources = self._make("publisher", case.source, filled=True)
         self.targets = self._make("reader", case.target, filled=False)
@@ -123,13 +124,14 @@ class Way:
 
         times = self._beside_floors(self.targets[0], "get", get, turn)
         if moved != self.nbytes:
-            self._bench.wrong.append(f"version {number}: {moved} bytes moved for {self.nbytes}")
+            where = f"{self._name}, version {number}"
+            self._bench.wrong.append(f"{where}: {moved} bytes moved for {self.nbytes}")
         return {**times, "moved": moved}
 
     def check(self, number: int, *, full: bool) -> None:
         """Compare what the readers have with the set."""
         for wrong in together(self._bench, self.targets, "dicts.wrong", number=number, full=full):
-            self._bench.check({"wrong": wrong}, f"version {number}")
+            self._bench.check({"wrong": wrong}, f"{self._name}, version {number}")
 
     def _beside_floors(
         self, peer: Peer, name: str, what: Callable[[], float], turn: int

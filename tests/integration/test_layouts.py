@@ -11,7 +11,6 @@ import asyncio
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -61,16 +60,18 @@ def torchstore_operation(operation):
 """
 
 
-@dataclass(repr=False)
 class Ways:
     """One store, reached in three ways: inside of messages, through a window on the shared memory,
     and by a link that counts the bytes.
     """
 
-    runner: asyncio.Runner
-    clients: dict[str, ts.Client]
-    counts: Any
-    operations: list[Operation]
+    def __init__(
+        self, runner: asyncio.Runner, clients: dict[str, ts.Client], counts: Any, watching: Any
+    ) -> None:
+        self.runner = runner
+        self.clients = clients
+        self.counts = counts
+        self.operations: list[Operation] = watching.operations
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,8 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
                 for way, block in blocks.items()
             }
             counts = sys.modules["site_counter_counting"]
-            operations = sys.modules["site_watcher_watching"].operations
-            yield Ways(runner, clients, counts, operations)
+            watching = sys.modules["site_watcher_watching"]
+            yield Ways(runner, clients, counts, watching)
             for way in blocks:
                 runner.run(ts.shutdown(way))
         finally:
@@ -138,6 +139,9 @@ class Put(NamedTuple):
     how: str
     order: random.Random
 
+    def __repr__(self) -> str:
+        return f"{self.how} of {self.full.dtype} {list(self.full.shape)} in {self.layout}"
+
 
 @st.composite
 def puts(draw: st.DrawFn) -> Put:
@@ -176,10 +180,10 @@ def pieces(put: Put) -> list[tuple[Any, ts.TensorSlice | None, list[ts.TensorSli
         elif put.how == "TensorShards":
             shards = [ts.TensorShard(tensor, part) for tensor, part in parts]
             found.append((shards[0] if len(shards) == 1 else ShardList(shards), None, boxes))
-        else:  # without a mesh there are no replicas
+        else:  # without a mesh there are no replicas; and nothing has one part
             for tensor, part in parts:
                 box = ts.TensorSlice(part.offsets, part.local_shape, part.global_shape)
-                if box not in seen:
+                if box not in seen and (put.full.numel() or not seen):
                     seen.add(box)
                     found.append((tensor, box, [box]))
     put.order.shuffle(found)

@@ -189,28 +189,30 @@ async def test_a_publish_that_one_rank_has_no_room_for_stays_pending(address: st
         assert not await pending()
 
 
-async def test_a_rank_that_never_waits_for_the_others_fills_the_store_but_harms_no_reader(
-    address: str,
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_rank_that_never_waits_for_the_others_does_not_fill_the_store(
+    address: str, full: bool
 ):
-    """Each of its versions waits for the others' parts. Who publishes must `wait` for its version
-    now and then.
-    """
+    """The oldest of its versions, which wait for the others' parts, give way."""
     await publish_all("state dict", 1)
     one = (await account()).used
     mine = [Publisher("state dict", rank) for rank in range(RANKS)]
-    ahead = 1
-    with contextlib.suppress(ts.StoreFullError):
-        while ahead < 3 * CAPACITY // one:
-            ahead = await mine[0].put(ahead + 1)
-    assert CAPACITY // one < ahead < 3 * CAPACITY // one
-    assert [p.version for p in await pending()] == [*range(2, ahead + 1)]
-    with pytest.raises(ts.StoreFullError):
-        await mine[1].put(2)
+    assert await mine[0].put(2) == 2
+    if full:  # for two or three of its parts
+        await fill_up(2 * one)
+    newest = 3 * CAPACITY // one
+    for version in range(3, newest + 1):
+        assert await mine[0].put(version) == version
     assert await published("state dict") == 1
-    # A new start.
-    await ts.delete(KEY)
-    await settled(Account(1, 0))
-    assert await publish_all("state dict", 9) > ahead
+    waiting = [p.version for p in await pending()]
+    assert waiting == [*range(waiting[0], newest + 1)]
+    assert 2 < waiting[0] < newest
+    # What has given way is nothing that the other one could complete; the next ones are.
+    for version in range(2, newest + 1):
+        assert await mine[1].put(version) == version
+        assert await published("state dict") == (version if version >= waiting[0] else 1)
+    assert not await pending()
+    await ts.delete_batch(await ts.keys("ballast"))
     await settled(Account(1, one))
 
 

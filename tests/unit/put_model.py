@@ -384,22 +384,22 @@ class Model:
         """
         if self.is_manifest(key):
             return self.visible[key][self.highest[key]]
-        earlier = [puts for v, puts in self.pending[key].items() if v < version]
+        earlier = [puts for v, puts in sorted(self.pending[key].items()) if v < version]
         return base_among(earlier, seen)
 
     def _compare_pending(self, key: str, putting: list[str], explicit: bool) -> None:
         """The same versions are on their way, by the same participants; none of them is whole."""
         seen = {p.version: p for p in self.catalog.pending(key)}
         older_are_dead = True
-        for version, puts in list(self.pending[key].items()):
+        for version, puts in sorted(self.pending[key].items()):
             state = seen.pop(version, None)
+            left_over = any(self._session_of[put].dead for put in puts.values())
             for who, put in list(puts.items()):
                 if state is not None and who in (*state.committed, *state.writing):
                     assert (who in state.committed) is put.committed
                     continue
                 # Only what is left over of those that died, or put again, is thrown out, and only
                 # by one that puts to the same key.
-                left_over = any(self._session_of[p].dead for p in puts.values())
                 assert putting
                 assert left_over or (explicit and who in putting)
                 del puts[who]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec import structs
 from tests.unit.test_controller import HERE, facts, volumes
 
 from torchstore_core.contracts.strategy import Strategy
@@ -76,13 +77,20 @@ class Rank:
     _numbers = itertools.count(1)
 
     def __init__(
-        self, controller: Controller, who: str = "", participants: int | None = None, key: str = "k"
+        self,
+        controller: Controller,
+        who: str = "",
+        participants: int | None = None,
+        key: str = "k",
+        rank: int | None = None,
     ) -> None:
         self.controller = controller
         self.who = who
         self.participants = participants
         self.key = key
-        self.session = controller.open_session(facts(next(self._numbers)), HERE)
+        self.rank = rank
+        whose = structs.replace(facts(next(self._numbers)), rank=rank)
+        self.session = controller.open_session(whose, HERE)
         self.grants: list[m.Grant | None] = []
 
     def begin(
@@ -130,7 +138,7 @@ class Rank:
 
     def again(self) -> Rank:
         """The next process that is this participant."""
-        return Rank(self.controller, self.who, self.participants, self.key)
+        return Rank(self.controller, self.who, self.participants, self.key, self.rank)
 
 
 # ---- what can be read ---------------------------------------------------------------------

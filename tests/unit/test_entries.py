@@ -253,6 +253,33 @@ def test_an_entry_that_one_ties_and_another_puts_is_what_was_put(store: Controll
         assert content(store) == {"w": b"\1" * 640, "head": b"\2" * 64}
 
 
+def test_an_entry_that_is_tied_for_those_who_have_some_of_it_may_be_empty_for_others(
+    store: Controller,
+) -> None:
+    for order in ((0, 1), (1, 0)):
+        everybody = ranks(store)
+        puts = [
+            [piece("w", 0, 10, 10), tied("head", 0)],
+            [piece("w", 10, 10, 10), piece("head", 10, 10, 10)],
+        ]
+        for at in order:
+            everybody[at].put(*puts[at], fill=1)
+        assert content(store) == {"w": b"\1" * 10, "head": b"\1" * 10}
+        assert fetch(store).same_as == [(1, 0)]
+
+
+def test_ties_to_entries_that_nobody_has_any_of_end_nowhere(store: Controller) -> None:
+    first, second = ranks(store)
+    empty = [piece("a", 5, 5, 10), tied("b", 0)]
+    first.put(*empty)
+    second.put(tensor("x", 64), tied("a", 0), tied("b", 0), fill=1)
+    assert content(store) == {"x": b"\1" * 64, "a": b"\1" * 64, "b": b"\1" * 64}
+    first.put(*empty)
+    second.put(piece("b", 5, 5, 10), tied("a", 0))
+    assert newest(store) == 1
+    assert {name for name, _, _ in store.catalog.pending("k")[0].missing} == {"a", "b"}
+
+
 def test_empty_shards_take_part_and_need_no_memory(store: Controller) -> None:
     first, second = ranks(store)
     first.put(piece("w", 10, 10, 10), piece("none", 0, 0, 0))
@@ -421,7 +448,11 @@ def shard(
         ],
         [m.PutItem("w", ObjectMeta("x"), 12, None, shard().part)],
         [m.PutItem("w", StateDictMeta(1), 12, None, shard().part)],
+        [m.PutItem("w", StateDictMeta(1), 12)],
+        [m.PutItem("w", StateDictMeta(1), 1, b"x")],
         [m.PutItem("", W, 24)],
+        [m.PutItem("", W, 0, b"", TensorSlice((4, 0), (0, 6), (4, 6)))],
+        [obj("a"), tied("", 0)],
         [m.PutItem("x" * (m.MAX_KEY + 1), W, 24)],
         [tied("a", 0)],
         [tied("a", 1), obj("b")],

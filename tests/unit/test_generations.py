@@ -253,6 +253,24 @@ def test_what_all_left_behind_is_not_completed_by_the_next_run(
     assert used(store) == 128 + 128 + 64 + 2  # nothing of the old run
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_is_new_to_the_store_does_not_complete_what_the_run_before_left(
+    store: Controller, first: int
+) -> None:
+    """The other one of that run had not put anything yet; that a process of its rank lives says
+    that it is a new run.
+    """
+    old = [Rank(store, str(who), 2, rank=who) for who in (0, 1)]
+    assert rows(old[0], 1) == 1
+    for rank in old:
+        rank.die()
+    new = [rank.again() for rank in old]
+    version = rows(new[first], 2)
+    assert newest(store) == 0
+    assert rows(new[1 - first], 2) == version
+    assert numbers(store) == {2}
+
+
 def test_processes_that_come_one_after_the_other_make_one_version(store: Controller) -> None:
     for who in ("0", "1"):
         rank = Rank(store, who, 2)

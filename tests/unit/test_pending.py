@@ -138,6 +138,74 @@ def test_replicas_need_no_room(store: Controller) -> None:
     assert newest(store) == 1
 
 
+def test_versions_that_nobody_can_finish_make_room_for_others(store: Controller) -> None:
+    gone, other = ranks(store)
+    gone.put(tensor("w", 20_000))
+    gone.key = "two"
+    gone.put(tensor("w", 20_000))
+    other.key = "three"
+    other.put(tensor("w", 20_000), fill=3)
+    with pytest.raises(StoreFullError) as caught:  # they all live
+        Rank(store).put(tensor("plain", 40_000))
+    assert caught.value.details["waiting"] == {"k": 20_000, "two": 20_000, "three": 20_000}
+    gone.die()
+    assert Rank(store).put(tensor("plain", 40_000)) == 1
+    assert [len(pending(store, key)) for key in ("k", "two", "three")] == [0, 0, 1]
+    with pytest.raises(StoreFullError):
+        Rank(store).put(tensor("more", 40_000))
+    last = other.again()
+    last.who = "0"
+    assert last.put(obj("own")) == 1
+    assert content(store, "three")["w"] == b"\3" * 20_000
+
+
+def test_one_that_is_ahead_of_the_others_makes_room_for_itself(store: Controller) -> None:
+    """What it put first is dropped; the others are late for that, and go on with the rest."""
+    first, second = ranks(store)
+    for number in (1, 2, 3, 4, 5):
+        assert first.put(tensor("w", 20_000), fill=number) == number
+    assert [version for version, *_ in pending(store)] == [3, 4, 5]
+    writing = second.begin(obj("own"), tensor("mine", 64), version=3)
+    with pytest.raises(StoreFullError):  # what somebody writes is not dropped
+        first.put(tensor("w", 60_000))
+    assert [version for version, *_ in pending(store)] == [3]
+    assert second.commit(writing) == 3
+    assert set(content(store)["w"]) == {3}
+    assert second.put(obj("own")) == 4
+    assert newest(store) == 3
+
+
+def test_a_version_begun_too_far_ahead_drops_the_oldest(store: Controller) -> None:
+    first, second = ranks(store)
+    writing = second.begin(tensor("w", 64))
+    for number in range(1, 41):
+        assert first.put(tensor("w", 64), fill=number) == number
+    waiting = [version for version, *_ in pending(store)]
+    assert (waiting[0], waiting[-1], len(waiting)) == (1, 40, 17)
+    assert used(store) == 64 * len(waiting)
+    second.abort(writing)
+    assert second.put(obj("own")) == 1
+    late = [second.put(obj("own")) for _ in range(24)]
+    assert late == [*range(2, 26)]
+    assert (newest(store), numbers(store)) == (25, {25})
+
+
+def test_a_put_that_fails_does_not_keep_others_from_becoming_whole(store: Controller) -> None:
+    """A partial version waits for what is older; here a put that finds no room drops that."""
+    alone, (first, _) = Rank(store, "", 1), ranks(store)
+    alone.put(tensor("a", 640), tensor("b", 640), fill=1)
+    assert first.put(tensor("w", 30_000)) == 2
+    assert alone.put(tensor("b", 640), partial=True, fill=3) == 3
+    assert newest(store) == 1
+    with pytest.raises(StoreFullError):
+        first.put(tensor("w", 1 << 20))  # for that nothing is dropped
+    assert len(pending(store)) == 2
+    with pytest.raises(StoreFullError):
+        first.put(tensor("w", 65_000))
+    assert newest(store) == 3
+    assert numbers(store) == {1, 3}
+
+
 def test_participants_that_come_and_go_are_not_remembered_for_ever(
     store: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

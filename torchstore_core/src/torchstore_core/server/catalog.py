@@ -334,6 +334,8 @@ class Catalog:
             for version, old in group.pending.items():
                 if old in kept or old.is_written or (old.is_alive and key not in keys):
                     continue
+                if old.is_whole(self.newest.get(key)):  # a partial one: its time will come
+                    continue
                 del group.pending[version]
                 old.discard(dead)
                 return True

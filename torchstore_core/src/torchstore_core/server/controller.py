@@ -206,16 +206,15 @@ class Controller:
         Raises:
             StoreFullError: there is none.
         """
+        largest = max(volume.info.capacity_bytes for volume in self.volumes)
+        keys = () if joint is None else joint.keys
+        kept = () if joint is None else joint.generations
         while True:
             place = find_place(self.strategy, self.volumes, facts, placed, inline, sizes)
             if place is not None:
                 return place
             dead: list[Value] = []
-            if not self.catalog.reclaim(
-                () if joint is None else joint.keys,
-                () if joint is None else joint.generations,
-                dead,
-            ):
+            if placed + inline > largest or not self.catalog.reclaim(keys, kept, dead):
                 break
             self._free(dead)
         newest = self.catalog.newest.values()
