@@ -607,7 +607,9 @@ def test_what_dead_participants_leave_behind_goes_with_the_next_version(target: 
         last += [m.Put(2, 2, [msgspec.structs.replace(small, key="fuzz/dead-t")], 1000)]
         with Raw(target.address) as raw:
             raw.greet()
-            raw.send(*map(encode, last), encode(m.Stat(3, "fuzz/dead")), encode(m.Stat(4, "fuzz/dead-t")))
+            raw.send(
+                *map(encode, last), encode(m.Stat(3, "fuzz/dead")), encode(m.Stat(4, "fuzz/dead-t"))
+            )
             *_, state_dict, tensor = raw.finish()
         assert state_dict.pending == tensor.pending == []
         assert used() < 4 * Neighbour.LARGE
