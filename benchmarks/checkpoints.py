@@ -12,6 +12,8 @@ import torch
 import workload
 from dicts import Dicts
 
+from torchstore_core import TensorShard
+
 _PATIENCE = timedelta(seconds=60)
 
 
@@ -37,7 +39,7 @@ class Checkpoints:
         mesh = init_device_mesh("cpu", (world,))
         (part,) = self._dicts.parts
         for name, value in part.items():
-            if not isinstance(value, layouts.TensorShard):
+            if not isinstance(value, TensorShard):
                 raise TypeError(f"{name} is no shard")
             shape = torch.Size(value.tensor_slice.global_shape)
             dim = layouts.DIMS[layout]

@@ -72,7 +72,7 @@ def _beside_floors(axis: Axes, metrics: Sequence[Metric]) -> None:
     for place, metric in enumerate(metrics):
         for at, one in enumerate(metric.comparisons):
             color = _OTHER if at else _STRICT
-            label = ("other floors" if at else "strictest floor") + " of the same rounds"
+            label = ("other floors" if at else "strictest floor, or peer") + " of the same rounds"
             axis.plot(
                 [statistics.median(one.values)] * 2,
                 [place - 0.38, place + 0.38],
@@ -105,7 +105,7 @@ def _limits(metric: Metric) -> list[tuple[list[float], str]]:
     for one in metric.comparisons:
         if one.at_most and one.target and metric.unit != "µs":
             shares = [ratio / one.target for ratio in one.ratios]
-            found.append((shares, f"{middle} {metric.unit}: {one.target:.2f} × {one.floor}"))
+            found.append((shares, f"{middle} {metric.unit}, limit {one.target:.2f} × {one.floor}"))
     return found
 
 

@@ -145,7 +145,7 @@ class Way:
 
     def settle(self) -> None:
         """Wait until no background warming goes on."""
-        self.sources[0].call("store.settle", 90)
+        together(self._bench, [*self.sources, *self.targets], "store.settle")
 
     def close(self) -> None:
         """Leave and end the store, forget the parts."""

@@ -162,6 +162,21 @@ def test_a_replica_whose_version_becomes_whole_meanwhile_changes_nothing(
     assert (newest(store), numbers(store), used(store)) == (1, {1}, 64)
 
 
+def test_a_shard_that_is_still_being_written_is_no_part_of_the_version(store: Controller) -> None:
+    """Others cover what it covers; when it is done, nobody wants it any more."""
+    rank = Rank(store)
+    writing = rank.begin(piece("k", 0, 100, 200), fill=9)
+    for start, stop in ((0, 50), (50, 200)):
+        assert rank.put(piece("k", start, stop, 200), fill=1) == 1
+    assert numbers(store) == {1}
+    ((entry,), _) = store.locate(rank.session, m.Locate(1, 1, [m.Want("k")], 1 << 62))
+    assert [part.offset for part in entry.parts or ()] == [(0,), (50,)]
+    before = used(store)
+    assert rank.commit(writing) == 1
+    assert used(store) == before - 128
+    assert numbers(store) == {1}
+
+
 @pytest.mark.parametrize("entry", [tensor("all"), obj("all"), piece("all", 0, 64, 128)])
 def test_what_a_replica_relied_on_is_missed_when_its_writer_gives_up(
     store: Controller, entry: m.PutItem

@@ -356,6 +356,7 @@ def _contiguous_start(piece: Piece, itemsize: int) -> int | None:
     return None if start is None else piece.grant.offset + start * itemsize
 
 
+@lru_cache(maxsize=4096)
 def _first_if_run(box: Box | None, shape: tuple[int, ...]) -> int | None:
     """The first element of a box in a row-major tensor if the box is one run of it."""
     if box is None:
@@ -416,6 +417,15 @@ async def _copy_window(
     await move(link, segment, moves(), sum([piece.nbytes for _, piece in jobs]), into=False)
 
 
+@lru_cache(maxsize=4096)
+def _row_major(shape: tuple[int, ...], box: Box | None) -> tuple[int, list[int]]:
+    """The first element of a box (None: of all) in a row-major tensor, and its strides."""
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    if box is None:
+        return 0, steps
+    return sum([o * step for o, step in zip(box.offset, steps, strict=True)]), steps
+
+
 def _rows(
     piece: Piece, result: torch.Tensor, address: int, itemsize: int
 ) -> list[copying.Grid] | None:
@@ -426,11 +436,8 @@ def _rows(
     to = result.data_ptr()
     if piece.into is not None:
         to += sum([o * step for o, step in zip(piece.into.offset, steps, strict=True)]) * itemsize
-    shape, start = piece.shape, 0
-    of_steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    if piece.box is not None:
-        start = sum([o * step for o, step in zip(piece.box.offset, of_steps, strict=True)])
-        shape = piece.box.shape
+    start, of_steps = _row_major(piece.shape, piece.box)
+    shape = piece.shape if piece.box is None else piece.box.shape
     return copying.grids(shape, itemsize, to, steps, address + start * itemsize, of_steps)
 
 

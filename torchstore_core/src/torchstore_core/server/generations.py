@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Collection, Hashable, Iterable
+from functools import lru_cache
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
@@ -193,7 +194,7 @@ class Generation:
             if type(entry) is Shards:
                 ready = [box for box, value in entry.parts.items() if value.created]
                 target = boxes.whole(entry.meta.shape)
-                if not boxes.covers(target, ready):
+                if not _covers(target, tuple(ready)):
                     yield from ((name, box) for box in boxes.missing(target, ready))
             elif not entry.created:
                 yield name, _whole(entry.meta)
@@ -470,6 +471,11 @@ def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:
     sealed = Shards(entry.key, entry.meta, entry.creator, parts, target.numel * itemsize)
     sealed.version, sealed.created = version, now
     return sealed
+
+
+@lru_cache(maxsize=1024)  # layers repeat, and so do versions
+def _covers(target: Box, parts: tuple[Box, ...]) -> bool:
+    return boxes.covers(target, parts)
 
 
 def _whole(meta: ValueMeta) -> Box:
