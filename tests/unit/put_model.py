@@ -382,9 +382,12 @@ class Model:
         """The version before a partial one. One that became whole in the same moment, and is not
         kept, was never to be seen: then that it is made of puts for one such version is enough.
         """
+        earlier = [puts for v, puts in sorted(self.pending[key].items()) if v < version]
+        for puts in earlier:  # it waits for what is older, unless nobody is left to finish that
+            alive = any(not self._session_of[put].dead for put in puts.values())
+            assert not alive or not uncovered(list(puts.values()))
         if self.is_manifest(key):
             return self.visible[key][self.highest[key]]
-        earlier = [puts for v, puts in sorted(self.pending[key].items()) if v < version]
         return base_among(earlier, seen)
 
     def _compare_pending(self, key: str, putting: list[str], explicit: bool) -> None:
