@@ -7,7 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-DISTS := torchstore_core torchstore_transports torchstore_strategies plugins/torchstore-inprocess
+DISTS := torchstore_core torchstore_transports torchstore_strategies \
+	plugins/torchstore-inprocess plugins/torchstore-monarch
 SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model.txt \
 	$(addsuffix /pyproject.toml,$(DISTS)) \
 	torchstore_core/setup.py $(wildcard torchstore_core/src/torchstore_core/_native.c)
@@ -43,7 +44,8 @@ $(STAMP): $(SETUP_INPUTS)
 		-e './torchstore_core[cli,bench]' \
 		-e ./torchstore_transports \
 		-e ./torchstore_strategies \
-		-e ./plugins/torchstore-inprocess
+		-e ./plugins/torchstore-inprocess \
+		-e ./plugins/torchstore-monarch
 	@touch $@
 
 demo: $(STAMP)

@@ -747,7 +747,11 @@ class Answers(Strategy, frozen=True, tag="answers"):
     volumes: tuple[int, ...] = ()
 
     def place(
-        self, client: ClientFacts, volumes: Sequence[VolumeFacts], nbytes: int
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        keys: Sequence[str] = (),
     ) -> Sequence[int]:
         return self.volumes
 

@@ -131,8 +131,33 @@ _HOMES = {
     "TorchStoreStateDict": "client_side.packed",
 }
 
+# The strategies of torchstore-strategies, by the names that users know them by. They are not in
+# __all__: this package does not depend on that one.
+_STRATEGIES = frozenset(
+    (
+        "ControllerStorageVolumes",
+        "HashStrategy",
+        "HostStrategy",
+        "LocalRankStrategy",
+        "ReplicatedStrategy",
+        "SingletonStrategy",
+        "SpreadStrategy",
+    )
+)
+
+
+def _strategy(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module("torchstore_strategies"), name)
+    except ModuleNotFoundError as error:
+        raise PluginError(
+            f"{name} is in a package of its own: pip install torchstore-strategies"
+        ) from error
+
 
 def __getattr__(name: str) -> Any:
+    if name in _STRATEGIES:
+        return _strategy(name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = f"torchstore_core.{_HOMES.get(name, 'api')}"

@@ -137,7 +137,7 @@ async def _start(
         await host.stop(_STOP_TIMEOUT_S)
         raise
     stores.add(membership)
-    stores.publish(options.store_name, where)
+    stores.publish(options.store_name, host.local_address or where)
     return Client(membership)
 
 
@@ -218,17 +218,23 @@ async def shutdown(
 ) -> None:
     """End the store if this process owns it, else only leave it. Does nothing if there is none.
 
-    Tensors that zero-copy gets returned stay valid. Raises nothing of its own: a server that does
-    not end within ``timeout`` seconds is killed.
+    A store of a Monarch job is ended from any of its processes. Tensors that zero-copy gets
+    returned stay valid. Raises nothing of its own: a server that does not end within ``timeout``
+    seconds is killed.
     """
+    timeout = _STOP_TIMEOUT_S if timeout is None else timeout
     membership = stores.remove(store_name)
-    if membership is None:
-        return
-    membership.close()
-    if membership.runtime is not None:
-        if stores.inherited_address(store_name) == membership.address:
-            stores.publish(store_name, None)
-        await membership.runtime.stop(_STOP_TIMEOUT_S if timeout is None else timeout)
+    runtime = None if membership is None else membership.runtime
+    if membership is not None:
+        membership.close()
+        if runtime is not None:
+            published = runtime.local_address or membership.address
+            if stores.inherited_address(store_name) == published:
+                stores.publish(store_name, None)
+    if runtime is not None:
+        await runtime.stop(timeout)
+    else:
+        await stores.end(store_name, None if membership is None else membership.address, timeout)
 
 
 async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:

@@ -90,7 +90,11 @@ class VersionGoneError(TorchStoreError):
 
 
 class ObjectLostError(TorchStoreError):
-    """The memory that held a value is gone (its volume died) and no copy is left."""
+    """The memory that held a value is gone (its volume died) and no copy is left. Put it again.
+
+    ``details``: ``version``; ``volume`` (its id), ``index``, ``reason`` and ``since`` (seconds
+    since the epoch).
+    """
 
     code = "object-lost"
 

@@ -36,9 +36,10 @@ GROUPS = {
 _PACKAGES = {
     ("torchstore.transports", "shm"): "torchstore-transports",
     ("torchstore.transports", "inline"): "torchstore-transports",
-    ("torchstore.strategies", "singleton"): "torchstore-strategies",
-    ("torchstore.strategies", "local-rank"): "torchstore-strategies",
-    ("torchstore.strategies", "host"): "torchstore-strategies",
+    **{
+        ("torchstore.strategies", name): "torchstore-strategies"
+        for name in ("singleton", "local-rank", "host", "hash", "spread", "replicated")
+    },
     ("torchstore.runtimes", "monarch"): "torchstore-monarch",
 }
 

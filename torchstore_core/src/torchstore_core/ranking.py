@@ -18,7 +18,13 @@ def _names(variable: str) -> tuple[str, ...]:
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """The user's word on transports: preferred first, blocked never.
+    """The user's word on transports, and that of the store's strategy.
+
+    Args:
+        prefer: what the user wants first; among these the cheapest.
+        block: what the user never wants, whoever else does.
+        order: what the strategy wants next, in this order.
+        force: the only one that the strategy allows.
 
     >>> Policy(prefer=("tcp",)).prefer
     ('tcp',)
@@ -26,6 +32,8 @@ class Policy(msgspec.Struct, frozen=True):
 
     prefer: tuple[str, ...] = ()
     block: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    force: str | None = None
 
     @classmethod
     def make(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
@@ -41,13 +49,27 @@ class Policy(msgspec.Struct, frozen=True):
             (*block, *(n for n in _names("TORCHSTORE_BLOCK") if n not in block)),
         )
 
+    def of_store(self, transport: str | tuple[str, ...] | None) -> Policy:
+        """With what the store's strategy says: a name forces, a tuple prefers.
+
+        >>> Policy(prefer=("a",)).of_store("b").force
+        'b'
+        """
+        if isinstance(transport, str):
+            return msgspec.structs.replace(self, force=transport)
+        return msgspec.structs.replace(self, order=tuple(transport or ()))
+
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A transport that can serve the link, and what it bid."""
+    """A transport that can serve the link, and what it bid.
+
+    ``turn``: those of a lower one come first, whatever they bid.
+    """
 
     spec: TransportSpec
     bid: Bid
     preferred: bool
+    turn: int = 0
 
     def cost_s(self, nbytes: int) -> float:
         """Expected seconds for ``nbytes`` bytes."""
@@ -58,11 +80,20 @@ class Ranking:
     """All bids and refusals for one link; picks the cheapest for a size.
 
     Preferred transports win over all others, whatever they bid, for the sizes they take.
+
+    Args:
+        forced: the one that the store's strategy allows, if it does.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], refusals: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        refusals: Mapping[str, str],
+        forced: str | None = None,
+    ) -> None:
         self.candidates = list(candidates)
         self.refusals = dict(refusals)
+        self.forced = forced
         self._inline_max: int | None = None
 
     def order(self, nbytes: int, *, in_band: bool | None = None) -> list[Candidate]:
@@ -73,7 +104,7 @@ class Ranking:
             if (c.spec.max_bytes is None or nbytes <= c.spec.max_bytes)
             and (in_band is None or c.spec.in_band == in_band)
         ]
-        return sorted(fit, key=lambda c: (not c.preferred, c.cost_s(nbytes), c.spec.name))
+        return sorted(fit, key=lambda c: (c.turn, c.cost_s(nbytes), c.spec.name))
 
     def best(self, nbytes: int, *, in_band: bool | None = None) -> Candidate:
         """The best candidate.
@@ -115,10 +146,19 @@ class Ranking:
             if c.spec.max_bytes is not None and nbytes > c.spec.max_bytes
         )
         why = "; ".join(x for x in (reasons, limits) if x) or "none is installed"
+        details: dict[str, object] = {"refusals": dict(self.refusals), "nbytes": nbytes}
+        text = f"no transport can move {nbytes} bytes to or from this volume"
+        advice = "Install torchstore-transports, or unblock one"
+        if self.forced is not None:
+            text = (
+                f"transport {self.forced!r}, which the store's strategy forces, cannot move "
+                f"{nbytes} bytes to or from this volume"
+            )
+            details["forced"] = self.forced
+            advice = "Unblock it, install what offers it, or initialize with another transport="
         return TransportUnavailableError(
-            f"no transport can move {nbytes} bytes to or from this volume ({why}). Install "
-            "torchstore-transports, or unblock one; `torchstore doctor` shows every bid",
-            details={"refusals": dict(self.refusals), "nbytes": nbytes},
+            f"{text} ({why}). {advice}; `torchstore doctor` shows every bid",
+            details=details,
         )
 
 
@@ -144,6 +184,9 @@ def rank(
         if spec.name in policy.block:
             refusals[spec.name] = "blocked by configuration"
             continue
+        if policy.force is not None and spec.name != policy.force:
+            refusals[spec.name] = f"the store's strategy forces transport {policy.force!r}"
+            continue
         if spec.client is not None and spec.name not in offered:
             refusals[spec.name] = "the volume does not offer it (not installed there, or refused)"
             continue
@@ -151,5 +194,16 @@ def rank(
         if isinstance(answer, Refusal):
             refusals[spec.name] = answer.reason
         else:
-            candidates.append(Candidate(spec, answer, spec.name in policy.prefer))
-    return Ranking(candidates, refusals)
+            turn = _turn(spec.name, policy)
+            candidates.append(Candidate(spec, answer, turn <= len(policy.order), turn))
+    if policy.force is not None and not candidates:
+        why = "blocked by configuration" if policy.force in policy.block else "not installed here"
+        refusals.setdefault(policy.force, why)
+    return Ranking(candidates, refusals, policy.force)
+
+
+def _turn(name: str, policy: Policy) -> int:
+    """The user's preferred ones, then the strategy's one after the other, then all others."""
+    if name in policy.prefer:
+        return 0
+    return 1 + (policy.order.index(name) if name in policy.order else len(policy.order))

@@ -10,14 +10,19 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Topology", "memory_limit_bytes", "probe"]
+__all__ = ["HOST_ID", "Topology", "memory_limit_bytes", "probe"]
+
+
+#: Environment variable that names this process's host, in place of the kernel's boot id: for
+#: containers of one machine that share no memory, and for tests of several hosts on one.
+HOST_ID = "TORCHSTORE_HOST_ID"
 
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):
     """Where a process runs.
 
     Args:
-        host_id: the kernel's boot id. Two containers of one machine share it, so that equality
+        host_id: the kernel's boot id, or ``TORCHSTORE_HOST_ID``. Two containers of one machine share it, so that equality
             is needed, not enough: reaching the other's Unix socket is the proof.
         hostname: for people; never compared.
         pid: process id in its own pid namespace.
@@ -40,7 +45,10 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     kernel: str
 
 
-def _boot_id() -> str:
+def _host_id() -> str:
+    given = os.environ.get(HOST_ID)
+    if given:
+        return given
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -78,7 +86,7 @@ def _listdir(path: str) -> list[str]:
 def _host_facts() -> tuple[str, str, int, int, tuple[str, ...], str]:
     cuda = sum(1 for n in _listdir("/dev") if n.startswith("nvidia") and n[6:].isdigit())
     return (
-        _boot_id(),
+        _host_id(),
         socket.gethostname(),
         memory_limit_bytes(),
         cuda,

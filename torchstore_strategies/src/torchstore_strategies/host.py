@@ -9,18 +9,21 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 
 
 class HostStrategy(Strategy, frozen=True, tag="host"):
-    """Volumes of the client's host first, the emptiest of them first; then the other hosts'."""
+    """Volumes of the client's host first, the emptiest of them first; then the other hosts'.
+
+    Made for one volume a host, or a few.
+    """
 
     def place(
-        self, client: ClientFacts, volumes: Sequence[VolumeFacts], nbytes: int
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        keys: Sequence[str] = (),
     ) -> Sequence[int]:
         """Indices by (on another host, least free bytes last)."""
         order = sorted(volumes, key=lambda v: (v.host_id != client.host_id, -v.free_bytes, v.index))
         return [v.index for v in order]
-
-    def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
-        """A copy on the client's host if there is one."""
-        return next((i for i, v in enumerate(copies) if v.host_id == client.host_id), 0)
 
 
 @hookimpl

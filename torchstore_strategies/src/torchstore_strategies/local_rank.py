@@ -14,9 +14,13 @@ class LocalRankStrategy(Strategy, frozen=True, tag="local-rank"):
     """
 
     def place(
-        self, client: ClientFacts, volumes: Sequence[VolumeFacts], nbytes: int
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """The rank's own volume, then (when it is full) the others in order."""
+        """The rank's own volume, then (when it is full or lost) the others in order."""
         rank = client.rank
         if rank is None:
             rank = client.local_rank
@@ -24,10 +28,6 @@ class LocalRankStrategy(Strategy, frozen=True, tag="local-rank"):
             rank = client.pid
         first = rank % len(volumes)
         return [(first + i) % len(volumes) for i in range(len(volumes))]
-
-    def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
-        """A copy on the client's host if there is one."""
-        return next((i for i, v in enumerate(copies) if v.host_id == client.host_id), 0)
 
 
 @hookimpl

@@ -16,10 +16,18 @@ class SingletonStrategy(Strategy, frozen=True, tag="singleton"):
     """
 
     def place(
-        self, client: ClientFacts, volumes: Sequence[VolumeFacts], nbytes: int
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        keys: Sequence[str] = (),
     ) -> Sequence[int]:
         """Volume 0, and no other."""
         return (0,)
+
+
+#: The name that users of TorchStore know it by.
+ControllerStorageVolumes = SingletonStrategy
 
 
 @hookimpl

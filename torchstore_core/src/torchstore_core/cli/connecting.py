@@ -17,7 +17,7 @@ from torchstore_core import topology
 from torchstore_core.client_side.lane import Lane, client_facts, handshake
 from torchstore_core.client_side.stores import ADDRESS
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
-from torchstore_core.server.app import runtime_directory
+from torchstore_core.server.directories import runtime_directory
 from torchstore_core.wire import messages as m
 
 __all__ = ["Running", "Store", "choose", "given_address", "open_store", "running"]

@@ -19,13 +19,16 @@ from torchstore_core import copying, topology
 from torchstore_core.cli import reports
 from torchstore_core.cli.connecting import Running, given_address, open_store, running
 from torchstore_core.client_side import stores
+from torchstore_core.client_side.lane import socket_path
 from torchstore_core.client_side.links import VolumeLinks
 from torchstore_core.contracts.transport import LinkContext, TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.plugins import GROUPS, Registry
 from torchstore_core.ranking import Policy, Ranking, rank
-from torchstore_core.server.app import ServerOptions, default_capacity, runtime_directory
+from torchstore_core.server.app import ServerOptions
+from torchstore_core.server.directories import runtime_directory
 from torchstore_core.server.memory import open_memory
+from torchstore_core.server.volume import default_capacity
 from torchstore_core.virtual_memory import map_shared, populate_write, unmap
 
 __all__ = ["examine"]
@@ -186,8 +189,13 @@ async def _store(
         async with open_store(server.address, timeout) as store:
             welcome = store.welcome
             for info in welcome.volumes:
-                same_host = info.topology.host_id == welcome.server.host_id == here.host_id
-                volume = VolumeLinks(info, here, same_host, registry, policy)
+                reached = welcome.via or welcome.server
+                same_host = info.topology.host_id == reached.host_id == here.host_id
+                control = socket_path(server.address)
+                if info.lost:
+                    continue
+                word = policy.of_store(welcome.transport)
+                volume = VolumeLinks(info, here, same_host, registry, word, control)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the refusals say it
                     await volume.connect_best()

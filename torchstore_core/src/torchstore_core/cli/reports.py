@@ -86,6 +86,7 @@ class KeyLine(msgspec.Struct, frozen=True):
     created: float
     creator_pid: int
     entries: int | None = None
+    lost: str = ""
 
     @classmethod
     def make(cls, found: m.Listed) -> KeyLine:
@@ -105,6 +106,7 @@ class KeyLine(msgspec.Struct, frozen=True):
             found.created,
             found.creator_pid,
             getattr(found.meta, "entries", None),
+            found.lost,
         )
 
 
@@ -128,7 +130,8 @@ class KeyDetails(msgspec.Struct, frozen=True):
     """``torchstore stat``. ``segment`` and ``offset`` are None for what is not one range of memory.
 
     ``parts``: the shards that a tensor lies in. ``versions``: those that can be read; ``pending``:
-    those that wait for shards or participants.
+    those that wait for shards or participants. ``lost``: why some of it cannot be read any more;
+    ``copies``: in how many volumes it lies.
     """
 
     key: str
@@ -149,6 +152,8 @@ class KeyDetails(msgspec.Struct, frozen=True):
     parts: int
     versions: list[int]
     pending: list[m.Pending]
+    lost: str = ""
+    copies: int = 1
 
     @classmethod
     def make(cls, found: m.Found) -> KeyDetails:
@@ -174,6 +179,8 @@ class KeyDetails(msgspec.Struct, frozen=True):
             found.parts,
             found.versions,
             found.pending,
+            found.lost,
+            found.copies,
         )
 
 

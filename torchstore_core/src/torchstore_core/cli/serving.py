@@ -11,7 +11,8 @@ from pathlib import Path
 from torchstore_core.cli.reports import Serving
 from torchstore_core.errors import ConfigurationError, from_wire
 from torchstore_core.server.__main__ import run
-from torchstore_core.server.app import Ready, ServerOptions, default_capacity
+from torchstore_core.server.app import Ready, ServerOptions
+from torchstore_core.server.volume import default_capacity
 
 __all__ = ["serve"]
 

@@ -43,8 +43,9 @@ def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
 
 def _status(screen: Screen, report: reports.StatusReport) -> None:
     """A page about one store."""
-    capacity = sum(v.capacity_bytes for v in report.volumes)
-    used = sum(v.used_bytes for v in report.volumes)
+    living = [v for v in report.volumes if not v.lost]
+    capacity = sum(v.capacity_bytes for v in living)
+    used = sum(v.used_bytes for v in living)
     screen.line((report.store_name, "bold"), ("  up ", "dim"), human_duration(report.uptime_s))
     screen.line((report.address, "dim"))
     screen.line()
@@ -84,6 +85,10 @@ def _volumes(screen: Screen, report: reports.StatusReport) -> None:
     ]
     screen.heading("Volumes")
     screen.table(titles + ["UNFINISHED"] * writing, rows, right=range(1, 8))
+    lost = [(f"lost: {v.id}", v.lost) for v in report.volumes if v.lost]
+    if lost:
+        screen.line()
+        screen.table((), [(Text(printable(name), "red"), printable(why)) for name, why in lost])
 
 
 def _most(operations: dict[str, int]) -> str:
@@ -152,7 +157,8 @@ def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
                 str(e.creator_pid),
                 f"{e.volume} (inline)" if e.inline else e.volume,
             ]
-        rows.append([*row, Text(printable(e.key), "bold")])
+        key: Cell = Text(printable(e.key), "bold")
+        rows.append([*row, Text(f"{printable(e.key)} (lost)", "red") if e.lost else key])
     screen.table([*titles, "KEY"], rows, right=(0, 3, 4, 5, 6) if long else (0, 3))
     # A state dict's entries are listed, too: its bytes are theirs.
     total = human_bytes(sum(e.nbytes for e in report.entries if e.entries is None))
@@ -184,6 +190,10 @@ def _key(screen: Screen, e: reports.KeyDetails) -> None:
         rows.insert(2, ("shape", _shape(e.shape)))
     if len(e.versions) > 1:
         rows.insert(1, ("kept", ", ".join(map(str, e.versions[:-1]))))
+    if e.copies > 1:
+        rows.append(("copies", f"{e.copies:,}"))
+    if e.lost:
+        rows.append(("lost", printable(e.lost)))
     rows += [(f"version {p.version}", _pending(p)) for p in e.pending]
     screen.line((printable(e.key), "bold"))
     screen.table((), [(Text(name, "dim"), text) for name, text in rows])

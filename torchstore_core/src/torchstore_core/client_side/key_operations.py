@@ -49,8 +49,8 @@ class KeyOperations(ClientBase):
         return reply.count
 
     async def exists(self, key: str, *, timeout: float | None = None) -> bool:
-        """Whether a key, or an entry of a state dict, has a whole version. Raises what every
-        operation does.
+        """Whether a key, or an entry of a state dict, has a whole version that can be read: False
+        if any of it is lost. Raises what every operation does.
         """
         writing.check_key(key)
         reply = await self._call("exists", m.Flags, m.Exists, timeout, [key])
@@ -58,7 +58,7 @@ class KeyOperations(ClientBase):
 
     async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
         """Keys that start with ``prefix`` (as ``str.startswith``), sorted; a state dict's own key
-        and its entries as ``<key>/<name>``.
+        and its entries as ``<key>/<name>``. Lost ones are among them.
 
         Raises:
             UnsupportedValueError: the prefix is not a str.
@@ -180,6 +180,7 @@ def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:
         "nbytes": nbytes,
         "chosen": order[0].spec.name if order else None,
         "inline_up_to": ranking.inline_max(),
+        "forced": ranking.forced,
         "bids": [
             {
                 "transport": c.spec.name,

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchstore_core.contracts.transport import Link, LinkContext, SupportsWindow
 from torchstore_core.errors import (
@@ -37,6 +37,7 @@ class VolumeLinks:
         info: the volume and its offers.
         here: this process.
         same_host: proven by the caller.
+        control: path of the Unix socket that this process reached the store by.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class VolumeLinks:
         same_host: bool,
         registry: Registry,
         policy: Policy,
+        control: str,
     ) -> None:
         self.info = info
-        self.context = LinkContext(here, info.topology, same_host, offered=False)
+        self.context = LinkContext(here, info.topology, same_host, offered=False, control=control)
         self.ranking: Ranking = rank(registry.transports(), self.context, info.offers, policy)
         self.ranking.refusals.update(registry.left_out("torchstore.transports"))
         self._links: dict[str, Link] = {}
@@ -58,13 +60,16 @@ class VolumeLinks:
         self._lock = threading.Lock()
         self._active = 0
         self._closed = False
+        #: Why the volume's memory is gone for good; empty while it lives.
+        self.lost = info.lost
 
     async def attempt(self, nbytes: int, action: Callable[[Link, Candidate], Awaitable[T]]) -> T:
         """Run ``action`` on the best link for ``nbytes``; a link that fails is dropped, loudly,
         and the next bid gets its turn.
 
         Raises:
-            TransportUnavailableError: no link is left.
+            TransportUnavailableError: no link is left, or the volume is lost. ``details["volume"]``
+                is its index.
         """
         with self._in_use():
             for candidate in self.ranking.order(nbytes, in_band=False):
@@ -73,12 +78,21 @@ class VolumeLinks:
                     return await action(link, candidate)
                 except TransportError as error:
                     self._drop(candidate, error)
-        raise self.ranking.unavailable(nbytes)
+        none_left = self.ranking.unavailable(nbytes)
+        raise self._unreachable(none_left.message, none_left.details)
+
+    def _unreachable(
+        self, why: str, details: dict[str, Any] | None = None
+    ) -> TransportUnavailableError:
+        return TransportUnavailableError(
+            f"volume {self.info.id} cannot be reached: {why}",
+            details={**(details or {}), "volume": self.info.index},
+        )
 
     async def connect_best(self) -> None:
         """Connect the link that large values will take, so that the first of them need not."""
         order = self.ranking.order(1 << 30, in_band=False)
-        if order:
+        if order and not self.lost:
             try:
                 await self._connected(order[0])
             except TransportError as error:
@@ -94,6 +108,13 @@ class VolumeLinks:
                 with self._in_use():
                     window.window(segment)
                     window.prepare(segment, 0, nbytes, fresh=False)
+
+    def lose(self, why: str) -> None:
+        """The volume's memory is gone for good: let go of it, as soon as no transfer uses it. What
+        was mapped from it stays.
+        """
+        self.lost = why
+        self.close()
 
     def close(self) -> None:
         """Close all links, once no transfer uses them any more."""
@@ -146,6 +167,8 @@ class VolumeLinks:
     @contextmanager
     def _in_use(self) -> Iterator[None]:
         with self._lock:
+            if self.lost:
+                raise self._unreachable(f"it is gone ({self.lost})")
             if self._closed:
                 raise StoreClosedError("this client was closed")
             self._active += 1

@@ -22,13 +22,14 @@ from torchstore_core.errors import (
     StoreFullError,
     StoreTimeoutError,
     TorchStoreError,
+    TransportError,
     UnsupportedValueError,
     VersionGoneError,
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Clock", "Leasing", "Putting", "Want", "asks_of"]
+__all__ = ["Clock", "Leasing", "Putting", "Unreachable", "Want", "asks_of"]
 __all__ += ["cancel_wait", "check_version", "get_asks", "put_sources"]
 
 # The server answers requests on up to this many entries faster than a task switch takes.
@@ -222,6 +223,8 @@ class Putting:
     async def write(self) -> None:
         """Move the bytes. Afterwards the sources may be changed."""
         placed = [source for source in self._sources if source.nbytes]
+        if len(self._grants) > len(placed):  # a part as long as the first for each further copy
+            placed *= len(self._grants) // len(placed)
         pairs = zip(placed, self._grants, strict=True)
         wanted = [(source, grant) for source, grant in pairs if grant is not None]
         work = writing.write(self._session, wanted)
@@ -275,12 +278,34 @@ async def get_asks(
     """
     if not asks:
         return reading.Result({}, set(), ""), [], 0
+    wants = [ask.wire() for ask in asks]
+    unreachable = Unreachable()
+    while True:
+        try:
+            return await _get_asks(
+                session, lane, asks, wants, clock, allow_pickle, unreachable
+            )
+        except TransportError as error:
+            unreachable.add(error)
+
+
+async def _get_asks(
+    session: Session,
+    lane: Lane,
+    asks: Sequence[Want],
+    wants: list[m.Want],
+    clock: Clock,
+    allow_pickle: bool,
+    unreachable: Unreachable,
+) -> tuple[reading.Result, list[m.Entry], int]:
     with Leasing(session, lane, clock) as leasing:
-        wants = [ask.wire() for ask in asks]
-        request = m.Locate(lane.next_id(), leasing.lease, wants, session.inline_max())
+        request = m.Locate(
+            lane.next_id(), leasing.lease, wants, session.inline_max(), unreachable.volumes
+        )
         quick = len(wants) <= _QUICK_ENTRIES
         located = await lane.call(request, m.Located, clock.left(), quick=quick)
         starts = leasing.granted(located.entries, located.leased)
+        unreachable.check(located.entries)
         clock.phase("plan")
         found = zip(asks, located.entries, starts, strict=True)
         targets = [
@@ -289,6 +314,36 @@ async def get_asks(
         ]
         result = await leasing.read(targets, allow_pickle)
         return result, located.entries, sum([target.nbytes for target in targets])
+
+
+class Unreachable:
+    """Volumes that a get could not read from: it asks again, for copies elsewhere."""
+
+    __slots__ = ("_errors", "volumes")
+
+    def __init__(self) -> None:
+        self.volumes: list[int] = []
+        self._errors: dict[int, TransportError] = {}
+
+    def add(self, error: TransportError) -> None:
+        """A volume failed. Raises the error if it did before, or names no volume."""
+        volume = error.details.get("volume")
+        if not isinstance(volume, int) or volume in self._errors:
+            raise error
+        self._errors[volume] = error
+        self.volumes.append(volume)
+
+    def check(self, entries: Sequence[m.Entry | None]) -> None:
+        """Raises the error of a volume that entries still name: there is no copy elsewhere."""
+        if not self._errors:
+            return
+        for entry in entries:
+            if entry is None:
+                continue
+            grants = [entry.grant, *(part.grant for part in entry.parts or ())]
+            for grant in grants:
+                if grant is not None and grant.volume in self._errors:
+                    raise self._errors[grant.volume]
 
 
 class Leasing:

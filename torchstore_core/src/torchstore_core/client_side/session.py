@@ -21,7 +21,7 @@ from collections import deque
 import msgspec
 
 from torchstore_core import topology
-from torchstore_core.client_side.lane import Lane, client_facts, handshake
+from torchstore_core.client_side.lane import Lane, client_facts, handshake, socket_path
 from torchstore_core.client_side.links import VolumeLinks
 from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins import Registry
@@ -59,8 +59,9 @@ class Session:
         self.here = topology.probe()
         self.facts = client_facts(dict(os.environ), self.here)
         self.registry = Registry(block=policy.block)
-        # The anchor is a Unix socket, so the server is here if its host id is ours: proven.
-        server_host = welcome.server.host_id
+        # The anchor is a Unix socket, so what answers is here if its host id is ours: proven.
+        server_host = (welcome.via or welcome.server).host_id
+        policy = policy.of_store(welcome.transport)
         self.volumes = [
             VolumeLinks(
                 info,
@@ -68,6 +69,7 @@ class Session:
                 info.topology.host_id == server_host == self.here.host_id,
                 self.registry,
                 policy,
+                socket_path(address),
             )
             for info in welcome.volumes
         ]
@@ -196,7 +198,8 @@ class Session:
 
         The controller chooses the volume, so the smallest of all volumes' limits counts.
         """
-        return min(volume.ranking.inline_max() for volume in self.volumes)
+        living = [volume.ranking.inline_max() for volume in self.volumes if not volume.lost]
+        return min(living, default=-1)
 
     # ---- giving back ----------------------------------------------------------------------
 
@@ -304,6 +307,8 @@ class Session:
                 return False
             if isinstance(message, m.Warmed):
                 self._warm = list(message.warm)
+            elif isinstance(message, m.Lost) and message.volume < len(self.volumes):
+                self.volumes[message.volume].lose(message.reason)
         return True
 
     def _send_dead(self) -> None:
@@ -330,7 +335,7 @@ class Session:
     def _fill_page_tables(self) -> None:
         warm, self._warm = self._warm, []
         for volume, segment, nbytes in warm:
-            if nbytes and volume < len(self.volumes):
+            if nbytes and volume < len(self.volumes) and not self.volumes[volume].lost:
                 try:
                     self.volumes[volume].warm(segment, nbytes)
                 except TorchStoreError as error:

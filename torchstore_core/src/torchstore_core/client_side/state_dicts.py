@@ -17,7 +17,14 @@ from torchstore_core.client_side import nesting, reading, writing
 from torchstore_core.client_side.casting import CastPlan, Casts
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.nesting import Leaf
-from torchstore_core.client_side.operations import Clock, Leasing, Putting, Want, asks_of
+from torchstore_core.client_side.operations import (
+    Clock,
+    Leasing,
+    Putting,
+    Unreachable,
+    Want,
+    asks_of,
+)
 from torchstore_core.client_side.packed import TorchStoreStateDict
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import (
@@ -33,6 +40,7 @@ from torchstore_core.client_side.ties import PLAIN, Ties
 from torchstore_core.errors import (
     ConfigurationError,
     LayoutMismatchError,
+    TransportError,
     UnsafeObjectError,
     UnsupportedValueError,
 )
@@ -332,16 +340,44 @@ async def fetch(
     clock: Clock,
     how: Filling,
 ) -> Fetched:
-    """One message, one lease, one batch of copies.
+    """One message, one lease, one batch of copies; again, if a volume cannot be reached and there
+    are copies elsewhere.
 
     Raises:
         LayoutMismatchError: ``how.strict`` and something does not match; nothing was written.
     """
+    unreachable = Unreachable()
+    while True:
+        try:
+            return await _fetch(session, lane, key, version, wanted, clock, how, unreachable)
+        except TransportError as error:
+            unreachable.add(error)
+
+
+async def _fetch(
+    session: Session,
+    lane: Lane,
+    key: str,
+    version: int,
+    wanted: Wanted | None,
+    clock: Clock,
+    how: Filling,
+    unreachable: Unreachable,
+) -> Fetched:
     with Leasing(session, lane, clock) as leasing:
         wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
-        request = m.Fetch(lane.next_id(), leasing.lease, key, version, wants, session.inline_max())
+        request = m.Fetch(
+            lane.next_id(),
+            leasing.lease,
+            key,
+            version,
+            wants,
+            session.inline_max(),
+            unreachable.volumes,
+        )
         reply = await lane.call(request, m.Fetched, clock.left())
         starts = leasing.granted(reply.entries, reply.leased)
+        unreachable.check(reply.entries)
         clock.phase("plan")
         if how.report is not None:
             how.report.version = reply.version

@@ -18,8 +18,9 @@ import msgspec
 
 from torchstore_core.client_side.session import Session
 from torchstore_core.contracts.observer import Operation
-from torchstore_core.contracts.runtime import Runtime
+from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
 from torchstore_core.errors import ConfigurationError, StoreClosedError
+from torchstore_core.plugins import Registry, load_class
 from torchstore_core.ranking import Policy
 
 __all__ = [
@@ -50,7 +51,8 @@ class Membership:
 
     Args:
         store_name: the name here.
-        address: where its server listens.
+        address: where its server listens (``unix:/path``), or which store of a job it is
+            (``<runtime>:<store>``): then it is looked up whenever a session opens.
         policy: the user's word on transports.
         timeout: default of every operation, seconds; None waits for ever.
         allow_pickle: default of every operation.
@@ -75,6 +77,8 @@ class Membership:
         self.observe: Callable[[Operation], None] | None = None
         self._session: Session | None = None
         self._closed = False
+        self._found = ""  # where the address led to, the last time, in process _found_by
+        self._found_by = 0
 
     def session_here(self) -> Session | None:
         """The session of this process, if it is open."""
@@ -94,7 +98,7 @@ class Membership:
             raise StoreClosedError(
                 f"store {self.store_name!r} was shut down in this process; initialize or connect"
             )
-        made = await Session.open(self.address, self.policy, timeout)
+        made = await Session.open(await self._where(timeout), self.policy, timeout)
         with _lock:
             session = self._session
             if session is not None and session.usable:
@@ -104,6 +108,25 @@ class Membership:
             _sessions.add(made)
         self.observe = _observer(made)
         return made
+
+    async def _where(self, timeout: float | None) -> str:
+        """The Unix socket that leads to the server now."""
+        scheme, _, name = self.address.partition(":")
+        registry = Registry() if scheme != "unix" else None
+        if registry is None or scheme not in registry.names("torchstore.runtimes"):
+            return self.address
+        if self._found and self._found_by != os.getpid():
+            return self._found  # a forked child: the engine is the parent's
+        found = await _find_by(registry.runtime(scheme), name, timeout)
+        if found is None and self.runtime is None:
+            found = inherited_address(self.store_name)
+        if found is None:
+            raise StoreClosedError(
+                f"there is no store {name!r} in this job: `await initialize()` one in any of its "
+                "processes"
+            )
+        self._found, self._found_by = found, os.getpid()
+        return found
 
     def reset(self) -> None:
         """Drop the session; the next operation opens a new one. Live tensors stay valid."""
@@ -147,7 +170,8 @@ def starting(store_name: str) -> Iterator[None]:
     """
     with _lock:
         before = _memberships.get(store_name)
-        if store_name in _starting or (before is not None and before.runtime is not None):
+        owned = before is not None and before.runtime is not None and not before.runtime.shared
+        if store_name in _starting or owned:
             raise ConfigurationError(
                 f"store {store_name!r} is initialized in this process already; shut it down "
                 "first, or give another store_name"
@@ -168,7 +192,7 @@ def find(store_name: str) -> Membership:
     membership = _memberships.get(store_name)
     if membership is not None:
         return membership
-    address = inherited_address(store_name)
+    address = _of_job(store_name) or inherited_address(store_name)
     if address is None:
         raise StoreClosedError(
             f"there is no store {store_name!r} in this process: `await initialize()` one, "
@@ -181,6 +205,40 @@ def find(store_name: str) -> Membership:
                 store_name, address, Policy.make(), DEFAULT_TIMEOUT_S, allow_pickle_default()
             ),
         )
+
+
+def _of_job(store_name: str) -> str | None:
+    """The address by which the engine that runs this process, if one does, finds the store."""
+    for spec in Registry().runtimes():
+        if spec.find is not None and spec.here is not None and spec.here():
+            return f"{spec.name}:{store_name}"
+    return None
+
+
+async def _find_by(spec: RuntimeSpec, name: str, timeout: float | None) -> str | None:
+    if spec.find is None:
+        raise StoreClosedError(f"the runtime {spec.name!r} cannot find stores; connect to a socket")
+    found: str | None = await load_class(spec.find)(name, timeout)
+    return found
+
+
+async def end(store_name: str, address: str | None, timeout: float | None) -> bool:
+    """End a store of the job that this process belongs to, though another process began it; False
+    if there is none.
+
+    Args:
+        address: of this process's membership; None: it has none.
+    """
+    address = address or _of_job(store_name) or ""
+    scheme, _, name = address.partition(":")
+    registry = Registry() if scheme not in ("", "unix") else None
+    if registry is None or scheme not in registry.names("torchstore.runtimes"):
+        return False
+    spec = registry.runtime(scheme)
+    if spec.end is None:
+        return False
+    ended: bool = await load_class(spec.end)(name, timeout)
+    return ended
 
 
 def known(store_name: str) -> Membership | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from torchstore_core.client_side.tensors import (
     tensor_at,
 )
 from torchstore_core.contracts.transport import Copy, Link, SupportsWindow
-from torchstore_core.errors import UnsupportedValueError
+from torchstore_core.errors import TransportError, UnsupportedValueError
 from torchstore_core.ranking import Candidate
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
@@ -144,31 +145,66 @@ def inline_bytes(source: Source) -> bytes:
 
 
 async def write(session: Session, granted: Iterable[tuple[Source, m.Grant]]) -> str:
-    """Move the sources into their granted places; the name of the transport that did."""
+    """Move the sources into their granted places; the names of the transports that did.
+
+    Volumes of other hosts are written to at the same time. One that is lost meanwhile is left out:
+    the server knows what that means for the put.
+    """
     by_place: dict[tuple[int, int], list[tuple[Source, m.Grant]]] = {}
     for source, grant in granted:
         by_place.setdefault((grant.volume, grant.segment), []).append((source, grant))
     names: set[str] = set()
-    for (volume, segment), items in by_place.items():
-        nbytes = sum(source.nbytes for source, _ in items)
+    here = [place for place in by_place if session.volumes[place[0]].context.same_host]
+    there = [place for place in by_place if place not in here]
 
-        async def action(
-            link: Link,
-            candidate: Candidate,
-            items: list[tuple[Source, m.Grant]] = items,
-            nbytes: int = nbytes,
-            segment: int = segment,
-        ) -> None:
-            names.add(candidate.spec.name)
-            if any(source.tensor is not None and source.tensor.is_cuda for source, _ in items):
-                session.keep_memory()
-            if isinstance(link, SupportsWindow):
-                await _write_window(link, segment, items, nbytes)
-            else:
-                await _write_copies(link, items)
+    async def locally() -> None:
+        for place in here:
+            await _write_place(session, place, by_place[place], names)
 
-        await session.volumes[volume].attempt(nbytes, action)
+    if not there:
+        await locally()
+    elif len(by_place) == 1:
+        await _write_place(session, there[0], by_place[there[0]], names)
+    else:
+        work = [_write_place(session, place, by_place[place], names) for place in there]
+        await _together([locally(), *work])
     return "+".join(sorted(names))
+
+
+async def _write_place(
+    session: Session,
+    place: tuple[int, int],
+    items: Sequence[tuple[Source, m.Grant]],
+    names: set[str],
+) -> None:
+    volume, segment = place
+    nbytes = sum([source.nbytes for source, _ in items])
+
+    async def action(link: Link, candidate: Candidate) -> None:
+        names.add(candidate.spec.name)
+        if any(source.tensor is not None and source.tensor.is_cuda for source, _ in items):
+            session.keep_memory()
+        if isinstance(link, SupportsWindow):
+            await _write_window(link, segment, items, nbytes)
+        else:
+            await _write_copies(link, items)
+
+    links = session.volumes[volume]
+    try:
+        await links.attempt(nbytes, action)
+    except TransportError:
+        if not links.lost:
+            raise
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """At the same time; when one fails, or the caller is cancelled, all have stopped."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def _write_window(

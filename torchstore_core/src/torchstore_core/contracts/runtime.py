@@ -35,7 +35,17 @@ class StoreOptions(msgspec.Struct, frozen=True):
 
 
 class Runtime(ABC):
-    """A running server, as seen by the process that started it (its owner)."""
+    """A running server, as seen by the process that started it (its owner).
+
+    Attributes:
+        shared: the engine itself knows which stores there are, and refuses a second one of a name;
+            any process of the job may end a store.
+        local_address: what child processes of the owner connect to, that are not the engine's;
+            None: what :meth:`start` returned. Set by :meth:`start`.
+    """
+
+    shared: bool = False
+    local_address: str | None = None
 
     @abstractmethod
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
@@ -54,10 +64,24 @@ class Runtime(ABC):
 class RuntimeSpec(msgspec.Struct, frozen=True):
     """What a plug-in's ``torchstore_runtime`` hook returns.
 
-    ``applies`` says how well it fits this process: None if it does not, else a rank (``auto``
-    takes the highest); ``mesh`` is what the user gave ``initialize``.
+    Args:
+        name: must equal the entry-point name.
+        factory: ``"module:Class"`` of the Runtime, imported when chosen.
+        applies: how well it fits this process: None if it does not, else a rank (``auto`` takes
+            the highest). Its argument is the ``mesh`` that the user gave ``initialize``.
+        here: whether this process may belong to a job of the engine; cheap, imports nothing.
+        find: ``"module:function"``, asked in such a process for a store that was not initialised
+            in it: ``async (store_name, timeout) -> address`` of a Unix socket, or None if the job
+            has no such store. An address ``"<name>:<store>"`` is resolved by it too.
+        end: ``"module:function"``: ``async (store_name, timeout) -> bool`` ends a store of the job,
+            from any process of it; False if there was none.
+        spmd: ``"module:function"``: how ``initialize_spmd`` starts a store over several hosts.
     """
 
     name: str
-    factory: str  # "module:Class" of the Runtime, imported when chosen
+    factory: str
     applies: Callable[[object | None], int | None]
+    here: Callable[[], bool] | None = None
+    find: str | None = None
+    end: str | None = None
+    spmd: str | None = None

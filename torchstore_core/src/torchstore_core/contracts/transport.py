@@ -64,12 +64,15 @@ class LinkContext(msgspec.Struct, frozen=True):
     """The two plain facts that a bid is made from, and what the volume offered.
 
     ``same_host`` is proven (same boot id *and* the Unix socket was reached), never guessed.
+    ``control``: path of that Unix socket, which is on the client's host: the server's, or a
+    relay's.
     """
 
     client: Topology
     volume: Topology
     same_host: bool
     offered: bool
+    control: str = ""
 
 
 class TransportSpec(msgspec.Struct, frozen=True):

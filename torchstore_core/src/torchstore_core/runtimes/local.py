@@ -15,12 +15,12 @@ import msgspec
 
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import (
-    PluginError,
     StoreClosedError,
     StoreTimeoutError,
     from_wire,
 )
 from torchstore_core.ranking import Policy
+from torchstore_core.strategy_data import encode_strategy
 
 __all__ = ["LocalRuntime"]
 
@@ -51,8 +51,7 @@ class LocalRuntime(Runtime):
             "owner": os.getpid(),
         }
         if strategy is not None:
-            config["strategy"] = strategy_name(strategy)
-            config["strategy_fields"] = msgspec.json.encode(strategy)
+            config["strategy"], config["strategy_fields"] = encode_strategy(strategy)
         # -P: the server must not import what happens to lie in the current folder. A session of
         # its own: Ctrl-C is for the owner, which then ends it.
         command = [sys.executable, "-P", "-m", "torchstore_core.server"]
@@ -135,17 +134,3 @@ class LocalRuntime(Runtime):
         if self._process is not None and os.getpid() == self._owner:
             self._process.terminate()
             self._end(_KILL_AFTER_S)
-
-
-def strategy_name(strategy: object) -> str:
-    """The entry-point name of a strategy: its tag.
-
-    Raises:
-        PluginError: it is no Strategy with a tag.
-    """
-    config = getattr(type(strategy), "__struct_config__", None)
-    if config is None or not isinstance(config.tag, str):
-        raise PluginError(
-            f"a strategy is a msgspec Struct derived from Strategy with a tag, not {strategy!r}"
-        )
-    return str(config.tag)

@@ -84,6 +84,20 @@ class Allocator:
         self.high_water = max(self.high_water, best + size)
         return best
 
+    def take_tail(self) -> tuple[int, int] | None:
+        """Give out the whole free range that ends at the capacity, as ``(offset, nbytes)``.
+
+        >>> a = Allocator(256)
+        >>> a.allocate(64), a.take_tail(), a.take_tail()
+        (0, (64, 192), None)
+        """
+        start = self._by_end.pop(self.capacity, None)
+        if start is None:
+            return None
+        size = self._by_start.pop(start)
+        self.used += size
+        return start, size
+
     def free(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Take back ``(offset, nbytes)`` ranges: whole allocations or any aligned part of one."""
         start = end = -1

@@ -1,40 +1,40 @@
-"""The server process: volumes, controller, socket, and ending with its owner."""
+"""The server: controller, volumes here or in other processes, and the socket of this host."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import shutil
-import socket
-import stat
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from torchstore_core import topology
-from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
-from torchstore_core.errors import ConfigurationError, PluginError
-from torchstore_core.plugins import Registry, load_class
+from torchstore_core.errors import (
+    ConfigurationError,
+    ProtocolError,
+    StoreClosedError,
+    StoreTimeoutError,
+)
+from torchstore_core.plugins import Registry
+from torchstore_core.server.allocator import Allocator
+from torchstore_core.server.attached import AttachedMemory
 from torchstore_core.server.connection import Connection
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.memory import SegmentMemory
+from torchstore_core.server.conversation import Conversation
+from torchstore_core.server.directories import PrivateDirectory
 from torchstore_core.server.placement import session_bytes
 from torchstore_core.server.records import VolumeRecord
+from torchstore_core.server.volume import Volume, default_capacity, default_prefault
+from torchstore_core.strategy_data import decode_strategy
 from torchstore_core.wire import messages as m
 
-__all__ = ["Server", "ServerOptions", "runtime_directory"]
+__all__ = ["Ready", "Server", "ServerOptions"]
 
 log = logging.getLogger(__name__)
 
-_GIB = 1 << 30
-_DEFAULT_PREFAULT = 1 * _GIB
 _SHUTDOWN_GRACE_S = 0.5
-_STALE_AFTER_S = 10.0
 
 
 class ServerOptions(msgspec.Struct, frozen=True):
@@ -42,7 +42,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
     Args:
         store_name: shown in status.
-        num_storage_volumes: volumes, all in this process.
+        num_storage_volumes: how many volumes.
+        attached: they live in other processes, which attach them; else all in this one.
         capacity: bytes over all volumes; None: half of the memory limit.
         prefault: bytes to warm at the start; None: up to 1 GiB, at most half of the capacity and
             an eighth of the memory limit; 0: never warm anything in the background.
@@ -56,6 +57,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
     store_name: str = "torchstore"
     num_storage_volumes: int = 1
+    attached: bool = False
     capacity: int | None = None
     prefault: int | None = None
     strategy: str = "singleton"
@@ -73,64 +75,32 @@ class Ready(msgspec.Struct, frozen=True):
     pid: int
 
 
-def runtime_directory() -> Path:
-    """The per-user directory (mode 0700) that holds one directory per running server.
-
-    Raises:
-        ConfigurationError: it exists but belongs to someone else or is open to others.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.path.isdir(base) and os.access(base, os.W_OK):
-        path = Path(base) / "torchstore"
-    else:
-        path = Path(tempfile.gettempdir()) / f"torchstore-{os.getuid()}"
-    if len(str(path)) > 70:  # a Unix socket's path has at most 107 bytes
-        path = Path("/tmp") / f"torchstore-{os.getuid()}"  # noqa: S108 - checked just below
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = path.lstat()
-    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077 or path.is_symlink():
-        raise ConfigurationError(
-            f"{path} must be a directory of yours with mode 0700; remove it or set XDG_RUNTIME_DIR"
-        )
-    return path
-
-
-def remove_stale(base: Path) -> None:
-    """Remove directories of servers that are gone (killed): their socket refuses connections."""
-    for path in base.iterdir():
-        control = path / "control.sock"
-        try:
-            age = time.time() - control.stat().st_mtime
-        except FileNotFoundError:
-            continue
-        if age < _STALE_AFTER_S:  # bound, but maybe not listening yet
-            continue
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(0.2)
-            try:
-                probe.connect(str(control))
-            except ConnectionRefusedError:
-                shutil.rmtree(path, ignore_errors=True)
-            except OSError:
-                continue
-
-
 class Server:
-    """Controller and volumes behind one Unix socket."""
+    """Controller and volumes behind one Unix socket.
+
+    Attributes:
+        conversations: with clients and volumes, whatever carries them.
+        connections: those on the Unix socket.
+        before_close: awaited before what a client process held through a connection here is
+            undone: an agent of this host may still be writing for it. Called with its pid.
+    """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
+        self.conversations: set[Conversation] = set()
         self.connections: set[Connection] = set()
         self.topology = topology.probe()
         self.registry = Registry(block=options.block)
-        self._halves: list[TransportServer] = []
-        self._memories: list[SegmentMemory] = []
+        self._volumes: list[Volume] = []  # in this process
+        self._attached: dict[int, VolumeRecord] = {}
+        self._all_attached = asyncio.Event()
+        self._controller: Controller | None = None
         self._listener: asyncio.AbstractServer | None = None
         self._stopping = False
         self._stopped = asyncio.Event()
         self._all_gone = asyncio.Event()
-        self._directory = Path()
-        self._own_directory = False
+        self._directory: PrivateDirectory | None = None
+        self.before_close: Callable[[int], Awaitable[None]] | None = None
         self._started = time.monotonic()
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
@@ -143,24 +113,15 @@ class Server:
         options = self.options
         if options.num_storage_volumes < 1:
             raise ConfigurationError("num_storage_volumes must be at least 1")
-        strategy = _make_strategy(self.registry, options)
-        if options.directory is None:
-            base = runtime_directory()
-            remove_stale(base)
-            self._directory = Path(tempfile.mkdtemp(dir=base))
-            self._own_directory = True
-        else:
-            self._directory = Path(options.directory)
+        self._strategy = decode_strategy(
+            options.strategy, options.strategy_fields, self.registry
+        )
+        self._directory = PrivateDirectory(options.directory)
         self._loop = asyncio.get_running_loop()
         try:
-            volumes = [await self._volume(i) for i in range(options.num_storage_volumes)]
-            self.controller = Controller(
-                volumes,
-                strategy,
-                prefault=options.prefault != 0,
-                warmed=lambda: self._from_thread(self._broadcast_warm),
-            )
-            path = str(self._directory / "control.sock")
+            if not options.attached:
+                self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
+            path = self._directory.control
             self._listener = await self._loop.create_unix_server(
                 lambda: Connection(self), path, backlog=512
             )
@@ -168,9 +129,44 @@ class Server:
         except BaseException:
             await self.close()
             raise
+        return f"unix:{path}"
+
+    async def attached(self, timeout: float) -> None:
+        """Wait until all volumes are attached; only then clients are let in.
+
+        Raises:
+            StoreTimeoutError: not within ``timeout`` seconds; says how many are missing.
+        """
+        try:
+            await asyncio.wait_for(self._all_attached.wait(), timeout)
+        except TimeoutError as error:
+            wanted = self.options.num_storage_volumes
+            raise StoreTimeoutError(
+                f"{wanted - len(self._attached)} of {wanted} volumes did not attach "
+                f"within {timeout} s"
+            ) from error
+
+    @property
+    def controller(self) -> Controller:
+        """The brain.
+
+        Raises:
+            StoreClosedError: not all volumes are attached yet.
+        """
+        if self._controller is None:
+            raise StoreClosedError(f"store {self.options.store_name!r} is still starting")
+        return self._controller
+
+    def _begin(self, volumes: list[VolumeRecord]) -> None:
+        """All volumes are there."""
+        self._controller = Controller(
+            volumes,
+            self._strategy,
+            prefault=self.options.prefault != 0,
+            warmed=lambda: self._from_thread(self._broadcast_warm),
+        )
         self._start_prefault()
         self._loop.call_later(1.0, self._sample_rate)
-        return f"unix:{path}"
 
     async def serve(self) -> None:
         """Run until :meth:`stop_soon`."""
@@ -194,50 +190,71 @@ class Server:
                 await asyncio.wait_for(self._all_gone.wait(), _SHUTDOWN_GRACE_S)
             except TimeoutError:
                 log.warning("%d connections did not close in time", len(self.connections))
-        for half in self._halves:
-            await half.close()
-        for memory in self._memories:
-            memory.close()
-        if self._own_directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        for volume in self._volumes:
+            await volume.close()
+        if self._directory is not None:
+            self._directory.remove()
 
     async def _volume(self, index: int) -> VolumeRecord:
         options = self.options
         total = options.capacity if options.capacity is not None else default_capacity()
-        capacity = total // options.num_storage_volumes
-        if capacity < 4096:
-            raise ConfigurationError(f"capacity of {total} bytes is too small")
-        volume_id = f"{options.store_name}-{index}"
-        memory = SegmentMemory(volume_id, capacity)
-        self._memories.append(memory)
-        context = ServerContext(options.store_name, volume_id, str(self._directory), self.topology)
-        offers: dict[str, bytes] = {}
-        for spec in self.registry.transports():
-            if spec.server is None:
-                continue
-            try:
-                if spec.probe is not None and spec.probe() is not None:
-                    continue
-                half: TransportServer = load_class(spec.server)()
-                offer: object = await half.start(context, [Segment(0, memory.fd, capacity)])
-                self._halves.append(half)
-                if not isinstance(offer, bytes):
-                    raise PluginError(f"its offer is a {type(offer).__qualname__}, not bytes")
-                offers[spec.name] = offer
-            except Exception as error:  # noqa: BLE001 - a broken transport must not end the others
-                log.warning("transport %s is not served: %r", spec.name, error)
-        pid = os.getpid()
-        info = m.VolumeInfo(volume_id, index, pid, self.topology, capacity, offers)
-        return VolumeRecord(info, memory)
+        directory = str(self._directory.path) if self._directory is not None else ""
+        volume = Volume(
+            options.store_name,
+            index,
+            total // options.num_storage_volumes,
+            self.registry,
+            directory,
+        )
+        self._volumes.append(volume)
+        return VolumeRecord(await volume.start(), volume.memory)
+
+    def volume_attached(self, info: m.VolumeInfo, send: Callable[[m.Message], None]) -> None:
+        """A volume in another process is there.
+
+        Raises:
+            ConfigurationError: this store does not wait for it.
+        """
+        wanted = self.options.num_storage_volumes if self.options.attached else 0
+        if not 0 <= info.index < wanted or info.index in self._attached:
+            raise ConfigurationError(
+                f"store {self.options.store_name!r} does not wait for a volume {info.index}"
+            )
+        if not 4096 <= info.capacity_bytes < 1 << 60:
+            raise ProtocolError(f"a volume cannot have {info.capacity_bytes} bytes")
+        allocator = Allocator(info.capacity_bytes)
+        record = VolumeRecord(info, AttachedMemory(send, allocator))
+        record.allocator = allocator
+        self._attached[info.index] = record
+        if len(self._attached) == wanted:
+            self._begin([self._attached[i] for i in range(wanted)])
+            self._all_attached.set()
+
+    def volume_warmed(self, index: int, message: m.Warm) -> None:
+        """A volume in another process says how much of it is warm."""
+        memory = self._attached[index].memory
+        if isinstance(memory, AttachedMemory):
+            memory.warmed(message)
+        if self._controller is not None:
+            self._broadcast_warm()
+
+    def volume_ended(self, index: int, why: str) -> None:
+        """A volume in another process is gone: what only it had is lost."""
+        if self._controller is None:
+            del self._attached[index]
+            return
+        if not self._stopping:
+            self._controller.lose_volume(index, why)
+            self._to_anchors(m.Lost(index, why))
 
     def _start_prefault(self) -> None:
         wanted = self.options.prefault
         capacity = sum(v.info.capacity_bytes for v in self.controller.volumes)
         if wanted is None:
-            wanted = min(_DEFAULT_PREFAULT, capacity // 2, topology.memory_limit_bytes() // 8)
-        self._keep = share = wanted // len(self._memories)
-        for memory in self._memories:
-            memory.prefault(share, lambda: self._from_thread(self._broadcast_warm))
+            wanted = default_prefault(capacity)
+        self._keep = share = wanted // len(self.controller.volumes)
+        for volume in self.controller.volumes:
+            volume.memory.prefault(share, lambda: self._from_thread(self._broadcast_warm))
 
     def _from_thread(self, call: Callable[[], None]) -> None:
         try:
@@ -246,10 +263,15 @@ class Server:
             log.debug("prefault ended after the server")
 
     def _broadcast_warm(self) -> None:
-        warm = [(i, 0, memory.warm) for i, memory in enumerate(self._memories)]
-        for connection in self.connections:
-            if connection.is_anchor:
-                connection.send(m.Warmed(warm))
+        self._to_anchors(m.Warmed(self._warm()))
+
+    def _warm(self) -> list[tuple[int, int, int]]:
+        return [(v.index, 0, v.memory.warm) for v in self.controller.volumes]
+
+    def _to_anchors(self, message: m.Message) -> None:
+        for conversation in self.conversations:
+            if conversation.is_anchor:
+                conversation.send(message)
 
     def disconnected(self, connection: Connection) -> None:
         """A connection is gone."""
@@ -259,10 +281,9 @@ class Server:
 
     # ---- answers --------------------------------------------------------------------------
 
-    def welcome(self, request_id: int, token: bytes) -> m.Welcome:
-        """The answer to a Hello."""
+    def welcome(self, request_id: int, token: bytes, via: topology.Topology | None) -> m.Welcome:
+        """The answer to a Hello that came directly, or through a relay at ``via``."""
         volumes = [v.info for v in self.controller.volumes]
-        warm = [(i, 0, memory.warm) for i, memory in enumerate(self._memories)]
         return m.Welcome(
             request_id,
             m.PROTOCOL_VERSION,
@@ -270,7 +291,9 @@ class Server:
             self.options.store_name,
             self.topology,
             volumes,
-            warm,
+            self._warm(),
+            self._strategy.transport,
+            via=via,
         )
 
     def _sample_rate(self) -> None:
@@ -297,9 +320,10 @@ class Server:
                 used_bytes=v.used,
                 leased_bytes=v.leased,
                 unfinished_bytes=v.unfinished,
-                free_bytes=max(0, v.info.capacity_bytes - v.used),
+                free_bytes=v.free,
                 warm_bytes=v.memory.warm,
                 transports=sorted(v.info.offers),
+                lost=v.lost,
             )
             for v in controller.volumes
         ]
@@ -333,16 +357,3 @@ class Server:
             strategy=self.options.strategy,
             plugin_errors=self.registry.errors(),
         )
-
-
-def default_capacity() -> int:
-    """Half of the memory this process may use, in bytes."""
-    return topology.memory_limit_bytes() // 2
-
-
-def _make_strategy(registry: Registry, options: ServerOptions) -> Strategy:
-    cls = registry.strategy(options.strategy)
-    try:
-        return msgspec.json.decode(options.strategy_fields, type=cls)
-    except msgspec.DecodeError as error:
-        raise PluginError(f"strategy {options.strategy!r}: bad fields: {error}") from error

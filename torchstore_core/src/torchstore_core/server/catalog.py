@@ -8,7 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from torchstore_core.errors import KeyNotFoundError, PartialPutError, VersionGoneError
+from torchstore_core.errors import (
+    KeyNotFoundError,
+    ObjectLostError,
+    PartialPutError,
+    VersionGoneError,
+)
 from torchstore_core.server.generations import Generation, Group, Slot
 from torchstore_core.server.participants import Contribution
 from torchstore_core.server.records import (
@@ -21,7 +26,7 @@ from torchstore_core.server.records import (
 )
 from torchstore_core.wire import messages as m
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "version_lost_error"]
 
 # Deleted keys whose last version is remembered.
 _MAX_DELETED = 4096
@@ -203,6 +208,7 @@ class Catalog:
             ConfigurationError: the participant is putting that version at this moment, or another
                 layout has it.
             KeyNotFoundError: a partial put, but there is nothing to take the rest from.
+            ObjectLostError: that version was lost before it was whole; ``who`` has had its turn.
         """
         group = self.groups.get(key) or Group()
         line = group.line(layout)
@@ -213,6 +219,9 @@ class Catalog:
                 line, who, session, dead, replica=replica, living=living
             )
             if version and generation is None:
+                if version in line.lost:
+                    line.participant(who).puts(version, session)
+                    raise version_lost_error(key, version, line.lost[version])
                 return Slot(key, who, line, version, None)  # late: the others were faster
         elif (generation := group.pending.get(version)) is not None:
             generation = group.rejoin(generation, key, line, who, session, dead, living)
@@ -367,9 +376,11 @@ class Catalog:
     def abort(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> None:
         """A contribution will never be complete."""
         one = slot.line.participants.get(slot.who)
-        if one and one.version == slot.version and one.sessions[-1] is contribution.session:
-            one.version = contribution.before
         generation = slot.generation
+        turn = generation is None or not generation.lost  # else all have had theirs
+        same = one and one.version == slot.version and one.sessions[-1] is contribution.session
+        if one and same and turn:
+            one.version = contribution.before
         if generation is None:
             return
         if generation.dropped:
@@ -438,6 +449,16 @@ def _gone(key: str, version: int, there: Iterable[int]) -> VersionGoneError:
         details["versions"] = versions
     text = f"version {version} of {key!r} is gone: {now}"
     return VersionGoneError(text, key=key, details=details)
+
+
+def version_lost_error(key: str, version: int, why: str) -> ObjectLostError:
+    """The error for a participant of a version that was lost before it was whole."""
+    return ObjectLostError(
+        f"version {version} of {key!r} was lost before it was whole: {why}, and parts of it were "
+        "there. Nothing of it is visible; all participants go on with their next put",
+        key=key,
+        details={"version": version, "reason": why},
+    )
 
 
 def _some(words: list[str]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import (
     LayoutMismatchError,
+    ObjectLostError,
     ProtocolError,
     StoreClosedError,
     TorchStoreError,
@@ -22,7 +23,8 @@ from torchstore_core.server.catalog import Catalog
 from torchstore_core.server.generations import Slot
 from torchstore_core.server.joining import JointPut
 from torchstore_core.server.leasing import Leases
-from torchstore_core.server.placement import checked_items, find_place, full_error
+from torchstore_core.server.losing import Losses
+from torchstore_core.server.placement import Run, checked_items, find_place, full_error, grants_of
 from torchstore_core.server.records import (
     Manifest,
     SessionRecord,
@@ -67,8 +69,9 @@ class Controller:
         self._prefault = prefault
         self._warmed = warmed
         self._last_put = time.monotonic()
-        self.waiting = Waiting(self.catalog)
-        self._leases = Leases(self.volumes)
+        self.losses = Losses(self.volumes)
+        self.waiting = Waiting(self.catalog, self.losses.is_lost)
+        self._leases = Leases(self.volumes, strategy)
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -108,10 +111,11 @@ class Controller:
         """Begin a put: its versions if all of it was inline (and is committed), else grants.
 
         Raises:
-            StoreFullError: no volume that the strategy names has room; nothing was changed.
+            StoreFullError: the volumes that the strategy names have no room; nothing was changed.
             ProtocolError: the txn id is in use, or sizes or shards make no sense.
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: it does
                 not go with what there is of its generation, see ``Catalog.slot``.
+            ObjectLostError: others have put parts of that version, and they are lost.
         """
         if session.closed is not None:  # nobody is left to write, or to give it up
             raise StoreClosedError("the process of this session has ended")
@@ -129,13 +133,15 @@ class Controller:
             if item.part is not None:
                 return self._put_joined(session, request)
         placed, inline, sizes = checked_items(items)
-        values = self._make(session, items, None, placed, inline, sizes)
+        values, granted = self._make(session, items, None, placed, inline, sizes)
         if not sizes:
             dead: list[Value] = []
             self.catalog.flip(values, dead)
             return self._committed(values, dead), None
-        self._begin(session, request.txn, Txn(values, placed, values, [], values))
-        return [], [m.Grant(v.volume, 0, v.offset) for v in values if v.data is None]
+        self._begin(session, request.txn, Txn(values, granted, values, [], values))
+        if len(granted) == 1:
+            return [], [m.Grant(v.volume, 0, v.offset) for v in values if v.data is None]
+        return [], grants_of([v for v in values if v.data is None])
 
     def _put_joined(
         self, session: SessionRecord, request: m.Put
@@ -148,11 +154,11 @@ class Controller:
             finally:
                 self._free(dead)
             placed, inline, sizes = checked_items(put.items)
-            values = self._make(session, put.items, put, placed, inline, sizes)
+            values, granted = self._make(session, put.items, put, placed, inline, sizes)
         except TorchStoreError:
             self._settle()  # it may have thrown out what others waited for
             raise
-        txn = put.enter(values, placed)
+        txn = put.enter(values, granted)
         grants = put.grants(values)
         if grants is None:
             return self._finish(txn), None
@@ -167,54 +173,64 @@ class Controller:
         placed: int,
         inline: int,
         sizes: list[int],
-    ) -> list[Value]:
-        """Values with a place each, held by the put that makes them."""
-        volume, offsets = self._place(session.facts, placed, inline, sizes, joint)
-        volume.inline += inline
-        index, facts = volume.index, session.facts
-        values: list[Value] = []
-        at = 0
-        for item in items:
-            offset = -1
-            if item.data is None:
-                offset = offsets[at]
-                at += 1
-            value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
-            value.uses = 1
-            values.append(value)
+    ) -> tuple[list[Value], dict[int, int]]:
+        """Values with their places, held by the put that makes them; and the bytes granted for them
+        by volume.
+        """
+        facts = session.facts
+        runs = self._place(facts, items, placed, inline, sizes, joint)
+        granted: dict[int, int] = {}
+        for run in runs:
+            run.copies[0][0].inline += run.inline
+            if placed:
+                for volume, _ in run.copies:
+                    granted[volume.index] = granted.get(volume.index, 0) + run.placed
+        if len(runs) == 1:
+            values = _values(items, facts, runs[0])
+        else:
+            made: dict[int, Value] = {}
+            for run in runs:
+                chosen = [items[at] for at in run.members]
+                made.update(zip(run.members, _values(chosen, facts, run), strict=True))
+            values = [made[at] for at in range(len(items))]
         if joint is not None:
             for value, box in zip(values, joint.boxes, strict=True):
                 value.box = box
-        return values
+        return values, granted
 
     def _begin(self, session: SessionRecord, txn_id: int, txn: Txn) -> None:
         self._last_put = time.monotonic()
         session.txns[txn_id] = txn
-        if txn.values:
-            self.volumes[txn.values[0].volume].unfinished += txn.nbytes
+        for index, nbytes in txn.granted.items():
+            self.volumes[index].unfinished += nbytes
 
     def _place(
         self,
         facts: ClientFacts,
+        items: Sequence[m.PutItem],
         placed: int,
         inline: int,
         sizes: list[int],
         joint: JointPut | None,
-    ) -> tuple[VolumeRecord, list[int]]:
-        """A volume with room, and an offset for each size. Generations that wait in vain make room.
+    ) -> list[Run]:
+        """Where the items go. Generations that wait in vain make room.
 
         Raises:
             StoreFullError: there is none.
         """
-        largest = max(volume.info.capacity_bytes for volume in self.volumes)
-        keys = () if joint is None else joint.keys
-        kept = () if joint is None else joint.generations
+        prefix = "" if joint is None else joint.prefix
         while True:
-            place = find_place(self.strategy, self.volumes, facts, placed, inline, sizes)
-            if place is not None:
-                return place
+            runs = find_place(
+                self.strategy, self.volumes, facts, items, prefix, placed, inline, sizes
+            )
+            if runs is not None:
+                return runs
+            keys = () if joint is None else joint.keys
+            kept = () if joint is None else joint.generations
+            capacities = [v.info.capacity_bytes for v in self.volumes if not v.lost]
+            most = sum(capacities) if self.strategy.by_key else max(capacities, default=0)
             dead: list[Value] = []
-            if placed + inline > largest or not self.catalog.reclaim(keys, kept, dead):
+            if placed + inline > most or not self.catalog.reclaim(keys, kept, dead):
                 break
             self._free(dead)
         newest = self.catalog.newest.values()
@@ -222,14 +238,28 @@ class Controller:
         raise full_error(placed + inline, self.volumes, self.sessions.values(), newest, waiting)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
-        """Flip all keys of a put at once; their new versions, see ``messages.Committed``."""
-        txn = session.txns.pop(txn_id, None)
+        """Flip all keys of a put at once; their new versions, see ``messages.Committed``.
+
+        Raises:
+            ProtocolError: there is no such put.
+            ObjectLostError: what it wrote is lost, or what others wrote for the same version; it is
+                undone.
+        """
+        txn = session.txns.get(txn_id)
         if txn is None:
             raise ProtocolError(f"there is no unfinished put {txn_id} to commit")
-        volume = self._written(txn)
+        if self.losses.any:
+            try:
+                self.losses.check_put(txn)
+            except ObjectLostError:
+                self.abort(session, [txn_id])
+                raise
+        del session.txns[txn_id]
+        self._written(txn)
         versions = self._finish(txn)
-        if self._prefault and volume is not None:
-            volume.look_ahead(txn.nbytes, self._warmed)
+        if self._prefault:
+            for index, nbytes in txn.granted.items():
+                self.volumes[index].look_ahead(nbytes, self._warmed)
         return versions
 
     def _finish(self, txn: Txn) -> list[int]:
@@ -279,15 +309,18 @@ class Controller:
             self._free(dead)
             self._settle()
 
-    def _written(self, txn: Txn) -> VolumeRecord | None:
+    def _written(self, txn: Txn) -> None:
         """The put is over, one way or the other: its memory has been written to."""
-        if not txn.values:
-            return None
-        volume = self.volumes[txn.values[0].volume]
-        volume.unfinished -= txn.nbytes
-        end = max((v.offset + v.nbytes for v in txn.values if v.data is None), default=0)
-        volume.memory.touched(end)
-        return volume
+        alone = len(self.volumes) == 1
+        for index, nbytes in txn.granted.items():
+            volume = self.volumes[index]
+            volume.unfinished -= nbytes
+            if alone:
+                ends = [v.offset + v.nbytes for v in txn.values if v.data is None]
+            else:
+                places = ((at, v) for v in txn.values for at in v.places)
+                ends = [offset + v.nbytes for (at, offset), v in places if at == index]
+            volume.memory.touched(max(ends, default=0))
 
     def trim(self, idle_s: float, keep: int) -> int:
         """Give free pool memory back to the system when no put has come for ``idle_s`` seconds.
@@ -303,7 +336,9 @@ class Controller:
         if any(session.keeps_memory for session in self.sessions.values()):
             return 0
         return sum(
-            volume.memory.trim(max(volume.allocator.used_end, keep)) for volume in self.volumes
+            volume.memory.trim(max(volume.allocator.used_end, keep))
+            for volume in self.volumes
+            if not volume.lost
         )
 
     # ---- get ------------------------------------------------------------------------------
@@ -312,7 +347,7 @@ class Controller:
         """Entries for all wants in one cut, and whether they are leased under ``lease``.
 
         Raises:
-            KeyNotFoundError, VersionGoneError: nothing is leased.
+            KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
             ProtocolError: the lease id is in use, or inline values do not fit the reply.
         """
         find = self.catalog.find
@@ -327,13 +362,18 @@ class Controller:
         if missing:
             raise self.catalog.missing_error(missing)
         boxes = [want.box for want in request.wants]
-        return self._leases.entries(session, request.lease, found, boxes, request.inline_max)
+        if self.losses.any:
+            for want, (there, _) in zip(request.wants, found, strict=True):
+                self.losses.check(want.key, there, want.box)
+        return self._leases.entries(
+            session, request.lease, found, boxes, request.inline_max, request.avoid
+        )
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
         """Entries of one version of a state dict, leased under ``lease``.
 
         Raises:
-            KeyNotFoundError, VersionGoneError: nothing is leased.
+            KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
             LayoutMismatchError: the key is no state dict.
             ProtocolError: as :meth:`locate`.
         """
@@ -362,7 +402,14 @@ class Controller:
             boxes = [want.box for want in request.wants]
         there = [(stored, version) for stored in wanted if stored is not None]
         cuts = [box for box, stored in zip(boxes, wanted, strict=True) if stored is not None]
-        made, leased = self._leases.entries(session, request.lease, there, cuts, request.inline_max)
+        if self.losses.any:
+            asked_names = names if request.wants is None else [want.key for want in request.wants]
+            for name, some, box in zip(asked_names, wanted, boxes, strict=True):
+                if some is not None:
+                    self.losses.check(f"{request.key}/{name}", some, box)
+        made, leased = self._leases.entries(
+            session, request.lease, there, cuts, request.inline_max, request.avoid
+        )
         replies = iter(made)
         answers = [None if stored is None else next(replies) for stored in wanted]
         first: dict[int, int] = {}
@@ -420,8 +467,14 @@ class Controller:
         return count
 
     def keys(self, prefix: str) -> list[str]:
-        """Sorted keys, and entries of state dicts, that start with ``prefix``."""
+        """Sorted keys, and entries of state dicts, that start with ``prefix``; lost ones, too."""
         return self.catalog.names(prefix)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each key, or entry, has a whole version, and no part of it is lost."""
+        found = [self.catalog.find(key) for key in keys]
+        is_lost = self.losses.is_lost
+        return [one is not None and not is_lost(one[0]) for one in found]
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -430,11 +483,45 @@ class Controller:
         for value in values:
             if value.data is not None:
                 self.volumes[value.volume].inline -= value.nbytes
-            else:
-                ranges.setdefault(value.volume, []).append((value.offset, value.nbytes))
+                continue
+            ranges.setdefault(value.volume, []).append((value.offset, value.nbytes))
+            for index, offset in value.more:
+                ranges.setdefault(index, []).append((offset, value.nbytes))
         for index, dead in ranges.items():
-            self.volumes[index].allocator.free(dead)
+            if not self.volumes[index].lost:
+                self.volumes[index].allocator.free(dead)
+
+    def lose_volume(self, index: int, why: str) -> None:
+        """The memory of a volume is gone, for good. Values that have no copy elsewhere are lost:
+        who reads them is told, and may put them again. All others go on.
+
+        Puts under way that have bytes there alone fail when they commit.
+        """
+        if self.volumes[index].lost:
+            return
+        self._free(self.losses.lose(index, why, self.catalog, self.sessions.values()))
+        self._settle()
 
     def _remember(self, session: SessionRecord, given_back: int) -> None:
         if len(session.given_back) < _MAX_GIVEN_BACK:
             session.given_back.add(given_back)
+
+
+def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Value]:
+    """The members of a run, which are ``items``."""
+    volume, offsets = run.copies[0]
+    others = run.copies[1:]
+    index = volume.index
+    values: list[Value] = []
+    at = 0
+    for item in items:
+        offset = -1
+        if item.data is None:
+            offset = offsets[at]
+            at += 1
+        value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
+        value.uses = 1
+        if others and item.data is None:
+            value.more = tuple([(other.index, places[at - 1]) for other, places in others])
+        values.append(value)
+    return values

@@ -54,6 +54,7 @@ class Generation:
         "dropped",
         "entries",
         "line",
+        "lost",
         "participants",
         "publication",
         "version",
@@ -69,6 +70,7 @@ class Generation:
         self.entries: dict[str, Value | Shards] = {}
         self.contributions: dict[str, Contribution] = {}
         self.dropped = False
+        self.lost = ""  # why, if what was committed of it is gone
 
     def holds(self, name: str, meta: ValueMeta, box: Box | None, nbytes: int) -> bool:
         """Whether somebody puts these very bytes.
@@ -172,8 +174,12 @@ class Generation:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds and nobody is writing."""
+        return sum([value.nbytes for value in self.stored_values()])
+
+    def stored_values(self) -> Iterable[Value]:
+        """What was committed of it."""
         done = [c.items for c in self.contributions.values() if c.committed]
-        return sum([value.nbytes for items in done for _, value in items])
+        return [value for items in done for _, value in items]
 
     @property
     def is_alive(self) -> bool:

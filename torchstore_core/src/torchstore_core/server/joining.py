@@ -10,7 +10,7 @@ from torchstore_core.errors import ProtocolError
 from torchstore_core.server.catalog import Catalog
 from torchstore_core.server.generations import Generation, Slot
 from torchstore_core.server.participants import Contribution
-from torchstore_core.server.placement import check_item, check_key, checked_box
+from torchstore_core.server.placement import check_item, check_key, checked_box, grants_of
 from torchstore_core.server.records import SessionRecord, Txn, Value
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
@@ -144,7 +144,13 @@ class JointPut:
         if not 0 <= of < at or self._request.group is None or items[of].same_as >= 0:
             raise ProtocolError(f"{item.key!r} cannot be the same as item {of}", key=item.key)
 
-    def enter(self, values: Sequence[Value], nbytes: int) -> Txn:
+    @property
+    def prefix(self) -> str:
+        """What comes before the keys of the items to name them in the store."""
+        group = self._request.group
+        return "" if group is None else f"{group.key}/"
+
+    def enter(self, values: Sequence[Value], granted: dict[int, int]) -> Txn:
         """Make the values of :attr:`items` part of their generations."""
         request = self._request
         by_item = dict(zip(self._stored, values, strict=True))
@@ -183,7 +189,7 @@ class JointPut:
                     generation.shards(name, item.key, item.meta, self._session.facts)
         if group is not None:
             results = [self._slots[group.key][0]]
-        return Txn(list(values), nbytes, plain, list(joined.values()), results)
+        return Txn(list(values), granted, plain, list(joined.values()), results)
 
     def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
         """The answer to the put; None if there is nothing to grant: all of it was inline."""
@@ -191,8 +197,7 @@ class JointPut:
         asked = [at for at, i in enumerate(self._request.items) if i.data is None and i.same_as < 0]
         if not asked:
             return None
-        found = (by_item.get(at) for at in asked)
-        return [None if v is None else m.Grant(v.volume, 0, v.offset) for v in found]
+        return grants_of([by_item.get(at) for at in asked])
 
 
 def _check_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchstore_core.server.catalog import Catalog
+from torchstore_core.server.losing import lost_reason
 from torchstore_core.server.records import Shards, Stored, Value, VolumeRecord, all_values
 from torchstore_core.wire import messages as m
 
@@ -23,7 +24,8 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], request: m.Stat) -> 
         raise catalog.missing_error([key])
     stored, version = found
     listed = _listed(volumes, key, stored, version)
-    parts = len(list(all_values(stored))) if isinstance(stored, Shards) else 1
+    values = list(all_values(stored))
+    parts = len(values) if isinstance(stored, Shards) else 1
     entries = getattr(stored.meta, "entries", None)
     return m.Found(
         request.id,
@@ -40,6 +42,8 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], request: m.Stat) -> 
         parts if entries is None else entries,
         catalog.versions(key),
         catalog.pending(key),
+        listed.lost,
+        min([1 + len(v.more) for v in values], default=1),
     )
 
 
@@ -64,6 +68,8 @@ def listing(
 def _listed(volumes: Sequence[VolumeRecord], key: str, stored: Stored, version: int) -> m.Listed:
     values = list(all_values(stored))
     places = {volumes[v.volume].info.id: None for v in values}
+    places |= {volumes[at].info.id: None for v in values for at, _ in v.more}
+    gone = {v.volume: None for v in values if v.data is None and volumes[v.volume].lost}
     segment = -2
     if isinstance(stored, Value):
         segment = 0 if stored.data is None else -1
@@ -77,4 +83,5 @@ def _listed(volumes: Sequence[VolumeRecord], key: str, stored: Stored, version: 
         max((v.pins for v in values), default=0),
         stored.created,
         stored.creator.pid,
+        "; ".join([lost_reason(volumes[at]) for at in gone]),
     )

@@ -79,20 +79,26 @@ class Line:
 
     Attributes:
         whole: those of ``versions`` that became whole, as opposed to overtaken.
+        lost: those of ``versions`` that were lost with a volume before they were whole, and why.
     """
 
-    __slots__ = ("participants", "versions", "whole")
+    __slots__ = ("lost", "participants", "versions", "whole")
 
     def __init__(self) -> None:
         self.versions: list[int] = []
         self.whole: set[int] = set()
+        self.lost: dict[int, str] = {}
         self.participants: dict[str, Participant] = {}
 
     def announce(self, version: int, pending: Collection[int]) -> None:
         """A version of this line begins. Old ones that are not ``pending`` are forgotten."""
+        if self.lost.pop(version, None) is not None:  # it is put again, explicitly
+            self.versions.remove(version)
         bisect.insort(self.versions, version)
         while len(self.versions) > _MAX_VERSIONS and self.versions[0] not in pending:
-            self.whole.discard(self.versions.pop(0))
+            oldest = self.versions.pop(0)
+            self.whole.discard(oldest)
+            self.lost.pop(oldest, None)
 
     def participant(self, who: str) -> Participant:
         """One that puts now."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
-from torchstore_core.contracts.strategy import ClientFacts, Strategy
+from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import PluginError, ProtocolError, StoreFullError
 from torchstore_core.server.allocator import rounded
-from torchstore_core.server.records import SessionRecord, Stored, VolumeRecord
+from torchstore_core.server.records import SessionRecord, Stored, Value, VolumeRecord
 from torchstore_core.values import StateDictMeta, TensorMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["check_item", "check_key", "checked_box", "checked_items", "find_place", "full_error"]
-__all__ += ["session_bytes"]
+__all__ += ["Run", "grants_of", "session_bytes"]
 
 # Of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
@@ -22,7 +24,8 @@ _MAX_DIMS = 64
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
     """Bytes a session leases, and bytes of its unfinished puts."""
-    leased = sum(v.nbytes for held in session.leases.values() for v in held if v is not None)
+    held = (v for some in session.leases.values() for v in some if v is not None)
+    leased = sum(v.nbytes * len(v.places) for v in held)
     return leased, sum(txn.nbytes for txn in session.txns.values())
 
 
@@ -122,35 +125,215 @@ def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] |
     return pieces
 
 
+class Run(msgspec.Struct, frozen=True, gc=False):
+    """Values that lie together, once in each of some volumes.
+
+    Args:
+        members: positions of the items.
+        copies: volumes, and an offset for each size in each of them. The first has inline values.
+        placed, inline: bytes (of one copy).
+    """
+
+    members: Sequence[int]
+    copies: list[tuple[VolumeRecord, list[int]]]
+    placed: int
+    inline: int
+
+
+class _Group:
+    """What must lie together, and where, best first."""
+
+    __slots__ = ("inline", "members", "order", "placed", "sizes")
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+        self.members: Sequence[int] = []
+        self.placed = self.inline = 0
+        self.sizes: list[int] = []
+
+
 def find_place(
     strategy: Strategy,
     volumes: Sequence[VolumeRecord],
     facts: ClientFacts,
+    items: Sequence[m.PutItem],
+    prefix: str,
     placed: int,
     inline: int,
     sizes: list[int],
-) -> tuple[VolumeRecord, list[int]] | None:
-    """The first volume of the strategy's order with room, and an offset for each size; None if
-    there is none.
+) -> list[Run] | None:
+    """Volumes of the strategy's order that live and have room, as many as there are to be copies,
+    and an offset for each size; None if there is not that much room.
+
+    Args:
+        prefix: what comes before the keys of the items, in the strategy's eyes.
 
     Raises:
-        PluginError: the strategy names no volume, or one that is not there.
+        PluginError: the strategy names no volume, or one that is not there, or fails.
+        StoreFullError: all that it names are lost.
     """
-    name = type(strategy).__name__
-    order: Sequence[int] = (0,)
-    if len(volumes) > 1:
-        order = strategy.place(facts, [v.facts() for v in volumes], placed + inline)
-    if not order:
-        raise PluginError(f"strategy {name} named no volume")
-    for index in order:
-        if not 0 <= index < len(volumes):
-            raise PluginError(f"strategy {name} named volume {index} of {len(volumes)}")
-        volume = volumes[index]
+    if len(volumes) == 1:
+        volume = volumes[0]
+        if volume.lost:
+            raise _all_lost(strategy, volumes, [0])
         if volume.used + placed + inline <= volume.info.capacity_bytes:
             offsets = allocate(volume, placed, sizes)
             if offsets is not None:
-                return volume, offsets
-    return None
+                return [Run(range(len(items)), [(volume, offsets)], placed, inline)]
+        return None
+    known = [v.facts() for v in volumes]
+    keys = [prefix + item.key for item in items]
+    if strategy.by_key:
+        groups = _groups(strategy, known, facts, items, keys)
+    else:
+        group = _Group(_order(strategy, known, facts, placed + inline, keys))
+        group.members, group.sizes = range(len(items)), sizes
+        group.placed, group.inline = placed, inline
+        groups = [group]
+    for group in groups:
+        if not any(not known[at].lost for at in group.order):
+            raise _all_lost(strategy, volumes, group.order)
+    copies = strategy.copies
+    if copies < 1:
+        raise PluginError(f"strategy {type(strategy).__name__} wants {copies} copies")
+    limits: dict[int, int] = {}  # volumes whose free memory is in pieces: too small for such sizes
+    while True:
+        assigned = _assign(groups, known, copies, limits)
+        if assigned is None:
+            return None
+        runs = _allocated(assigned, volumes, limits)
+        if runs is not None:
+            return runs
+
+
+def _groups(
+    strategy: Strategy,
+    known: Sequence[VolumeFacts],
+    facts: ClientFacts,
+    items: Sequence[m.PutItem],
+    keys: Sequence[str],
+) -> list[_Group]:
+    """One for each key; an item's own memory in them."""
+    by_key: dict[str, list[int]] = {}
+    for at, key in enumerate(keys):
+        by_key.setdefault(key, []).append(at)
+    groups: list[_Group] = []
+    for key, members in by_key.items():
+        group = _Group(())
+        group.members = members
+        for at in members:
+            item = items[at]
+            if item.data is not None:
+                group.inline += item.nbytes
+            else:
+                group.sizes.append(item.nbytes)
+                group.placed += rounded(item.nbytes)
+        group.order = _order(strategy, known, facts, group.placed + group.inline, (key,))
+        groups.append(group)
+    return groups
+
+
+def _order(
+    strategy: Strategy,
+    known: Sequence[VolumeFacts],
+    facts: ClientFacts,
+    nbytes: int,
+    keys: Sequence[str],
+) -> list[int]:
+    """What the strategy says, each volume once."""
+    name = type(strategy).__name__
+    try:
+        order = list(dict.fromkeys(strategy.place(facts, known, nbytes, keys)))
+    except Exception as error:  # foreign code
+        raise PluginError(f"strategy {name} cannot place {keys[0]!r}: {error!r}") from error
+    if not order:
+        raise PluginError(f"strategy {name} named no volume")
+    for index in order:
+        if type(index) is not int or not 0 <= index < len(known):
+            raise PluginError(f"strategy {name} named volume {index!r} of {len(known)}")
+    return order
+
+
+def _assign(
+    groups: Sequence[_Group], known: Sequence[VolumeFacts], copies: int, limits: Mapping[int, int]
+) -> dict[tuple[int, ...], list[_Group]] | None:
+    """The groups by the volumes that they go to; None if there is no room for all."""
+    room = {v.index: v.free_bytes for v in known if not v.lost}
+    found: dict[tuple[int, ...], list[_Group]] = {}
+    for group in groups:
+        order = [at for at in group.order if at in room]
+        wanted = min(copies, len(order)) if group.placed else 1
+        largest = max(group.sizes, default=0)
+        chosen: list[int] = []
+        for at in order:
+            need = group.placed if chosen else group.placed + group.inline
+            if need <= room[at] and not (largest and largest >= limits.get(at, largest + 1)):
+                room[at] -= need
+                chosen.append(at)
+                if len(chosen) == wanted:
+                    break
+        else:
+            return None
+        found.setdefault(tuple(chosen), []).append(group)
+    return found
+
+
+def _allocated(
+    assigned: Mapping[tuple[int, ...], Sequence[_Group]],
+    volumes: Sequence[VolumeRecord],
+    limits: dict[int, int],
+) -> list[Run] | None:
+    """Memory for all of them; None if a volume has no range that is large enough: ``limits`` says
+    which.
+    """
+    runs: list[Run] = []
+    taken: list[tuple[VolumeRecord, list[int], list[int]]] = []
+    for chosen, groups in assigned.items():
+        if len(groups) == 1:
+            members, sizes = groups[0].members, groups[0].sizes
+        else:
+            members = [at for group in groups for at in group.members]
+            sizes = [size for group in groups for size in group.sizes]
+        placed = sum([group.placed for group in groups])
+        copies: list[tuple[VolumeRecord, list[int]]] = []
+        for index in chosen:
+            offsets = allocate(volumes[index], placed, sizes)
+            if offsets is None:
+                limits[index] = max(sizes)
+                for volume, pieces, nbytes in taken:
+                    volume.allocator.free(zip(pieces, nbytes, strict=True))
+                return None
+            taken.append((volumes[index], offsets, sizes))
+            copies.append((volumes[index], offsets))
+        runs.append(Run(members, copies, placed, sum([group.inline for group in groups])))
+    return runs
+
+
+def grants_of(values: Sequence[Value | None]) -> list[m.Grant | None]:
+    """Where the bytes of values go, see ``messages.Granted``."""
+    grants = [None if v is None else m.Grant(v.volume, 0, v.offset) for v in values]
+    for at in range(max([len(v.more) for v in values if v is not None], default=0)):
+        grants += [
+            m.Grant(v.more[at][0], 0, v.more[at][1]) if v is not None and at < len(v.more) else None
+            for v in values
+        ]
+    return grants
+
+
+def _all_lost(
+    strategy: Strategy, volumes: Sequence[VolumeRecord], order: Iterable[int]
+) -> StoreFullError:
+    named = [volumes[at] for at in order]
+    why = "; ".join(f"{v.info.id}: {v.lost}" for v in named)
+    all_of = (
+        "all volumes are" if len(named) == len(volumes) else "every volume that it may go to is"
+    )
+    return StoreFullError(
+        f"there is no memory for this put: {all_of} lost ({why}), says strategy "
+        f"{type(strategy).__name__}. Initialize the store again, or with a strategy that uses the "
+        "other volumes",
+        details={"lost": {v.info.id: v.lost for v in named}},
+    )
 
 
 def full_error(
@@ -164,6 +347,7 @@ def full_error(
 
     ``waiting``: bytes in versions that are not whole yet, by key.
     """
+    volumes = [v for v in volumes if not v.lost]
     capacity = sum(v.info.capacity_bytes for v in volumes)
     used = sum(v.used for v in volumes)
     holders: list[dict[str, object]] = []

@@ -30,6 +30,10 @@ class SegmentView(Protocol):
     def warm(self) -> int:
         """Bytes from the start that are warm."""
 
+    @property
+    def readable(self) -> bool:
+        """Whether :meth:`read` works: the memory is in this process."""
+
     def touched(self, end: int) -> None:
         """A client wrote up to ``end``."""
 
@@ -39,8 +43,8 @@ class SegmentView(Protocol):
     def trim(self, start: int) -> int:
         """Give pages from ``start`` on back to the system."""
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes at ``offset``."""
+    def read(self, offset: int, nbytes: int) -> bytes | None:
+        """Bytes at ``offset``; None if only clients can read them (it is another process's)."""
 
 
 @final
@@ -54,6 +58,8 @@ class Value(msgspec.Struct, eq=False, gc=False):
         pins: leases on it.
         uses: how many hold it besides: keys, manifests, and the put that makes it. Its memory is
             free when both are 0.
+        more: volumes and offsets of further copies, all of them alive. If ``volume`` is lost,
+            there is no other copy.
     """
 
     key: str
@@ -68,6 +74,14 @@ class Value(msgspec.Struct, eq=False, gc=False):
     pins: int = 0
     uses: int = 0
     box: Box | None = None
+    more: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Volume and offset of every copy; none of an inline value."""
+        if self.data is not None:
+            return ()
+        return ((self.volume, self.offset), *self.more)
 
 
 @final
@@ -159,28 +173,33 @@ class Txn:
 
     Args:
         values: all that it makes.
-        nbytes: memory granted for them.
+        granted: memory granted for them, in bytes, by volume.
         plain: those that become versions of their keys by themselves.
         joined: what it contributes to generations, see ``server.generations``.
         results: whose versions the commit answers, in order.
     """
 
-    __slots__ = ("joined", "nbytes", "plain", "results", "started", "values")
+    __slots__ = ("granted", "joined", "plain", "results", "started", "values")
 
     def __init__(
         self,
         values: list[Value],
-        nbytes: int,
+        granted: dict[int, int],
         plain: list[Value],
         joined: list[tuple[Slot, Contribution]],
         results: list[Value] | list[Slot] | list[Value | Slot],
     ) -> None:
         self.values = values
-        self.nbytes = nbytes
+        self.granted = granted
         self.plain = plain
         self.joined = joined
         self.results = results
         self.started = time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory granted, over all volumes."""
+        return sum(self.granted.values())
 
 
 class SessionRecord:
@@ -219,9 +238,23 @@ class SessionRecord:
 
 
 class VolumeRecord:
-    """One volume: its allocator and its accounts, in bytes."""
+    """One volume: its allocator and its accounts, in bytes.
 
-    __slots__ = ("allocator", "index", "info", "inline", "leased", "memory", "unfinished")
+    ``lost``: why its memory is gone, for good; empty while it lives. Inline values are the
+    controller's own, so they stay, and are counted here.
+    """
+
+    __slots__ = (
+        "allocator",
+        "index",
+        "info",
+        "inline",
+        "leased",
+        "lost",
+        "lost_at",
+        "memory",
+        "unfinished",
+    )
 
     def __init__(self, info: m.VolumeInfo, memory: SegmentView) -> None:
         self.info = info
@@ -231,11 +264,25 @@ class VolumeRecord:
         self.inline = 0
         self.leased = 0
         self.unfinished = 0
+        self.lost = ""
+        self.lost_at = 0.0
 
     @property
     def used(self) -> int:
         """Bytes taken: segments and inline values, leased and unfinished ones included."""
-        return self.allocator.used + self.inline
+        return self.inline if self.lost else self.allocator.used + self.inline
+
+    @property
+    def free(self) -> int:
+        """Bytes that puts can get, maybe in pieces."""
+        return 0 if self.lost else max(0, self.info.capacity_bytes - self.used)
+
+    def lose(self, why: str) -> None:
+        """Its memory is gone."""
+        self.lost = why or "it is gone"
+        self.lost_at = time.time()
+        self.leased = self.unfinished = 0
+        self.info = msgspec.structs.replace(self.info, offers={}, lost=self.lost)
 
     def look_ahead(self, nbytes: int, warmed: Callable[[], None]) -> None:
         """Keep as much warm and free as the last put took: its successor goes beside it."""
@@ -247,8 +294,14 @@ class VolumeRecord:
     def facts(self) -> VolumeFacts:
         """The volume as a strategy sees it."""
         info = self.info
-        free = max(0, info.capacity_bytes - self.used)
-        return VolumeFacts(info.id, info.index, info.topology.host_id, info.capacity_bytes, free)
+        return VolumeFacts(
+            info.id,
+            info.index,
+            info.topology.host_id,
+            info.capacity_bytes,
+            self.free,
+            bool(self.lost),
+        )
 
 
 class Waiter:

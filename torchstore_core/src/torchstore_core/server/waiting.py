@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from torchstore_core.server.catalog import Catalog
-from torchstore_core.server.records import Waiter
+from torchstore_core.server.records import Stored, Waiter
 
 __all__ = ["Waiting"]
 
 
 class Waiting:
-    """All open Waits of a store. False if there are none."""
+    """All open Waits of a store. False if there are none.
 
-    def __init__(self, catalog: Catalog) -> None:
+    Args:
+        is_lost: whether a version cannot be read any more: then the next one is waited for.
+    """
+
+    def __init__(self, catalog: Catalog, is_lost: Callable[[Stored], bool]) -> None:
         self._catalog = catalog
+        self._is_lost = is_lost
         self._by_key: dict[str, set[Waiter]] = {}
 
     def __bool__(self) -> bool:
@@ -60,8 +65,8 @@ class Waiting:
     def _satisfied(self, waiter: Waiter) -> list[int] | None:
         versions: list[int] = []
         for key in waiter.keys:
-            version = self._catalog.newest_version(key)
-            if version < max(waiter.min_version, 1):
+            found = self._catalog.find(key)
+            if found is None or found[1] < waiter.min_version or self._is_lost(found[0]):
                 return None
-            versions.append(version)
+            versions.append(found[1])
         return versions

@@ -11,7 +11,10 @@ __all__ = ["Listed", "Pending", "SessionStatus", "VolumeInfo", "VolumeStatus"]
 
 
 class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One volume and what its transports offer (name to opaque bytes)."""
+    """One volume and what its transports offer (name to opaque bytes).
+
+    ``lost``: why its memory is gone for good; empty while it lives.
+    """
 
     id: str
     index: int
@@ -19,6 +22,7 @@ class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):
     topology: Topology
     capacity_bytes: int
     offers: dict[str, bytes]
+    lost: str = ""
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -49,10 +53,14 @@ class Listed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     leases: int
     created: float
     creator_pid: int
+    lost: str = ""
 
 
 class VolumeStatus(msgspec.Struct, frozen=True):
-    """Memory of one volume, bytes. ``warm``: pool memory that is already backed by pages."""
+    """Memory of one volume, bytes. ``warm``: pool memory that is already backed by pages.
+
+    ``lost``: why the volume is gone for good; empty while it lives. Nothing of it is free then.
+    """
 
     id: str
     pid: int
@@ -65,6 +73,7 @@ class VolumeStatus(msgspec.Struct, frozen=True):
     free_bytes: int
     warm_bytes: int
     transports: list[str]
+    lost: str = ""
 
 
 class SessionStatus(msgspec.Struct, frozen=True):

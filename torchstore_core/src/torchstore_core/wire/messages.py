@@ -23,7 +23,7 @@ from torchstore_core.wire.facts import SessionStatus as SessionStatus
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.facts import VolumeStatus as VolumeStatus
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: Largest frame a server accepts, in bytes. 18,000 entries of a state dict need about 2 MB.
 MAX_FRAME = 64 << 20
@@ -134,12 +134,14 @@ class Locate(Message, frozen=True, tag="locate"):
     """Find values and lease them under ``lease``. All or nothing, one consistent cut.
 
     Values of at most ``inline_max`` bytes in all come inside the reply; they need no lease.
+    ``avoid``: volumes that the client cannot reach; a copy elsewhere is named if there is one.
     """
 
     id: int
     lease: int
     wants: list[Want]
     inline_max: int
+    avoid: list[int] = []
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
@@ -147,6 +149,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
 
     ``version`` 0: the newest. ``wants``: names of entries, and which pieces (their versions do not
     count); None: all entries, whole. A name that does not exist is reported, not an error.
+    ``avoid``: see :class:`Locate`.
     """
 
     id: int
@@ -155,6 +158,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     version: int
     wants: list[Want] | None
     inline_max: int
+    avoid: list[int] = []
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -242,6 +246,26 @@ class Status(Message, frozen=True, tag="status"):
     id: int
 
 
+class Attach(Message, frozen=True, tag="attach"):
+    """First message of a volume in another process. Reply :class:`Done`.
+
+    Then the server sends :class:`Prefault` and :class:`Trim`, the volume :class:`Warm`.
+    """
+
+    id: int
+    protocol: int
+    info: VolumeInfo
+
+
+class Warm(Message, frozen=True, tag="warm"):
+    """No reply. From a volume: its first ``nbytes`` bytes are warm. ``trimmed``: this answers a
+    :class:`Trim`; from there on nothing is.
+    """
+
+    nbytes: int
+    trimmed: bool = False
+
+
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """End the server. Reply :class:`Done`, then every connection closes."""
 
@@ -266,6 +290,8 @@ Request = (
     | Stat
     | List
     | Status
+    | Attach
+    | Warm
     | Shutdown
 )
 
@@ -275,7 +301,8 @@ Request = (
 class Welcome(Message, frozen=True, tag="welcome"):
     """The connection stands. ``session``: token that further lanes join with.
 
-    ``warm``: see :class:`Warmed`.
+    ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``:
+    where the relay is that carries it; None: there is none.
     """
 
     id: int
@@ -285,6 +312,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     server: Topology
     volumes: list[VolumeInfo]
     warm: list[tuple[int, int, int]]
+    transport: str | tuple[str, ...] | None = None
+    via: Topology | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -298,6 +327,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Granted(Message, frozen=True, tag="granted"):
     """Where to write, one for each item that came without data and is not ``same_as`` another, in
     order. None: nothing is to be written, another participant puts these very bytes.
+
+    Of values with copies the same comes again for each further copy, with None for what has none.
     """
 
     id: int
@@ -392,7 +423,8 @@ class Found(Message, frozen=True, tag="found"):
 
     ``segment`` is -1 for an inline value, -2 for what is in several places (shards, a state dict);
     ``offset`` is -1 for both. ``parts``: the shards it lies in, or entries it has. ``versions``:
-    what can be read; ``pending``: what is on its way.
+    what can be read; ``pending``: what is on its way. ``lost``: why some or all of it cannot be
+    read any more; empty if it can. ``copies``: in how many volumes each byte lies, at least.
     """
 
     id: int
@@ -409,6 +441,8 @@ class Found(Message, frozen=True, tag="found"):
     parts: int = 1
     versions: list[int] = []
     pending: list[Pending] = []
+    lost: str = ""
+    copies: int = 1
 
 
 class Listing(Message, frozen=True, tag="listing"):
@@ -450,6 +484,28 @@ class Warmed(Message, frozen=True, tag="warmed"):
     warm: list[tuple[int, int, int]]
 
 
+class Prefault(Message, frozen=True, tag="prefault"):
+    """Unasked, to a volume: make its first ``nbytes`` bytes warm in the background."""
+
+    nbytes: int
+
+
+class Trim(Message, frozen=True, tag="trim"):
+    """Unasked, to a volume: give the pages from ``start`` on back to the system. Clients have
+    written up to ``warm``. Answered by :class:`Warm`.
+    """
+
+    start: int
+    warm: int
+
+
+class Lost(Message, frozen=True, tag="lost"):
+    """Unasked, to anchors: the memory of a volume is gone for good, and ``reason`` says why."""
+
+    volume: int
+    reason: str
+
+
 class Failure(Message, frozen=True, tag="failure"):
     """A typed error. ``id`` 0: it is about the connection, which closes."""
 
@@ -474,5 +530,8 @@ Reply = (
     | StatusReport
     | Done
     | Warmed
+    | Prefault
+    | Trim
+    | Lost
     | Failure
 )

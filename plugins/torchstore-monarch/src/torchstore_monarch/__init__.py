@@ -1,0 +1,1 @@
+"""torchstore inside Monarch jobs. Everything is reached through torchstore's own API."""

@@ -1,0 +1,141 @@
+"""The actor that hosts a store's server: the controller, its Unix socket, and the uplinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from monarch.actor import Actor, concurrent_endpoint
+
+from torchstore_core import topology
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.server.app import Server, ServerOptions
+from torchstore_core.server.relaying import Uplinks
+from torchstore_monarch.core_thread import CoreThread
+from torchstore_monarch.protocol import Asked, outcome
+from torchstore_monarch.rpc.carrier import Carrier
+from torchstore_monarch.sweeping import SweptDirectory
+
+__all__ = ["ControllerActor"]
+
+
+class ControllerActor(Actor):
+    """One store's server, in a process of its own."""
+
+    def __init__(self) -> None:
+        self._core: CoreThread | None = None
+        self._server: Server | None = None
+        self._uplinks: Uplinks | None = None
+        self._carrier: Carrier | None = None
+        self._directory: SweptDirectory | None = None
+
+    @concurrent_endpoint
+    async def begin(self, asked: bytes) -> tuple[bytes, tuple[str, str] | None]:
+        """Start the server, which then waits for its volumes: its host id and address."""
+        return await outcome(self._begin(msgspec.msgpack.decode(asked, type=Asked)))
+
+    async def _begin(self, asked: Asked) -> tuple[str, str]:
+        core = self._core = CoreThread("torchstore-server")
+        return await core.run(self._start(asked))
+
+    async def _start(self, asked: Asked) -> tuple[str, str]:
+        self._directory = SweptDirectory()
+        directory = self._directory.path
+        options = ServerOptions(
+            store_name=asked.store_name,
+            num_storage_volumes=asked.num_storage_volumes,
+            attached=True,
+            prefault=asked.prefault,
+            strategy=asked.strategy,
+            strategy_fields=asked.strategy_fields,
+            block=asked.block,
+            directory=directory,
+        )
+        server = Server(options)
+        address = await server.start()
+        self._server = server
+        self._uplinks = Uplinks(server)
+        self._carrier = Carrier(directory)
+        await self._carrier.start()
+        server.before_close = self._carrier.idle
+        return topology.probe().host_id, address
+
+    @concurrent_endpoint
+    async def ready(self, volumes: dict[str, Any], timeout: float) -> tuple[bytes, bool | None]:
+        """Wait until all volumes are attached. ``volumes``: their actors, by volume id."""
+        return await outcome(self._ready(volumes, timeout))
+
+    async def _ready(self, volumes: dict[str, Any], timeout: float) -> bool:
+        core, server, carrier = self._core, self._server, self._carrier
+        if core is None or server is None or carrier is None:
+            raise StoreClosedError("the server was not started")
+        carrier.volumes = volumes
+        await core.run(server.attached(timeout))
+        return True
+
+    # ---- the server's end of the uplinks --------------------------------------------------
+
+    @concurrent_endpoint
+    async def open_uplink(self, here: bytes) -> tuple[bytes, bytes | None]:
+        """See ``Uplinks.open``."""
+        return await outcome(self._on_uplinks("open", here))
+
+    @concurrent_endpoint
+    async def exchange(self, token: bytes, said: bytes) -> tuple[bytes, bytes | None]:
+        """See ``Uplinks.exchange``."""
+        return await outcome(self._on_uplinks("exchange", token, said))
+
+    @concurrent_endpoint
+    async def poll(self, token: bytes) -> tuple[bytes, bytes | None]:
+        """See ``Uplinks.poll``."""
+        return await outcome(self._poll(token))
+
+    async def _poll(self, token: bytes) -> bytes:
+        core, uplinks = self._started()
+        return await core.run(uplinks.poll(token))
+
+    @concurrent_endpoint
+    async def close_uplink(self, token: bytes) -> tuple[bytes, bool | None]:
+        """See ``Uplinks.close``."""
+
+        async def work() -> bool:
+            await self._on_uplinks("close", token)
+            return True
+
+        return await outcome(work())
+
+    async def _on_uplinks(self, name: str, *args: bytes) -> bytes:
+        core, uplinks = self._started()
+        made: bytes = await core.call(getattr(uplinks, name), *args)
+        return made
+
+    def _started(self) -> tuple[CoreThread, Uplinks]:
+        if self._core is None or self._uplinks is None:
+            raise StoreClosedError("this store has ended")
+        return self._core, self._uplinks
+
+    # ---- the end --------------------------------------------------------------------------
+
+    @concurrent_endpoint
+    async def end(self) -> None:
+        """Close everything."""
+        await self._end()
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        await self._end()
+
+    async def _end(self) -> None:
+        core, self._core = self._core, None
+        if core is not None:
+            await core.run(self._close())
+            core.close()
+
+    async def _close(self) -> None:
+        if self._carrier is not None:
+            await self._carrier.close()
+        if self._uplinks is not None:
+            self._uplinks.close(why="the store was shut down")
+        if self._server is not None:
+            await self._server.close()
+        if self._directory is not None:
+            self._directory.remove()

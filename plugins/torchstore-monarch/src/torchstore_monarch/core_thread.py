@@ -1,0 +1,64 @@
+"""A thread with an event loop of its own, for the parts of the store that an actor hosts.
+
+An actor's endpoints share one event loop with all actors of the process; the store's clients must
+not wait behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+__all__ = ["CoreThread"]
+
+T = TypeVar("T")
+_END_S = 1.0
+
+
+class CoreThread:
+    """Runs coroutines on its own event loop (uvloop if that is installed).
+
+    What runs there keeps the context of the endpoint that asked for it, and can call actors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = _new_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self.loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+        self.loop.close()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` there; awaited from another loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a plain function there."""
+
+        async def work() -> T:
+            return function(*args)
+
+        return await self.run(work())
+
+    def close(self) -> None:
+        """Cancel what still runs there, and end. Idempotent."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,225 @@
+"""The one actor of a job that knows its stores: starts them, finds them, ends them.
+
+It lives in the process of the job's root client and owns every other actor of a store, so that
+what happens to those is told to it and never ends the user's job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, concurrent_endpoint, this_host
+
+from torchstore_core.errors import ConfigurationError, StoreTimeoutError
+from torchstore_core.topology import Topology
+from torchstore_monarch.controller import ControllerActor
+from torchstore_monarch.host import HostActor
+from torchstore_monarch.protocol import (
+    Asked,
+    FoundStore,
+    Placement,
+    VolumePlan,
+    outcome,
+    result,
+)
+
+__all__ = ["Directory", "spread"]
+
+log = logging.getLogger(__name__)
+
+_END_S = 5.0
+
+
+class _Store:
+    """One store and what it is made of."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.controller: Any = None
+        self.hosts: Any = None
+        self.procs: list[ProcMesh] = []  # made here, so ended here
+        self.found: FoundStore | None = None
+        self.volumes: dict[str, Any] = {}  # the agents that have them, by volume id
+        self.ready = asyncio.Event()
+
+
+class Directory(Actor):
+    """Stores by name."""
+
+    def __init__(self) -> None:
+        self._stores: dict[str, _Store] = {}
+
+    def __supervise__(self, failure: MeshFailure) -> bool:
+        """A process or actor of a store is gone. The server notices by itself (its line to the
+        volume closes); the job goes on.
+        """
+        log.warning("part of a store has failed: %s", str(failure).partition("\n")[0])
+        for store in list(self._stores.values()):
+            if _is_of(failure, store.controller):
+                log.error("store %r is gone: its controller has failed", store.asked.store_name)
+                self._stores.pop(store.asked.store_name, None)
+        return True
+
+    # ---- starting -------------------------------------------------------------------------
+
+    @concurrent_endpoint
+    async def create(self, asked: bytes, mesh: Any) -> tuple[bytes, bytes | None]:
+        """Start a store: a :class:`FoundStore`."""
+        return await outcome(self._create(msgspec.msgpack.decode(asked, type=Asked), mesh))
+
+    async def _create(self, asked: Asked, mesh: Any) -> bytes:
+        name = asked.store_name
+        if name in self._stores:
+            raise ConfigurationError(
+                f"this job has a store {name!r} already; shut it down first, or give another "
+                "store_name"
+            )
+        store = self._stores[name] = _Store(asked)
+        try:
+            async with asyncio.timeout(asked.timeout):
+                store.found = await self._start(store, mesh)
+        except TimeoutError as error:
+            await self._discard(store)
+            raise StoreTimeoutError(
+                f"store {name!r} did not come up in {asked.timeout} s"
+            ) from error
+        except BaseException:
+            await self._discard(store)
+            raise
+        store.ready.set()
+        return msgspec.msgpack.encode(store.found)
+
+    async def _start(self, store: _Store, mesh: Any) -> FoundStore:
+        asked = store.asked
+        own = this_host().spawn_procs({"controller": 1}, name="torchstore_controller")
+        store.procs.append(own)
+        procs = _volume_procs(mesh, asked.num_storage_volumes)
+        if procs is not mesh:
+            store.procs.append(procs)
+        store.controller = own.spawn("torchstore_controller", ControllerActor)
+        store.hosts = procs.spawn("torchstore_host", HostActor).flatten("agent")
+        begun, facts = await asyncio.gather(
+            store.controller.begin.call_one(msgspec.msgpack.encode(asked)),
+            store.hosts.where.call(),
+        )
+        host_id, address = result(begun)
+        agents = [store.hosts.slice(agent=i) for i in range(len(facts))]
+        hosts = [msgspec.msgpack.decode(one, type=Topology).host_id for one in facts.values()]
+        relays = await self._begin_hosts(store, host_id, address, agents, hosts)
+        return FoundStore(asked.store_name, host_id, address, relays)
+
+    async def _begin_hosts(
+        self, store: _Store, host_id: str, address: str, agents: list[Any], hosts: list[str]
+    ) -> dict[str, str]:
+        """Start relays and volumes; the relays by host id."""
+        asked = store.asked
+        chosen = spread(hosts, asked.num_storage_volumes)
+        sharing = Counter(hosts[at] for at in chosen)
+        share = asked.capacity and asked.capacity // asked.num_storage_volumes
+        plans: dict[int, list[VolumePlan]] = {}
+        for index, at in enumerate(chosen):
+            plan = VolumePlan(index, share, sharing[hosts[at]])
+            plans.setdefault(at, []).append(plan)
+
+        async def begin(at: int, control: str) -> str:
+            wanted = Placement(
+                asked.store_name, control, tuple(plans.get(at, ())), asked.block, asked.timeout
+            )
+            data = msgspec.msgpack.encode(wanted)
+            return result(await agents[at].begin.call_one(data, store.controller))
+
+        elsewhere = {host: hosts.index(host) for host in hosts if host != host_id}
+        made = await asyncio.gather(*(begin(at, "") for at in elsewhere.values()))
+        relays = dict(zip(elsewhere, made, strict=True))
+        controls = {host_id: address, **relays}
+        rest = [at for at in plans if at not in elsewhere.values()]
+        await asyncio.gather(*(begin(at, controls[hosts[at]]) for at in rest))
+        volumes = {f"{asked.store_name}-{i}": agents[at] for i, at in enumerate(chosen)}
+        ready, _ = await asyncio.gather(
+            store.controller.ready.call_one(volumes, asked.timeout),
+            store.hosts.introduce.call(volumes),
+        )
+        result(ready)
+        store.volumes = volumes
+        return relays
+
+    # ---- finding --------------------------------------------------------------------------
+
+    @concurrent_endpoint
+    async def find(self, name: str) -> tuple[bytes, Any, Any]:
+        """A :class:`FoundStore` (empty: there is none), its controller's actor, its volumes'."""
+        store = self._stores.get(name)
+        if store is None or store.found is None:
+            return b"", None, None
+        return msgspec.msgpack.encode(store.found), store.controller, store.volumes
+
+    # ---- ending ---------------------------------------------------------------------------
+
+    @concurrent_endpoint
+    async def finish(self, name: str) -> bool:
+        """End a store; whether there was one."""
+        store = self._stores.get(name)
+        if store is None:
+            return False
+        await self._discard(store)
+        return True
+
+    async def _discard(self, store: _Store) -> None:
+        if self._stores.get(store.asked.store_name) is store:
+            del self._stores[store.asked.store_name]
+        ends = [store.controller and store.controller.end.call_one()]
+        ends.append(store.hosts and store.hosts.end.call())
+        for end in ends:
+            if end is None:
+                continue
+            try:
+                await asyncio.wait_for(end, _END_S)
+            except Exception as error:  # noqa: BLE001 - some of it is dead already
+                log.info("while ending store %r: %s", store.asked.store_name, type(error).__name__)
+        for procs in store.procs:
+            try:
+                await asyncio.wait_for(procs.stop(), _END_S)
+            except Exception as error:  # noqa: BLE001 - some of it is dead already
+                log.info("while stopping processes: %s", type(error).__name__)
+
+
+def spread(hosts: Sequence[str], volumes: int) -> list[int]:
+    """Which agent gets each volume, by the hosts of the agents.
+
+    As many volumes as agents: one each, in order. Fewer: hosts take turns. More: agents get
+    several, in turns.
+
+    >>> spread(["a", "a", "b", "b"], 2), spread(["a", "a", "b", "b"], 4), spread(["a"], 2)
+    ([0, 2], [0, 1, 2, 3], [0, 0])
+    """
+    if volumes >= len(hosts):
+        return [i % len(hosts) for i in range(volumes)]
+    by_host: dict[str, list[int]] = {}
+    for at, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(at)
+    turns = [at for turn in zip_longest(*by_host.values()) for at in turn if at is not None]
+    return turns[:volumes]
+
+
+def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
+    """Where the agents go: the user's processes, or ones of our own on the user's hosts."""
+    if isinstance(mesh, ProcMesh):
+        return mesh
+    hosts = this_host() if mesh is None else mesh
+    if not isinstance(hosts, HostMesh):
+        raise ConfigurationError(
+            f"mesh is a Monarch ProcMesh or HostMesh, or None, not a {type(mesh).__qualname__}"
+        )
+    number = max(1, hosts.size())
+    return hosts.spawn_procs({"volume": -(-volumes // number)}, name="torchstore_volumes")
+
+
+def _is_of(failure: MeshFailure, mesh: Any) -> bool:
+    name = getattr(mesh, "_name", None)
+    return name is not None and str(failure.mesh_name) == str(name.get())

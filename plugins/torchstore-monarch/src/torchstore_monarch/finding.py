@@ -1,0 +1,103 @@
+"""How a process of a Monarch job reaches a store of it, on whatever host it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from monarch.actor import get_or_spawn_controller, this_proc
+
+from torchstore_core import topology
+from torchstore_core.errors import StoreTimeoutError
+from torchstore_monarch.directory import Directory
+from torchstore_monarch.host import HostActor
+from torchstore_monarch.protocol import FoundStore, Placement, result
+
+__all__ = ["directory", "end", "find", "in_context"]
+
+T = TypeVar("T")
+_NAME = "torchstore_directory"
+_lock = threading.Lock()
+_context: contextvars.Context | None = None
+# Relays of this process, by the server they lead to.
+_relays: dict[str, tuple[Any, str]] = {}
+
+
+async def directory() -> Any:
+    """The job's directory of stores."""
+    return await get_or_spawn_controller(_NAME, Directory)
+
+
+async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
+    """Run ``work`` as part of the actor that first asked for a store in this process: a plain
+    thread of an actor's process does not know which actor it belongs to.
+
+    Raises:
+        StoreTimeoutError: not within ``timeout`` seconds.
+    """
+    global _context
+    with _lock:
+        if _context is None:
+            _context = contextvars.copy_context()
+        context = _context
+    task = asyncio.get_running_loop().create_task(work(), context=context)
+    try:
+        return await asyncio.wait_for(task, timeout)
+    except TimeoutError as error:
+        raise StoreTimeoutError(f"the Monarch job did not answer within {timeout} s") from error
+
+
+async def find(store_name: str, timeout: float | None) -> str | None:
+    """The Unix socket of this host that leads to a store of the job; None: there is no such store.
+
+    Raises:
+        StoreTimeoutError: no answer within ``timeout`` seconds.
+    """
+    return await in_context(lambda: _find(store_name), timeout)
+
+
+async def _find(store_name: str) -> str | None:
+    data, controller, volumes = await (await directory()).find.call_one(store_name)
+    if not data:
+        return None
+    found = msgspec.msgpack.decode(data, type=FoundStore)
+    here = topology.probe().host_id
+    if here == found.host_id:
+        return found.address
+    return found.relays.get(here) or await _own_relay(found, controller, volumes)
+
+
+def _is_there(address: str) -> bool:
+    return Path(address.partition(":")[2]).exists()
+
+
+async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]) -> str:
+    """No agent of the store is on this host: this process has one of its own."""
+    known = _relays.get(found.address)
+    if known is not None and _is_there(known[1]):
+        return known[1]
+    agent = this_proc().spawn("torchstore_relay", HostActor)
+    wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), 60.0))
+    address = result(await agent.begin.call_one(wanted, controller))
+    await agent.introduce.call_one(volumes)
+    _relays[found.address] = agent, address
+    return address
+
+
+async def end(store_name: str, timeout: float | None) -> bool:
+    """End a store of the job; False if there was none.
+
+    Raises:
+        StoreTimeoutError: not within ``timeout`` seconds.
+    """
+
+    async def work() -> bool:
+        ended: Awaitable[bool] = (await directory()).finish.call_one(store_name)
+        return await ended
+
+    return await in_context(work, timeout)

@@ -1,0 +1,168 @@
+"""The actor that stands for a store on one host, or in one process: volumes, relay, carrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from monarch.actor import Actor, concurrent_endpoint
+
+from torchstore_core import topology
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.plugins import Registry
+from torchstore_core.server.attached import VolumeLine
+from torchstore_core.server.directories import PrivateDirectory
+from torchstore_core.server.relay import Relay
+from torchstore_core.server.volume import Volume, default_capacity
+from torchstore_monarch.core_thread import CoreThread
+from torchstore_monarch.protocol import Placement, outcome, result
+from torchstore_monarch.rpc.carrier import Carrier
+from torchstore_monarch.rpc.server import RpcServer, hosting
+from torchstore_monarch.rpc.wire import Place
+from torchstore_monarch.sweeping import SweptDirectory
+
+__all__ = ["HostActor"]
+
+
+class _Uplink:
+    """A relay's calls to the controller's actor."""
+
+    def __init__(self, controller: Any, token: bytes) -> None:
+        self._controller = controller
+        self._token = token
+
+    async def exchange(self, said: bytes) -> bytes:
+        return result(await self._controller.exchange.call_one(self._token, said))
+
+    async def poll(self) -> bytes:
+        return result(await self._controller.poll.call_one(self._token))
+
+
+class HostActor(Actor):
+    """Hosts volumes of one store, and the way to the server for clients of its host.
+
+    It may live in a process of the user's: everything runs in a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._core: CoreThread | None = None
+        self._directory: SweptDirectory | None = None
+        self._volumes: list[Volume] = []
+        self._lines: list[VolumeLine] = []
+        self._relay: Relay | None = None
+        self._carrier: Carrier | None = None
+        self._controller: Any = None
+
+    @concurrent_endpoint
+    async def where(self) -> bytes:
+        """This process's Topology, msgpack."""
+        return msgspec.msgpack.encode(topology.probe())
+
+    @concurrent_endpoint
+    async def begin(self, placement: bytes, controller: Any) -> tuple[bytes, str | None]:
+        """Do what the :class:`Placement` says; the address of the relay, or of the server."""
+        wanted = msgspec.msgpack.decode(placement, type=Placement)
+        return await outcome(self._begin(wanted, controller))
+
+    async def _begin(self, wanted: Placement, controller: Any) -> str:
+        if self._core is None:
+            self._core = CoreThread("torchstore-host")
+        self._controller = controller
+        return await self._core.run(self._start(wanted))
+
+    async def _start(self, wanted: Placement) -> str:
+        if self._directory is None:
+            self._directory = SweptDirectory()
+        control = wanted.control or await self._start_relay()
+        path = control.partition(":")[2]
+        registry = Registry(block=wanted.block)
+        for plan in wanted.volumes:
+            capacity = plan.capacity
+            if capacity is None:
+                capacity = default_capacity() // plan.sharing
+            volume = Volume(wanted.store_name, plan.index, capacity, registry, self._directory.path)
+            self._volumes.append(volume)
+            with hosting():
+                info = await volume.start()
+            line = await VolumeLine.open(path, volume, info, self._server_gone, wanted.timeout)
+            self._lines.append(line)
+        return control
+
+    async def _start_relay(self) -> str:
+        if self._directory is None:
+            raise StoreClosedError("this agent has ended")
+        here = msgspec.msgpack.encode(topology.probe())
+        token = result(await self._controller.open_uplink.call_one(here))
+        uplink = _Uplink(self._controller, token)
+        directory = self._directory.path
+        relay = Relay(uplink, PrivateDirectory(directory), lost=self._server_gone)
+        carrier = Carrier(directory, lambda: relay.valid)
+        relay.before_close = carrier.idle
+        self._relay, self._carrier = relay, carrier
+        await carrier.start()
+        return await relay.start()
+
+    @concurrent_endpoint
+    async def introduce(self, volumes: dict[str, Any]) -> None:
+        """The actors that have the store's volumes, by volume id."""
+        if self._carrier is not None:
+            self._carrier.volumes = volumes
+
+    # ---- monarch-rpc ----------------------------------------------------------------------
+
+    @concurrent_endpoint
+    async def read(self, volume_id: str, places: Sequence[Place]) -> tuple[bytes, bytes | None]:
+        """Bytes of a volume of this actor."""
+        return await outcome(_read(volume_id, places))
+
+    @concurrent_endpoint
+    async def write(
+        self, volume_id: str, places: Sequence[Place], data: bytes
+    ) -> tuple[bytes, int | None]:
+        """Write bytes of a volume of this actor; how many."""
+        return await outcome(_write(volume_id, places, data))
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def _server_gone(self) -> None:
+        """Without its server all of this has no use."""
+        if self._core is not None:
+            self._core.loop.create_task(self._close())
+
+    @concurrent_endpoint
+    async def end(self) -> None:
+        """Close everything."""
+        await self._end()
+
+    async def __cleanup__(self, exc: Exception | None) -> None:
+        await self._end()
+
+    async def _end(self) -> None:
+        core, self._core = self._core, None
+        if core is not None:
+            await core.run(self._close())
+            core.close()
+
+    async def _close(self) -> None:
+        if self._carrier is not None:
+            await self._carrier.close()
+        if self._relay is not None:
+            self._relay.close()
+        lines, self._lines = self._lines, []
+        for line in lines:
+            line.close()
+        volumes, self._volumes = self._volumes, []
+        for volume in volumes:
+            await volume.close()
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.remove()
+
+
+async def _read(volume_id: str, places: Sequence[Place]) -> bytes:
+    return RpcServer.of(volume_id).read(places)
+
+
+async def _write(volume_id: str, places: Sequence[Place], data: bytes) -> int:
+    return RpcServer.of(volume_id).write(places, data)

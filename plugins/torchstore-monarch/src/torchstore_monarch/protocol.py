@@ -1,0 +1,102 @@
+"""What the actors of a store tell each other: plain data, as opaque msgspec bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import msgspec
+
+from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
+
+__all__ = ["Asked", "Failed", "FoundStore", "Placement", "VolumePlan", "outcome", "result"]
+
+T = TypeVar("T")
+_ANY_ERROR = TorchStoreError.code
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What ``initialize`` wants; see ``contracts.runtime.StoreOptions``."""
+
+    store_name: str
+    num_storage_volumes: int
+    strategy: str
+    strategy_fields: bytes
+    capacity: int | None
+    prefault: int | None
+    timeout: float
+    block: tuple[str, ...]
+
+
+class FoundStore(msgspec.Struct, frozen=True):
+    """Where a store can be reached.
+
+    Args:
+        host_id, address: of the server's own host, and its Unix socket there.
+        relays: Unix sockets on other hosts, by host id.
+    """
+
+    store_name: str
+    host_id: str
+    address: str
+    relays: dict[str, str]
+
+
+class VolumePlan(msgspec.Struct, frozen=True):
+    """One volume that an agent is to start. ``capacity``: bytes; None: its part of half of the
+    host's memory, of which there are ``sharing``.
+    """
+
+    index: int
+    capacity: int | None
+    sharing: int
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """What one agent is to do.
+
+    Args:
+        control: Unix socket to attach volumes to; empty: open a relay, and use that.
+        volumes: to start here.
+    """
+
+    store_name: str
+    control: str
+    volumes: tuple[VolumePlan, ...]
+    block: tuple[str, ...]
+    timeout: float
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A typed error on its way between processes."""
+
+    code: str
+    message: str
+    key: str | None = None
+    details: dict[str, object] = {}
+
+
+async def outcome(work: Awaitable[T]) -> tuple[bytes, T | None]:
+    """For an endpoint: its result, or the typed error as bytes, which Monarch would make a text."""
+    try:
+        return b"", await work
+    except TorchStoreError as error:
+        failed = Failed(error.code, error.message, error.key, error.details)
+    except OSError as error:
+        failed = Failed(_ANY_ERROR, f"{type(error).__name__}: {error}")
+    return msgspec.msgpack.encode(failed), None
+
+
+def result(answer: tuple[bytes, T | None]) -> T:
+    """The other end of :func:`outcome`.
+
+    Raises:
+        TorchStoreError: what the endpoint raised.
+    """
+    failure, value = answer
+    if failure:
+        failed = msgspec.msgpack.decode(failure, type=Failed)
+        raise from_wire(failed.code, failed.message, failed.key, failed.details)
+    if value is None:
+        raise StoreClosedError("an actor of the store gave no answer")
+    return value

@@ -1,0 +1,1 @@
+"""The transport ``monarch-rpc``: bytes in endpoint calls, from agent to agent."""

@@ -1,0 +1,146 @@
+"""The agent's side of ``monarch-rpc``: takes requests of this host's clients to other hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from torchstore_core.errors import TorchStoreError
+from torchstore_core.server.connection import peer
+from torchstore_monarch.protocol import result
+from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, frame
+
+__all__ = ["Carrier"]
+
+log = logging.getLogger(__name__)
+
+_IN_FLIGHT = 2
+_END_S = 1.0
+_MAX_FRAME = 1 << 20
+_Answer = tuple[Carried, bytes]
+
+
+class Carrier:
+    """Listens beside a server or a relay.
+
+    Args:
+        directory: where to put the socket.
+        valid: whether the server surely still keeps what clients of this host hold. Bytes are
+            only moved while it does.
+
+    Attributes:
+        volumes: the actors that have them, by id of the volume.
+    """
+
+    def __init__(self, directory: str, valid: Callable[[], bool] = lambda: True) -> None:
+        self._path = os.path.join(directory, AGENT)
+        self._valid = valid
+        self.volumes: dict[str, Any] = {}
+        self._listener: asyncio.AbstractServer | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._writing: dict[int, set[asyncio.Task[_Answer]]] = {}
+
+    async def start(self) -> None:
+        """Begin to listen."""
+        self._listener = await asyncio.start_unix_server(self._serve, self._path, limit=CHUNK)
+        os.chmod(self._path, 0o600)
+
+    async def close(self) -> None:
+        """Stop; every connection ends. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+        connections = list(self._connections)
+        for connection in connections:
+            connection.cancel()
+        if connections:
+            await asyncio.wait(connections, timeout=_END_S)
+
+    async def idle(self, pid: int) -> None:
+        """Wait until nothing is written any more that this process asked for."""
+        while writing := self._writing.get(pid):
+            await asyncio.wait(writing)
+
+    # ---- one client -----------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pid, uid = peer(writer.transport)
+        task = asyncio.current_task()
+        if task is None or (uid is not None and uid != os.getuid()):
+            writer.close()
+            return
+        self._connections.add(task)
+        answers: asyncio.Queue[asyncio.Task[_Answer] | None] = asyncio.Queue(_IN_FLIGHT)
+        answering = asyncio.ensure_future(_answer(answers, writer))
+        try:
+            while not answering.done():
+                request = await _request(reader)
+                data = await reader.readexactly(request.nbytes) if request.write else b""
+                await answers.put(self._start(pid, request, data))
+        except (asyncio.IncompleteReadError, asyncio.CancelledError):
+            log.debug("a client has left, or this agent ends")
+        except (msgspec.DecodeError, ValueError, OSError) as error:
+            log.warning("a client's request cannot be carried: %s", error)
+        finally:
+            self._connections.discard(task)
+            answering.cancel()
+            writer.close()
+
+    def _start(self, pid: int, request: Carry, data: bytes) -> asyncio.Task[_Answer]:
+        task = asyncio.ensure_future(self._carry(request, data))
+        if request.write:
+            writing = self._writing.setdefault(pid, set())
+            writing.add(task)
+
+            def done(task: asyncio.Task[_Answer]) -> None:
+                writing.discard(task)
+                if not writing and self._writing.get(pid) is writing:
+                    del self._writing[pid]
+
+            task.add_done_callback(done)
+        return task
+
+    async def _carry(self, request: Carry, data: bytes) -> _Answer:
+        try:
+            actor = self.volumes[request.volume]
+            if not self._valid():
+                return Carried("this host has lost the server"), b""
+            if request.write:
+                result(await actor.write.call_one(request.volume, request.places, data))
+                return Carried(), b""
+            got = result(await actor.read.call_one(request.volume, request.places))
+            if not self._valid():
+                return Carried("this host has lost the server"), b""
+            return Carried(), bytes(got)
+        except KeyError:
+            return Carried(f"there is no volume {request.volume}"), b""
+        except TorchStoreError as error:
+            return Carried(error.message), b""
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises, the link has failed
+            return Carried(f"{type(error).__name__}: {str(error)[:500]}"), b""
+
+
+async def _request(reader: asyncio.StreamReader) -> Carry:
+    size = int.from_bytes(await reader.readexactly(HEADER), "little")
+    if size > _MAX_FRAME:
+        raise ValueError(f"a request of {size} bytes is over the limit of {_MAX_FRAME}")
+    request = msgspec.msgpack.decode(await reader.readexactly(size), type=Carry)
+    total = sum(nbytes for _, _, nbytes in request.places)
+    if not 0 <= request.nbytes == total <= CHUNK or len(request.places) > PIECES:
+        raise ValueError(f"a request of {request.nbytes} bytes in {len(request.places)} places")
+    return request
+
+
+async def _answer(
+    answers: asyncio.Queue[asyncio.Task[_Answer] | None], writer: asyncio.StreamWriter
+) -> None:
+    while (task := await answers.get()) is not None:
+        carried, data = await asyncio.shield(task)
+        writer.write(frame(carried))
+        if data:
+            writer.write(data)
+        await writer.drain()

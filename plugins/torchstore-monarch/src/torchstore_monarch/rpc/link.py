@@ -1,0 +1,144 @@
+"""Client half of ``monarch-rpc``. Knows nothing of Monarch: the agent of its host does the calls,
+so it works in any process, thread and event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from torchstore_core.contracts.transport import Copy, Link, LinkContext
+from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, Place, frame
+
+__all__ = ["RpcLink"]
+
+_IN_FLIGHT = 2
+_Batch = tuple[list[Place], list[memoryview], int]
+
+
+class RpcLink(Link):
+    """Asks the agent beside the control socket, a few chunks at a time."""
+
+    def __init__(self, sock: socket.socket, volume: str) -> None:
+        self._sock = sock
+        self._volume = volume
+        self._lock = asyncio.Lock()
+        self._broken = ""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> RpcLink:
+        path = os.path.join(os.path.dirname(context.control), AGENT)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, path)
+        except OSError as error:
+            sock.close()
+            raise TransportUnavailableError(f"no agent at {path}: {error}") from error
+        return cls(sock, offer.decode())
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        await self._do(copies, write=True)
+
+    async def read(self, copies: Sequence[Copy]) -> None:
+        await self._do(copies, write=False)
+
+    def close(self) -> None:
+        self._broken = self._broken or "it was closed"
+        self._sock.close()
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    async def _do(self, copies: Sequence[Copy], *, write: bool) -> None:
+        """All of it. What is cancelled asks for nothing more, and waits for what it has asked."""
+        stop = asyncio.Event()
+        work = asyncio.ensure_future(self._transfer(copies, stop, write=write))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            stop.set()
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()
+            raise
+
+    async def _transfer(self, copies: Sequence[Copy], stop: asyncio.Event, *, write: bool) -> None:
+        async with self._lock:
+            if self._broken:
+                raise TransportError(f"the link to the agent is broken: {self._broken}")
+            waiting: deque[list[memoryview]] = deque()
+            errors: list[str] = []
+            try:
+                for places, views, nbytes in _batches(copies):
+                    if stop.is_set() or errors:
+                        break
+                    await self._ask(Carry(self._volume, places, nbytes, write), views)
+                    waiting.append([] if write else views)
+                    if len(waiting) >= _IN_FLIGHT:
+                        errors += await self._take(waiting.popleft())
+                while waiting:
+                    errors += await self._take(waiting.popleft())
+            except (OSError, msgspec.DecodeError) as error:
+                self._broken = str(error) or type(error).__name__
+                self._sock.close()
+                raise TransportError(f"the agent of this host is gone: {error}") from error
+            if errors:
+                raise TransportError(errors[0])
+
+    async def _ask(self, request: Carry, views: list[memoryview]) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._sock, frame(request))
+        if request.write:
+            for view in views:
+                await loop.sock_sendall(self._sock, view)
+
+    async def _take(self, views: list[memoryview]) -> list[str]:
+        header = bytearray(HEADER)
+        await self._fill(memoryview(header))
+        body = bytearray(int.from_bytes(header, "little"))
+        await self._fill(memoryview(body))
+        carried = msgspec.msgpack.decode(body, type=Carried)
+        if carried.error:
+            return [carried.error]
+        for view in views:
+            await self._fill(view)
+        return []
+
+    async def _fill(self, view: memoryview) -> None:
+        loop = asyncio.get_running_loop()
+        while view:
+            got = await loop.sock_recv_into(self._sock, view)
+            if not got:
+                raise ConnectionResetError("the agent has closed the connection")
+            view = view[got:]
+
+
+def _batches(copies: Sequence[Copy]) -> Iterator[_Batch]:
+    """Requests of at most ``CHUNK`` bytes and ``PIECES`` places."""
+    places: list[Place] = []
+    views: list[memoryview] = []
+    total = 0
+    for copy in copies:
+        at = 0
+        while at < copy.nbytes:
+            size = min(copy.nbytes - at, CHUNK - total)
+            places.append((copy.segment, copy.offset + at, size))
+            views.append(_memory(copy.address + at, size))
+            at += size
+            total += size
+            if total == CHUNK or len(places) == PIECES:
+                yield places, views, total
+                places, views, total = [], [], 0
+    if places:
+        yield places, views, total
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

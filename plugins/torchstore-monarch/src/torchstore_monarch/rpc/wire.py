@@ -1,0 +1,44 @@
+"""What a client and the agent of its host say on the agent's socket.
+
+A request is a frame (little-endian u32 length, msgpack :class:`Carry`), followed by the bytes if it
+is a write. The answers come in the order of the requests: a frame with :class:`Carried`, followed
+by the bytes if it was a read that went well.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["AGENT", "CHUNK", "HEADER", "PIECES", "Carried", "Carry", "Place", "frame"]
+
+#: Name of an agent's socket, in the directory of the control socket beside it.
+AGENT = "agent.sock"
+#: Largest request, bytes: one endpoint call each.
+CHUNK = 8 << 20
+#: Most pieces in one request.
+PIECES = 4096
+HEADER = 4
+
+#: Segment, offset, bytes.
+Place = tuple[int, int, int]
+
+
+class Carry(msgspec.Struct, frozen=True, array_like=True):
+    """Read or write these places of a volume (its id), in order, ``nbytes`` bytes together."""
+
+    volume: str
+    places: list[Place]
+    nbytes: int
+    write: bool
+
+
+class Carried(msgspec.Struct, frozen=True, array_like=True):
+    """``error``: why not; empty if it went well."""
+
+    error: str = ""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """One whole frame."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEADER, "little") + body

@@ -1,0 +1,243 @@
+"""What one client says and is told, whatever carries it: frames in, controller asked, frames out.
+
+Whatever comes in can only end this conversation, never the server or anybody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
+from torchstore_core.server import looking
+from torchstore_core.server.records import SessionRecord, Waiter
+from torchstore_core.topology import Topology
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import decode_request
+
+if TYPE_CHECKING:
+    from torchstore_core.server.app import Server
+
+__all__ = ["Conversation"]
+
+log = logging.getLogger(__name__)
+
+# Waits that one conversation may have open; a client has one per awaiting task.
+_MAX_WAITERS = 100_000
+
+
+class Conversation:
+    """Server side of an anchor, a lane, or a volume's line.
+
+    Args:
+        send: takes what is to be sent.
+        end: close the pipe once that is sent.
+        via: where the relay is that carries it, if one does.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        send: Callable[[m.Message], None],
+        end: Callable[[], None],
+        via: Topology | None = None,
+    ) -> None:
+        self._server = server
+        self.send = send
+        self.end = end
+        self._via = via
+        self._session: SessionRecord | None = None
+        self._volume = -1
+        self._anchor = False
+        self._waiters: dict[int, Waiter] = {}
+        server.conversations.add(self)
+
+    @property
+    def greeted(self) -> bool:
+        """Whether it is known who is at the other end."""
+        return self._session is not None or self._volume >= 0
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether it is a session's anchor (its janitor thread reads it), not a lane."""
+        return self._anchor
+
+    @property
+    def is_volume(self) -> bool:
+        """Whether a volume is at the other end."""
+        return self._volume >= 0
+
+    def hear(self, body: bytes) -> None:
+        """Answer one message. What cannot be answered ends the conversation."""
+        try:
+            self._handle(decode_request(body))
+        except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.refuse(str(error))
+        except StoreClosedError as error:
+            self.refuse(error.message, error.code)
+        except RecursionError:
+            self.refuse("message is nested too deeply")
+
+    def refuse(self, why: str, code: str = ProtocolError.code) -> None:
+        """Say why, and end."""
+        self.send(m.Failure(0, code, f"{why}; closing this connection"))
+        self.end()
+
+    def process_died(self) -> None:
+        """The client's process is dead, but a forked child of it, which still reads what it
+        inherited, may keep the pipe open: nobody is left to commit the unfinished puts.
+        """
+        session = self._session
+        if session is not None:
+            session.end()
+            self._server.controller.abort(session, list(session.txns))
+
+    def ended(self, why: str = "its connection has closed") -> None:
+        """The pipe is gone: undo what was held through it. Idempotent."""
+        if self not in self._server.conversations:
+            return
+        self._server.conversations.discard(self)
+        for waiter in self._waiters.values():
+            self._server.controller.waiting.forget(waiter)
+        self._waiters.clear()
+        if self._volume >= 0:
+            self._server.volume_ended(self._volume, why)
+        if self._session is not None:
+            if self._anchor:
+                self._server.controller.close_session(self._session)
+            else:
+                self._session.lanes -= 1
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def _handle(self, request: m.Request) -> None:
+        if isinstance(request, m.Hello):
+            self._hello(request)
+            return
+        if isinstance(request, m.Attach):
+            self._attach(request)
+            return
+        if self._volume >= 0:
+            if not isinstance(request, m.Warm):
+                raise ProtocolError(f"a volume does not send {type(request).__name__}")
+            self._server.volume_warmed(self._volume, request)
+            return
+        if self._session is None:
+            raise ProtocolError("the first message must be a Hello")
+        if self._session.token not in self._server.controller.sessions:
+            # The anchor is gone, and what the session held with it: nothing new may be held.
+            raise StoreClosedError("this session has ended")
+        try:
+            reply = self._answer(request, self._session)
+        except TorchStoreError as error:
+            reply = m.Failure(
+                getattr(request, "id", 0), error.code, error.message, error.key, error.details
+            )
+        except Exception:
+            log.exception("request failed: %s", type(request).__name__)
+            text = f"the server failed on {type(request).__name__}; its log has the traceback"
+            reply = m.Failure(getattr(request, "id", 0), TorchStoreError.code, text)
+        if reply is not None:
+            self.send(reply)
+
+    def _hello(self, hello: m.Hello) -> None:
+        self._check_first("client", hello.protocol)
+        controller = self._server.controller
+        try:
+            if hello.session:
+                session = controller.join_session(hello.session)
+                session.lanes += 1
+            else:
+                session = controller.open_session(hello.facts, hello.topology)
+                self._anchor = True
+        except TorchStoreError as error:
+            self.send(m.Failure(hello.id, error.code, error.message))
+            self.end()
+            return
+        self._session = session
+        self.send(self._server.welcome(hello.id, session.token, self._via))
+
+    def _attach(self, request: m.Attach) -> None:
+        self._check_first("volume", request.protocol)
+        try:
+            self._server.volume_attached(request.info, self.send)
+        except TorchStoreError as error:
+            self.send(m.Failure(request.id, error.code, error.message))
+            self.end()
+            return
+        self._volume = request.info.index
+        self.send(m.Done(request.id))
+
+    def _check_first(self, who: str, protocol: int) -> None:
+        if self.greeted:
+            raise ProtocolError("a connection has one Hello")
+        if protocol != m.PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"{who} speaks protocol {protocol}, this server {m.PROTOCOL_VERSION}; "
+                "install the same torchstore-core on both sides"
+            )
+
+    def _answer(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
+        controller = self._server.controller
+        controller.operations[type(request)] += 1
+        match request:
+            case m.Put():
+                versions, grants = controller.put(session, request)
+                if grants is not None:
+                    return m.Granted(request.id, grants)
+                return m.Committed(request.id, versions)
+            case m.Locate():
+                entries, leased = controller.locate(session, request)
+                return m.Located(request.id, entries, leased)
+            case m.Fetch():
+                return controller.fetch(session, request)
+            case m.Commit():
+                return m.Committed(request.id, controller.commit(session, request.txn))
+            case m.Release():
+                controller.release(session, request.leases, request.parts, remember=self._anchor)
+            case m.Abort():
+                controller.abort(session, request.txns, remember=self._anchor)
+            case m.Keep():
+                session.keeps_memory = True
+            case m.Delete():
+                return m.Deleted(request.id, controller.delete(request.keys, request.strict))
+            case m.Exists():
+                return m.Flags(request.id, controller.exists(request.keys))
+            case m.Keys():
+                return m.KeyList(request.id, controller.keys(request.prefix))
+            case m.Wait():
+                self._wait(request)
+            case m.Cancel():
+                waiter = self._waiters.pop(request.wait, None)
+                if waiter is not None:
+                    controller.waiting.forget(waiter)
+            case m.Versions():
+                return m.Committed(request.id, controller.catalog.versions(request.key))
+            case m.Stat():
+                return looking.stat(controller.catalog, controller.volumes, request)
+            case m.List():
+                listed, more = looking.listing(
+                    controller.catalog, controller.volumes, request.prefix, request.after
+                )
+                return m.Listing(request.id, listed, more)
+            case m.Status():
+                return self._server.status(request.id)
+            case m.Shutdown():
+                self._server.stop_soon()
+                return m.Done(request.id)
+        return None
+
+    def _wait(self, request: m.Wait) -> None:
+        if len(self._waiters) >= _MAX_WAITERS or request.id in self._waiters:
+            raise ProtocolError("too many waits on one connection, or their ids repeat")
+
+        def reply(versions: list[int]) -> None:
+            self._waiters.pop(request.id, None)
+            self.send(m.Committed(request.id, versions))
+
+        waiter = self._server.controller.waiting.add(request.keys, request.min_version, reply)
+        if waiter is not None:
+            self._waiters[request.id] = waiter

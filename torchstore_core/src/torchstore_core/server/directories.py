@@ -1,0 +1,92 @@
+"""Private directories for sockets: one per running server, in one per user, never left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from torchstore_core.errors import ConfigurationError
+
+__all__ = ["CONTROL", "PrivateDirectory", "remove_stale", "runtime_directory"]
+
+#: Name of the control socket in a private directory.
+CONTROL = "control.sock"
+
+_STALE_AFTER_S = 10.0
+
+
+class PrivateDirectory:
+    """A directory (mode 0700) for the sockets of one server, relay or volume.
+
+    Args:
+        given: use this one, and leave it there; None: make a fresh one.
+
+    Raises:
+        ConfigurationError: see :func:`runtime_directory`.
+    """
+
+    def __init__(self, given: str | None = None) -> None:
+        self._own = given is None
+        if given is not None:
+            self.path = Path(given)
+            return
+        base = runtime_directory()
+        remove_stale(base)
+        self.path = Path(tempfile.mkdtemp(dir=base))
+
+    @property
+    def control(self) -> str:
+        """Path of the control socket."""
+        return str(self.path / CONTROL)
+
+    def remove(self) -> None:
+        """Remove it, if it was made here. Idempotent."""
+        if self._own:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def runtime_directory() -> Path:
+    """The per-user directory (mode 0700) that holds one directory per running server.
+
+    Raises:
+        ConfigurationError: it exists but belongs to someone else or is open to others.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.path.isdir(base) and os.access(base, os.W_OK):
+        path = Path(base) / "torchstore"
+    else:
+        path = Path(tempfile.gettempdir()) / f"torchstore-{os.getuid()}"
+    if len(str(path)) > 70:  # a Unix socket's path has at most 107 bytes
+        path = Path("/tmp") / f"torchstore-{os.getuid()}"  # noqa: S108 - checked just below
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = path.lstat()
+    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077 or path.is_symlink():
+        raise ConfigurationError(
+            f"{path} must be a directory of yours with mode 0700; remove it or set XDG_RUNTIME_DIR"
+        )
+    return path
+
+
+def remove_stale(base: Path) -> None:
+    """Remove directories of servers that are gone (killed): their socket refuses connections."""
+    for path in base.iterdir():
+        control = path / CONTROL
+        try:
+            age = time.time() - control.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if age < _STALE_AFTER_S:  # bound, but maybe not listening yet
+            continue
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(0.2)
+            try:
+                probe.connect(str(control))
+            except ConnectionRefusedError:
+                shutil.rmtree(path, ignore_errors=True)
+            except OSError:
+                continue

@@ -1,0 +1,233 @@
+"""The relay: a Unix socket on a host where the server is not. See ``server.relaying``."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol, cast
+
+import msgspec
+
+from torchstore_core.errors import ProtocolError
+from torchstore_core.server.connection import peer
+from torchstore_core.server.directories import PrivateDirectory
+from torchstore_core.server.relaying import EXPIRE_S, Said, Told, ToldList
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import FrameReader
+
+__all__ = ["Relay", "Uplink"]
+
+log = logging.getLogger(__name__)
+
+# What a relay subtracts from EXPIRE_S for its own view: it must give up before the server does.
+_MARGIN_S = 5.0
+
+
+class Uplink(Protocol):
+    """The engine's calls to ``relaying.Uplinks`` of the server, see there.
+
+    The calls reach the server in the order in which they are made; ``exchange`` sends before it
+    returns. What they raise ends the relay.
+    """
+
+    def exchange(self, said: bytes) -> Awaitable[bytes]:
+        """``Uplinks.exchange``, with this relay's token."""
+
+    def poll(self) -> Awaitable[bytes]:
+        """``Uplinks.poll``, with this relay's token."""
+
+
+class Relay:
+    """Listens for clients of this host and carries what they say.
+
+    Args:
+        uplink: open.
+        directory: where to put the socket.
+        lost: called once when the server cannot be reached any more.
+        before_close: see ``Server.before_close``.
+    """
+
+    def __init__(
+        self,
+        uplink: Uplink,
+        directory: PrivateDirectory,
+        lost: Callable[[], None] = lambda: None,
+        before_close: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        self._uplink = uplink
+        self._directory = directory
+        self._lost = lost
+        self.before_close = before_close
+        self._ids = itertools.count(1)
+        self._pipes: dict[int, _Pipe] = {}
+        self._listener: asyncio.AbstractServer | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outbox: list[Said] = []
+        self._alive_until = time.monotonic() + EXPIRE_S - _MARGIN_S
+        self._closed = False
+
+    async def start(self) -> str:
+        """Begin to listen; the address to connect to."""
+        loop = asyncio.get_running_loop()
+        path = self._directory.control
+        self._listener = await loop.create_unix_server(lambda: _Pipe(self), path, backlog=512)
+        os.chmod(path, 0o600)
+        self._spawn(self._poll())
+        return f"unix:{path}"
+
+    @property
+    def valid(self) -> bool:
+        """Whether the server surely still keeps what clients here hold."""
+        return not self._closed and time.monotonic() < self._alive_until
+
+    def close(self) -> None:
+        """Stop; every connection ends. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._listener is not None:
+            self._listener.close()
+        for pipe in list(self._pipes.values()):
+            pipe.close()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    # ---- pipes ----------------------------------------------------------------------------
+
+    def opened(self, pipe: _Pipe) -> int:
+        """A client has connected: the number of the connection."""
+        conn = next(self._ids)
+        self._pipes[conn] = pipe
+        return conn
+
+    def say(self, said: Said) -> None:
+        """Carry it, together with what else comes in this turn of the loop."""
+        if self._closed:
+            return
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(said)
+
+    def gone(self, conn: int, pid: int) -> None:
+        """A connection has closed."""
+        self._pipes.pop(conn, None)
+        self._spawn(self._say_closed(conn, pid))
+
+    async def _say_closed(self, conn: int, pid: int) -> None:
+        if self.before_close is not None and pid:
+            await self.before_close(pid)
+        self.say(Said(conn, closed=True))
+
+    # ---- the uplink -----------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        said, self._outbox = self._outbox, []
+        if said and not self._closed:
+            started = time.monotonic()
+            self._spawn(self._hear(self._uplink.exchange(msgspec.msgpack.encode(said)), started))
+
+    async def _poll(self) -> None:
+        while not self._closed:
+            await self._hear(self._uplink.poll(), time.monotonic())
+
+    async def _hear(self, answer: Awaitable[bytes], started: float) -> None:
+        try:
+            told = ToldList.decode(await answer)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises, the server is gone
+            self._give_up(error)
+            return
+        self._alive_until = max(self._alive_until, started + EXPIRE_S - _MARGIN_S)
+        for one in told:
+            self._tell(one)
+
+    def _tell(self, one: Told) -> None:
+        pipe = self._pipes.get(one.conn)
+        if pipe is None:
+            return
+        if one.frame:
+            pipe.send(one.frame)
+        if one.close:
+            pipe.close()
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._closed:
+            log.info("the server cannot be reached any more: %s", error)
+            self.close()
+            self._lost()
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            await work
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Pipe(asyncio.Protocol):
+    """A client's connection to the relay."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._reader = FrameReader(m.MAX_FRAME)
+        self._transport: asyncio.Transport | None = None
+        self._conn = 0
+        self._pid = 0
+        self._pidfd = -1
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._pid, uid = peer(transport)
+        if uid is not None and uid != os.getuid():
+            log.warning("refused a connection of uid %d", uid)
+            self._transport.abort()
+            return
+        self._conn = self._relay.opened(self)
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+        except (OSError, AttributeError):  # an old kernel, or another pid namespace
+            return
+        asyncio.get_running_loop().add_reader(self._pidfd, self._process_died)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._conn:
+            return
+        try:
+            for body in self._reader.feed(data):
+                self._relay.say(Said(self._conn, body))
+        except ProtocolError as error:
+            log.warning("a client sent something unreadable: %s", error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        self._transport = None
+        if self._conn:
+            self._relay.gone(self._conn, self._pid)
+
+    def send(self, frame: bytes) -> None:
+        """Send unless the connection is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame)
+
+    def close(self) -> None:
+        """Send what is buffered, then close."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _process_died(self) -> None:
+        self._unwatch()
+        self._relay.say(Said(self._conn, died=True))
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -1,0 +1,193 @@
+"""Relays: how clients on other hosts reach the server, over whatever connects the hosts.
+
+A relay listens on a Unix socket of its host, so that its clients are watched and served exactly as
+those of the server's own host. What they say goes, as it came, over an *uplink*: two calls of the
+distributed engine, each taking and giving opaque bytes. Nothing listens on a network for it.
+
+* ``exchange``: what connections have said, for what is answered at once. One call for everything
+  that arrived together, so one for a batch operation.
+* ``poll``: waits for what the server says later or unasked. It is also the sign of life: a relay
+  that is not heard for :data:`EXPIRE_S` seconds is taken for dead, with all its connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.server.conversation import Conversation
+from torchstore_core.topology import Topology
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import encode
+
+if TYPE_CHECKING:
+    from torchstore_core.server.app import Server
+
+__all__ = ["EXPIRE_S", "POLL_S", "Said", "SaidList", "Told", "ToldList", "Uplinks"]
+
+log = logging.getLogger(__name__)
+
+#: A relay that was not heard for so long is dead, seconds.
+EXPIRE_S = 15.0
+#: How long a poll waits for something to tell, seconds.
+POLL_S = 2.0
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """From a relay: what came on connection ``conn``.
+
+    ``closed``: nothing more will. ``died``: its process is dead, though the pipe may be open.
+    """
+
+    conn: int
+    body: bytes = b""
+    closed: bool = False
+    died: bool = False
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """To a relay: a frame for connection ``conn``; ``close``: close it once that is sent."""
+
+    conn: int
+    frame: bytes = b""
+    close: bool = False
+
+
+SaidList = msgspec.msgpack.Decoder(list[Said])
+ToldList = msgspec.msgpack.Decoder(list[Told])
+
+
+class _Relayed:
+    """Server side of one relay: a conversation for each of its connections."""
+
+    def __init__(self, server: Server, here: Topology) -> None:
+        self._server = server
+        self.here = here
+        self.heard = time.monotonic()
+        self._conversations: dict[int, Conversation] = {}
+        self._outbox: list[Told] = []
+        self._filled = asyncio.Event()
+
+    def exchange(self, said: list[Said]) -> list[Told]:
+        self.heard = time.monotonic()
+        for one in said:
+            conversation = self._conversations.get(one.conn)
+            if conversation is None and not (one.closed or one.died):
+                conversation = self._open(one.conn)
+            if conversation is None:
+                continue
+            if one.died:
+                conversation.process_died()
+            elif one.closed:
+                del self._conversations[one.conn]
+                conversation.ended()
+            else:
+                conversation.hear(one.body)
+        told, self._outbox = self._outbox, []
+        self._filled.clear()
+        return told
+
+    def _open(self, conn: int) -> Conversation:
+        def send(message: m.Message) -> None:
+            if conn in self._conversations:
+                self._outbox.append(Told(conn, bytes(encode(message))))
+                self._filled.set()
+
+        def end() -> None:
+            conversation = self._conversations.pop(conn, None)
+            if conversation is not None:
+                self._outbox.append(Told(conn, b"", True))
+                self._filled.set()
+                conversation.ended()
+
+        made = self._conversations[conn] = Conversation(self._server, send, end, via=self.here)
+        return made
+
+    async def poll(self) -> list[Told]:
+        self.heard = time.monotonic()
+        try:
+            await asyncio.wait_for(self._filled.wait(), POLL_S)
+        except TimeoutError:
+            return []
+        told, self._outbox = self._outbox, []
+        self._filled.clear()
+        return told
+
+    def close(self, why: str) -> None:
+        self._filled.set()  # a poll that waits ends
+        conversations = list(self._conversations.values())
+        self._conversations.clear()
+        for conversation in conversations:
+            conversation.ended(why)
+
+
+class Uplinks:
+    """The server's side of all uplinks. Everything here runs on the server's event loop.
+
+    Args:
+        server: that answers.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._relays: dict[bytes, _Relayed] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._look()
+
+    def open(self, here: bytes) -> bytes:
+        """A relay announces itself (its Topology, msgpack): the token of its uplink.
+
+        Raises:
+            msgspec.DecodeError: that is no Topology.
+        """
+        relay = _Relayed(self._server, msgspec.msgpack.decode(here, type=Topology))
+        token = secrets.token_bytes(16)
+        self._relays[token] = relay
+        return token
+
+    def exchange(self, token: bytes, said: bytes) -> bytes:
+        """See the module. ``said`` is a list of :class:`Said`, the answer one of :class:`Told`.
+
+        Raises:
+            StoreClosedError: the relay was taken for dead, or never opened.
+            msgspec.DecodeError: unreadable.
+        """
+        return msgspec.msgpack.encode(self._relay(token).exchange(SaidList.decode(said)))
+
+    async def poll(self, token: bytes) -> bytes:
+        """See the module; raises as :meth:`exchange`."""
+        return msgspec.msgpack.encode(await self._relay(token).poll())
+
+    def close(self, token: bytes | None = None, why: str = "its relay has closed") -> None:
+        """One uplink, or all of them, are over."""
+        if token is None:
+            if self._timer is not None:
+                self._timer.cancel()
+            tokens = list(self._relays)
+        else:
+            tokens = [token]
+        for one in tokens:
+            relay = self._relays.pop(one, None)
+            if relay is not None:
+                relay.close(why)
+
+    def _relay(self, token: bytes) -> _Relayed:
+        relay = self._relays.get(token)
+        if relay is None:
+            raise StoreClosedError("this relay is unknown here: it was silent for too long")
+        return relay
+
+    def _look(self) -> None:
+        """Give up relays that are silent."""
+        now = time.monotonic()
+        for token, relay in list(self._relays.items()):
+            if now - relay.heard > EXPIRE_S:
+                log.warning("the relay on %s is silent: it is given up", relay.here.hostname)
+                self.close(token, f"its relay was silent for {EXPIRE_S:.0f} s")
+        self._timer = asyncio.get_running_loop().call_later(1.0, self._look)

@@ -1,0 +1,293 @@
+"""What every strategy must do, as tests: subclass and say how to make yours."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+import pytest
+
+from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
+from torchstore_core.errors import PluginError
+from torchstore_core.plugins import Registry
+from torchstore_core.strategy_data import decode_strategy, encode_strategy
+
+__all__ = ["StrategyConformance"]
+
+_GIB = 1 << 30
+_CLIENTS = (
+    ClientFacts(101, "host-a", "a"),
+    ClientFacts(102, "host-b", "b", rank=0, local_rank=0),
+    ClientFacts(103, "host-b", "b", rank=5, local_rank=1),
+    ClientFacts(104, "elsewhere", "c", local_rank=3),
+)
+_KEYS = ("w", "layers/0/weight", "ключ 🔑", "k" * 300)
+_SIZES = (0, 1, 4096, _GIB, 1 << 50)
+
+# What another process answers: with another hash seed, and without torch.
+_ELSEWHERE = """
+import importlib, json, sys
+import msgspec
+from torchstore_core.contracts.strategy import ClientFacts, VolumeFacts
+from torchstore_core.strategy_data import decode_strategy
+from torchstore_core.testing.strategies import own_registry, questions
+name, fields, where = json.loads(sys.stdin.read())
+module, cls = where
+strategy = decode_strategy(name, fields.encode(), own_registry(
+    getattr(importlib.import_module(module), cls)))
+answers = [list(strategy.place(*question)) for question in questions(strategy)]
+print(json.dumps([answers, "torch" in sys.modules]))
+"""
+
+
+class _Question(NamedTuple):
+    client: ClientFacts
+    volumes: Sequence[VolumeFacts]
+    nbytes: int
+    keys: Sequence[str]
+
+    def __str__(self) -> str:
+        lost = [v.index for v in self.volumes if v.lost]
+        full = [v.index for v in self.volumes if not v.free_bytes]
+        hosts = [v.host_id for v in self.volumes]
+        return (
+            f"place({self.client}, {len(self.volumes)} volumes (hosts {hosts}, lost {lost}, full "
+            f"{full}), {self.nbytes} bytes, keys {list(self.keys)})"
+        )
+
+
+def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[VolumeFacts, ...]:
+    """``count`` volumes over some hosts; ``lost`` and ``full`` are masks of indices."""
+    return tuple(
+        VolumeFacts(
+            f"store-{at}",
+            at,
+            f"host-{'abcdefgh'[at * hosts // count]}",
+            16 * _GIB,
+            0 if (lost | full) >> at & 1 else (16 - at % 5) * _GIB,
+            bool(lost >> at & 1),
+        )
+        for at in range(count)
+    )
+
+
+def questions(strategy: Strategy) -> Iterator[_Question]:
+    """What a controller may ask, from one volume to eight, lost and full ones among them."""
+    batches: Sequence[Sequence[str]] = [_KEYS, _KEYS[:1]]
+    if strategy.by_key:
+        batches = [(key,) for key in _KEYS]
+    for count, hosts in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (8, 4)):
+        states = [(0, 0), (0, (1 << count) - 1), (0, 1)]
+        states += [(1 << at, 0) for at in range(count) if count > 1]
+        states += [((1 << count) - 2, 0)] if count > 2 else []
+        for lost, full in states:
+            volumes = _volumes(count, hosts, lost=lost, full=full)
+            for client, keys in itertools.product(_CLIENTS, batches):
+                yield _Question(client, volumes, _SIZES[len(keys[0]) % len(_SIZES)], keys)
+
+
+def own_registry(cls: type[Strategy]) -> Registry:
+    """The installed plug-ins, and ``cls`` under its tag, installed or not."""
+
+    class Own(Registry):
+        def strategy(self, name: str) -> type[Strategy]:
+            return cls if name == cls.__struct_config__.tag else super().strategy(name)
+
+    return Own()
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        pytest.fail(what, pytrace=False)
+
+
+class StrategyConformance:
+    """Subclass it, with a name that pytest collects, in a test module of your package::
+
+        from torchstore_core.testing import StrategyConformance
+
+        class TestMine(StrategyConformance):
+            def make(self) -> Strategy:
+                return Mine(size=3)
+
+    Attributes:
+        installed: whether the strategy's package is installed, so that stores find it by its name.
+        uses_all: whether a put is tried on every volume before it fails; False for one that
+            restricts itself on purpose, and then its keys may have nowhere to go after a loss.
+    """
+
+    installed: ClassVar[bool] = True
+    uses_all: ClassVar[bool] = True
+
+    def make(self) -> Strategy:
+        """A strategy to test; a new, equal one at every call."""
+        pytest.fail(f"{type(self).__name__} must define make(), which returns your strategy")
+
+    # ---- data -----------------------------------------------------------------------------
+
+    def test_it_is_a_frozen_struct_with_its_name_as_tag(self) -> None:
+        strategy = self.make()
+        name = type(strategy).__name__
+        _check(isinstance(strategy, Strategy), f"{name} must derive from Strategy")
+        config = type(strategy).__struct_config__
+        _check(config.frozen, f"declare it `class {name}(Strategy, frozen=True, tag=...)`: frozen")
+        _check(
+            isinstance(config.tag, str),
+            f'declare it `class {name}(Strategy, frozen=True, tag="its-entry-point-name")`',
+        )
+
+    def test_it_is_found_by_its_name(self) -> None:
+        if not self.installed:
+            pytest.skip("said to be not installed")
+        cls = type(self.make())
+        try:
+            found = Registry().strategy(str(cls.__struct_config__.tag))
+        except PluginError as error:
+            pytest.fail(f"no store can find it: {error}", pytrace=False)
+        _check(found is cls, f"the name {cls.__struct_config__.tag!r} leads to {found}, not {cls}")
+
+    def test_equal_ones_are_equal_and_can_be_hashed(self) -> None:
+        one, other = self.make(), self.make()
+        _check(one == other, f"make() gave {one}, then {other}; they must be equal")
+        try:
+            same = hash(one) == hash(other)
+        except TypeError as error:
+            pytest.fail(f"it cannot be hashed: {error}; use tuples, not lists", pytrace=False)
+        _check(same, "equal strategies have different hashes")
+
+    def test_it_survives_the_trip_to_a_server(self) -> None:
+        strategy = self.make()
+        name, fields = encode_strategy(strategy)
+        again = decode_strategy(name, fields, own_registry(type(strategy)))
+        _check(again == strategy, f"{strategy} was sent, {again} came (as {fields!r})")
+
+    def test_it_takes_transport_by_keyword(self) -> None:
+        strategy = self.make()
+        for transport in ("some", ("some", "other"), None):
+            changed = msgspec.structs.replace(strategy, transport=transport)
+            _check(
+                transport is None or changed.transport == transport,
+                f"with transport={transport!r} it has {changed.transport!r}",
+            )
+
+    def test_copies_and_by_key_make_sense(self) -> None:
+        strategy = self.make()
+        copies, by_key = strategy.copies, strategy.by_key
+        _check(type(copies) is int and copies >= 1, f"copies is an int above 0, not {copies!r}")
+        _check(type(by_key) is bool, f"by_key is a bool, not {by_key!r}")
+
+    # ---- place ----------------------------------------------------------------------------
+
+    def test_it_names_volumes_that_are_there_each_once(self) -> None:
+        def check(question: _Question, answer: list[Any]) -> None:
+            known = range(len(question.volumes))
+            _check(bool(answer), f"{question} named no volume")
+            for index in answer:
+                _check(
+                    type(index) is int and index in known,
+                    f"{question} gave {answer}: {index!r} is no position in a list of "
+                    f"{len(question.volumes)}",
+                )
+            _check(len(set(answer)) == len(answer), f"{question} gave {answer}: one of them twice")
+
+        self._ask(check)
+
+    def test_it_names_enough_volumes(self) -> None:
+        """Enough that live for all copies, and all of them if it uses all."""
+        strategy = self.make()
+
+        def check(question: _Question, answer: list[Any]) -> None:
+            living = {v.index for v in question.volumes if not v.lost}
+            named = len(living.intersection(answer))
+            wanted = len(living) if self.uses_all else min(strategy.copies, len(living))
+            if not self.uses_all and strategy.copies == 1:
+                return
+            _check(
+                named >= wanted,
+                f"{question} gave {answer}: of the {len(living)} volumes that live it should name "
+                f"{wanted}. If it leaves some out on purpose, set uses_all = False",
+            )
+
+        self._ask(check)
+
+    def test_the_same_question_has_the_same_answer(self) -> None:
+        """Pure: no clock, no random numbers, no counters."""
+        first, second = self.make(), self.make()
+        for question in questions(first):
+            answers = [list(first.place(*question)) for _ in range(2)]
+            answers.append(list(second.place(*question)))
+            as_lists = _Question(
+                question.client, list(question.volumes), question.nbytes, list(question.keys)
+            )
+            answers.append(list(first.place(*as_lists)))
+            _check(
+                all(answer == answers[0] for answer in answers),
+                f"{question} gave different answers: {answers}",
+            )
+
+    def test_it_changes_nothing_that_it_is_given(self) -> None:
+        strategy = self.make()
+        for question in questions(strategy):
+            volumes, keys = list(question.volumes), list(question.keys)
+            strategy.place(question.client, volumes, question.nbytes, keys)
+            strategy.choose(question.client, volumes)
+            _check(
+                volumes == list(question.volumes) and keys == list(question.keys),
+                f"{question} changed the list that it was given",
+            )
+
+    def test_another_process_gives_the_same_answers(self) -> None:
+        """With another hash seed (``hash()`` of a str differs), and without importing torch."""
+        strategy = self.make()
+        cls = type(strategy)
+        if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+            pytest.skip("other processes cannot import it from here")
+        name, fields = encode_strategy(strategy)
+        here = [list(strategy.place(*question)) for question in questions(strategy)]
+        done = subprocess.run(  # noqa: S603 - this interpreter, and a program of our own
+            [sys.executable, "-c", _ELSEWHERE],
+            input=msgspec.json.encode([name, fields.decode(), [cls.__module__, cls.__name__]]),
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": "12345",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        _check(done.returncode == 0, f"another process failed:\n{done.stderr.decode()}")
+        there, torch = msgspec.json.decode(done.stdout)
+        for question, one, other in zip(questions(strategy), here, there, strict=True):
+            _check(one == other, f"{question} gave {one} here, {other} in another process")
+        _check(not torch, f"{cls.__module__} imports torch: servers must not")
+
+    # ---- choose ---------------------------------------------------------------------------
+
+    def test_it_chooses_a_copy_that_is_there(self) -> None:
+        strategy = self.make()
+        for client, count in itertools.product(_CLIENTS, range(1, 5)):
+            for copies in itertools.permutations(_volumes(4, 2), count):
+                chosen = [strategy.choose(client, copies) for _ in range(2)]
+                where = f"choose({client}, copies on {[v.host_id for v in copies]})"
+                _check(
+                    type(chosen[0]) is int and 0 <= chosen[0] < count,
+                    f"{where} gave {chosen[0]!r}: no position in a list of {count}",
+                )
+                _check(chosen[0] == chosen[1], f"{where} gave {chosen[0]}, then {chosen[1]}")
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _ask(self, check: Callable[[_Question, list[Any]], None]) -> None:
+        strategy = self.make()
+        for question in questions(strategy):
+            try:
+                answer = list(strategy.place(*question))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+                pytest.fail(f"{question} raised {error!r}", pytrace=False)
+            check(question, answer)

@@ -1,0 +1,29 @@
+"""``spread``: fill all volumes alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchstore_core.contracts.hooks import hookimpl
+from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
+
+
+class SpreadStrategy(Strategy, frozen=True, tag="spread"):
+    """The volume with the most free memory first. A batch lies together."""
+
+    def place(
+        self,
+        client: ClientFacts,
+        volumes: Sequence[VolumeFacts],
+        nbytes: int,
+        keys: Sequence[str] = (),
+    ) -> Sequence[int]:
+        """Indices by free bytes, most first; of equals, those on the client's host first."""
+        order = sorted(volumes, key=lambda v: (-v.free_bytes, v.host_id != client.host_id, v.index))
+        return [v.index for v in order]
+
+
+@hookimpl
+def torchstore_strategy() -> type[Strategy]:
+    """See ``torchstore_core.contracts.hooks``."""
+    return SpreadStrategy
