@@ -31,5 +31,5 @@ def torchstore_runtime() -> RuntimeSpec:
         here=_in_a_job,
         find="torchstore_monarch.finding:find",
         end="torchstore_monarch.finding:end",
-        spmd="torchstore_monarch.spmd:start",
+        spmd="torchstore_monarch.spmd.starting:start",
     )

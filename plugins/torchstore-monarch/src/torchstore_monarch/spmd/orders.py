@@ -1,0 +1,33 @@
+"""What the ranks, and the root process, tell each other: plain data, as JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["RootOrder", "Where"]
+
+
+class Where(msgspec.Struct, frozen=True):
+    """What the ranks are told: Unix sockets by host id, or why there is no store (an error code of
+    ``torchstore_core.errors``, and its message).
+    """
+
+    sockets: dict[str, str] = {}
+    error: str = ""
+    message: str = ""
+
+
+class RootOrder(msgspec.Struct, frozen=True):
+    """What the root process is to do.
+
+    Args:
+        workers: where the hosts' workers listen.
+        asked: the store, an encoded ``protocol.Asked``.
+        ranks: how many will use it.
+        loopback: all workers are on this machine's loopback interface.
+    """
+
+    workers: list[str]
+    asked: bytes
+    ranks: int
+    loopback: bool
