@@ -44,6 +44,7 @@ class _Store:
         self.controller: Any = None
         self.hosts: Any = None
         self.procs: list[ProcMesh] = []  # made here, so ended here
+        self.own_agents = False  # whether they are in such processes
         self.found: FoundStore | None = None
         self.volumes: dict[str, Any] = {}  # the agents that have them, by volume id
         self.ready = asyncio.Event()
@@ -102,6 +103,7 @@ class Directory(Actor):
         procs = _volume_procs(mesh, asked.num_storage_volumes)
         if procs is not mesh:
             store.procs.append(procs)
+            store.own_agents = True
         store.controller = own.spawn("torchstore_controller", ControllerActor)
         store.hosts = procs.spawn("torchstore_host", HostActor).flatten("agent")
         begun, facts = await asyncio.gather(
@@ -129,7 +131,12 @@ class Directory(Actor):
 
         async def begin(at: int, control: str) -> str:
             wanted = Placement(
-                asked.store_name, control, tuple(plans.get(at, ())), asked.block, asked.timeout
+                asked.store_name,
+                control,
+                tuple(plans.get(at, ())),
+                asked.block,
+                asked.timeout,
+                store.own_agents,
             )
             data = msgspec.msgpack.encode(wanted)
             return result(await agents[at].begin.call_one(data, store.controller))
@@ -138,7 +145,8 @@ class Directory(Actor):
         made = await asyncio.gather(*(begin(at, "") for at in elsewhere.values()))
         relays = dict(zip(elsewhere, made, strict=True))
         controls = {host_id: address, **relays}
-        rest = [at for at in plans if at not in elsewhere.values()]
+        due = range(len(agents)) if store.own_agents else plans
+        rest = [at for at in due if at not in elsewhere.values()]
         await asyncio.gather(*(begin(at, controls[hosts[at]]) for at in rest))
         volumes = {f"{asked.store_name}-{i}": agents[at] for i, at in enumerate(chosen)}
         ready, _ = await asyncio.gather(

@@ -18,7 +18,7 @@ from torchstore_monarch.directory import Directory
 from torchstore_monarch.host import HostActor
 from torchstore_monarch.protocol import FoundStore, Placement, result
 
-__all__ = ["directory", "end", "find", "in_context"]
+__all__ = ["directory", "end", "find", "in_context", "volume_actor"]
 
 T = TypeVar("T")
 _NAME = "torchstore_directory"
@@ -26,6 +26,8 @@ _lock = threading.Lock()
 _context: contextvars.Context | None = None
 # Relays of this process, by the server they lead to.
 _relays: dict[str, tuple[Any, str]] = {}
+# The actors that have volumes, by id, of the stores found at each socket.
+_volumes: dict[str, dict[str, Any]] = {}
 
 
 async def directory() -> Any:
@@ -52,6 +54,13 @@ async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float 
         raise StoreTimeoutError(f"the Monarch job did not answer within {timeout} s") from error
 
 
+async def volume_actor(control: str, volume_id: str) -> Any | None:
+    """The actor that has a volume of the store that was found at the socket ``control``; None if
+    none was found there by this process.
+    """
+    return _volumes.get(control, {}).get(volume_id)
+
+
 async def find(store_name: str, timeout: float | None) -> str | None:
     """The Unix socket of this host that leads to a store of the job; None: there is no such store.
 
@@ -67,9 +76,11 @@ async def _find(store_name: str) -> str | None:
         return None
     found = msgspec.msgpack.decode(data, type=FoundStore)
     here = topology.probe().host_id
-    if here == found.host_id:
-        return found.address
-    return found.relays.get(here) or await _own_relay(found, controller, volumes)
+    address = found.address
+    if here != found.host_id:
+        address = found.relays.get(here) or await _own_relay(found, controller, volumes)
+    _volumes[address.partition(":")[2]] = volumes
+    return address
 
 
 def _is_there(address: str) -> bool:

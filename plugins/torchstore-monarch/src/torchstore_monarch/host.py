@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +18,18 @@ from torchstore_core.server.directories import PrivateDirectory
 from torchstore_core.server.relay import Relay
 from torchstore_core.server.volume import Volume, default_capacity
 from torchstore_monarch.core_thread import CoreThread
+from torchstore_monarch.hosting import hosting
 from torchstore_monarch.protocol import Placement, outcome, result
+from torchstore_monarch.rdma.server import RdmaServer
 from torchstore_monarch.rpc.carrier import Carrier
-from torchstore_monarch.rpc.server import RpcServer, hosting
+from torchstore_monarch.rpc.server import RpcServer
 from torchstore_monarch.rpc.wire import Place
 from torchstore_monarch.sweeping import SweptDirectory
 
 __all__ = ["HostActor"]
+
+_LOOK_S = 1.0
+_GRACE_S = 3.0
 
 
 class _Uplink:
@@ -53,6 +60,7 @@ class HostActor(Actor):
         self._relay: Relay | None = None
         self._carrier: Carrier | None = None
         self._controller: Any = None
+        self._watching: asyncio.Task[None] | None = None
 
     @concurrent_endpoint
     async def where(self) -> bytes:
@@ -87,7 +95,19 @@ class HostActor(Actor):
                 info = await volume.start()
             line = await VolumeLine.open(path, volume, info, self._server_gone, wanted.timeout)
             self._lines.append(line)
+        if wanted.own and self._watching is None:
+            self._watching = asyncio.ensure_future(self._end_with(path))
         return control
+
+    async def _end_with(self, control: str) -> None:
+        """End this process when that socket is gone, which goes with the server or the relay: the
+        engine leaves processes alone whose root is gone, on hosts that it does not end.
+        """
+        while os.path.exists(control):
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_GRACE_S)  # in a shutdown, `end` comes now and ends this
+        await self._close()
+        os._exit(0)
 
     async def _start_relay(self) -> str:
         if self._directory is None:
@@ -122,6 +142,13 @@ class HostActor(Actor):
     ) -> tuple[bytes, int | None]:
         """Write bytes of a volume of this actor; how many."""
         return await outcome(_write(volume_id, places, data))
+
+    @concurrent_endpoint
+    async def move(
+        self, volume_id: str, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], write: bool
+    ) -> tuple[bytes, int | None]:
+        """``monarch-rdma``: see ``RdmaServer.move``."""
+        return await outcome(_move(volume_id, groups, buffers, write))
 
     # ---- the end --------------------------------------------------------------------------
 
@@ -161,8 +188,14 @@ class HostActor(Actor):
 
 
 async def _read(volume_id: str, places: Sequence[Place]) -> bytes:
-    return RpcServer.of(volume_id).read(places)
+    return RpcServer.hosted[volume_id].read(places)
+
+
+async def _move(
+    volume_id: str, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], write: bool
+) -> int:
+    return await RdmaServer.hosted[volume_id].move(groups, buffers, write=write)
 
 
 async def _write(volume_id: str, places: Sequence[Place], data: bytes) -> int:
-    return RpcServer.of(volume_id).write(places, data)
+    return RpcServer.hosted[volume_id].write(places, data)

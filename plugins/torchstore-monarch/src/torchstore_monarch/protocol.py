@@ -58,6 +58,7 @@ class Placement(msgspec.Struct, frozen=True):
     Args:
         control: Unix socket to attach volumes to; empty: open a relay, and use that.
         volumes: to start here.
+        own: the agent's process was made for the store, and ends with it.
     """
 
     store_name: str
@@ -65,6 +66,7 @@ class Placement(msgspec.Struct, frozen=True):
     volumes: tuple[VolumePlan, ...]
     block: tuple[str, ...]
     timeout: float
+    own: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True):

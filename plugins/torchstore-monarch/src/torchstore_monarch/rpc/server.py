@@ -3,65 +3,36 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_monarch.hosting import Hosted, is_hosting
 from torchstore_monarch.rpc.wire import Place
 
-__all__ = ["RpcServer", "hosting"]
-
-_lock = threading.Lock()
-_hosted: dict[str, RpcServer] = {}
-_hosting = 0
-
-
-class hosting:
-    """While volumes are started in it: this process is an actor whose endpoints serve them."""
-
-    def __enter__(self) -> None:
-        global _hosting
-        with _lock:
-            _hosting += 1
-
-    def __exit__(self, *_: object) -> None:
-        global _hosting
-        with _lock:
-            _hosting -= 1
+__all__ = ["RpcServer"]
 
 
 class RpcServer(TransportServer):
     """Reads and writes segments for :class:`HostActor`'s endpoints."""
+
+    hosted: Hosted[RpcServer] = Hosted()
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
         self._volume_id = ""
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
-        if not _hosting:
+        if not is_hosting():
             raise TransportUnavailableError("this server is not hosted by a Monarch actor")
         self._segments = {segment.id: segment for segment in segments}
         self._volume_id = context.volume_id
-        _hosted[context.volume_id] = self
+        self.hosted.add(context.volume_id, self)
         return context.volume_id.encode()
 
     async def close(self) -> None:
         self._segments = {}
-        if _hosted.get(self._volume_id) is self:
-            del _hosted[self._volume_id]
-
-    @classmethod
-    def of(cls, volume_id: str) -> RpcServer:
-        """The one of a volume of this process.
-
-        Raises:
-            TransportError: it is not here.
-        """
-        found = _hosted.get(volume_id)
-        if found is None:
-            raise TransportError(f"volume {volume_id} is not in this process")
-        return found
+        self.hosted.remove(self._volume_id, self)
 
     def read(self, places: Sequence[Place]) -> bytes:
         """The bytes of all places, one after the other; raises TransportError."""

@@ -1,0 +1,139 @@
+"""Client half of ``monarch-rdma``. For processes of a Monarch job."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from monarch.rdma import RDMABuffer
+
+from torchstore_core.contracts.transport import Copy, Link, LinkContext
+from torchstore_core.errors import TorchStoreError, TransportError, TransportUnavailableError
+from torchstore_monarch import finding
+from torchstore_monarch.protocol import result
+from torchstore_monarch.rpc.wire import Place
+
+__all__ = ["RdmaLink"]
+
+#: Bytes of one endpoint call.
+CHUNK = 64 << 20
+# Smaller pieces are gathered in a buffer of their own: registering each costs more than a copy.
+_SMALL = 256 << 10
+_PIECES = 4096
+
+
+class RdmaLink(Link):
+    """Registers local memory and asks the volume's actor to move the bytes."""
+
+    def __init__(self, volume_id: str, actor: Any) -> None:
+        self._volume_id = volume_id
+        self._actor = actor
+        self._broken = ""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> RdmaLink:
+        volume_id = offer.decode()
+        actor = await finding.volume_actor(context.control, volume_id)
+        if actor is None:
+            raise TransportUnavailableError(
+                f"this process does not know the actor of volume {volume_id}: it did not find the "
+                "store through its Monarch job"
+            )
+        return cls(volume_id, actor)
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        await self._do(copies, write=True)
+
+    async def read(self, copies: Sequence[Copy]) -> None:
+        await self._do(copies, write=False)
+
+    def close(self) -> None:
+        self._broken = self._broken or "it was closed"
+
+    async def _do(self, copies: Sequence[Copy], *, write: bool) -> None:
+        """All of it. What is cancelled asks for nothing more, and waits for what it has asked."""
+        stop = asyncio.Event()
+        work = asyncio.ensure_future(self._transfer(copies, stop, write=write))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            stop.set()
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()
+            raise
+
+    async def _transfer(self, copies: Sequence[Copy], stop: asyncio.Event, *, write: bool) -> None:
+        for chunk in _chunks(copies):
+            if stop.is_set():
+                return
+            if self._broken:
+                raise TransportError(f"the link is broken: {self._broken}")
+            try:
+                await self._move(chunk, write=write)
+            except TorchStoreError as error:
+                self._broken = error.message
+                raise TransportError(error.message) from error
+            except Exception as error:
+                self._broken = f"{type(error).__name__}: {str(error)[:500]}"
+                raise TransportError(f"the volume's actor failed: {self._broken}") from error
+
+    async def _move(self, chunk: list[Copy], *, write: bool) -> None:
+        small = [copy for copy in chunk if copy.nbytes < _SMALL]
+        large = [copy for copy in chunk if copy.nbytes >= _SMALL]
+        groups: list[list[Place]] = [[_place(copy)] for copy in large]
+        views = [_memory(copy) for copy in large]
+        gathered = bytearray()
+        if small:
+            groups.append([_place(copy) for copy in small])
+            gathered = bytearray(sum(copy.nbytes for copy in small))
+            if write:
+                gathered = bytearray().join(_memory(copy) for copy in small)
+            views.append(memoryview(gathered))
+
+        async def work() -> None:
+            buffers = await asyncio.to_thread(_registered, views)
+            try:
+                result(await self._actor.move.call_one(self._volume_id, groups, buffers, write))
+            finally:
+                for buffer in buffers:
+                    await buffer.drop()
+
+        await finding.in_context(work, None)
+        if small and not write:
+            rest = memoryview(gathered)
+            for copy in small:
+                _memory(copy)[:], rest = rest[: copy.nbytes], rest[copy.nbytes :]
+
+
+def _registered(views: list[memoryview]) -> list[RDMABuffer]:
+    """Blocks."""
+    return [RDMABuffer(view) for view in views]
+
+
+def _place(copy: Copy) -> Place:
+    return copy.segment, copy.offset, copy.nbytes
+
+
+def _chunks(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    """Batches of at most ``CHUNK`` bytes, and not too many pieces each."""
+    chunk: list[Copy] = []
+    total = 0
+    for copy in copies:
+        at = 0
+        while at < copy.nbytes:
+            size = min(copy.nbytes - at, CHUNK - total)
+            chunk.append(Copy(copy.address + at, copy.segment, copy.offset + at, size))
+            at += size
+            total += size
+            if total == CHUNK or len(chunk) == _PIECES:
+                yield chunk
+                chunk, total = [], 0
+    if chunk:
+        yield chunk
+
+
+def _memory(copy: Copy) -> memoryview:
+    return memoryview((ctypes.c_char * copy.nbytes).from_address(copy.address)).cast("B")
