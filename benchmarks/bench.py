@@ -11,6 +11,7 @@ a process was left behind or a scenario failed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import signal
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import actors
 import floors
 import models
 import overheads
@@ -57,10 +59,18 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "import": overheads.imports,
     "start": overheads.start,
     "flat": overheads.flat,
+    "actors": actors.in_actors,
+    "hosts": actors.across_hosts,
+    "job-start": actors.start,
 }
+#: Inside a Monarch job; left out where Monarch is not installed, unless asked for by name.
+MONARCH = ("actors", "hosts", "job-start")
 #: Left out by --quick, unless asked for by name.
-LONG = "checkpoint"
-QUICK = f"0.1 GB, 3 rounds, 1000 cycles; no {LONG}, no more than two readers: about a minute"
+LONG = ("checkpoint", *MONARCH)
+QUICK = (
+    "0.1 GB, 3 rounds, 1000 cycles; no more than two readers: about a minute; "
+    f"without {', '.join(LONG)}"
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,10 @@ def parse(arguments: list[str]) -> Options:
         parser.error(
             "--gb is above 0, --repeat at least 1, --cycles at least 10, --entries at least 100"
         )
-    left_out = {*given.skip, *([LONG] if given.quick and not given.only else [])}
+    left_out = {*given.skip}
+    if not given.only:
+        left_out |= {*(LONG if given.quick else ())}
+        left_out |= {*(() if importlib.util.find_spec("torchstore_monarch") else MONARCH)}
     chosen = [n for n in SCENARIOS if n in (given.only or SCENARIOS) and n not in left_out]
     return Options(
         gb,

@@ -138,6 +138,10 @@ class Crew:
             self.started[peer.pid] = name
         return self._peers[name]
 
+    def drop(self, role: str) -> None:
+        """End the process of that role."""
+        self._peers.pop(f"{role}-asyncio").close()
+
     def opened(self, reply: dict[str, Any]) -> str:
         """Note a store's server, so that its end is checked; the store's address."""
         self.servers.append(int(reply["server_pid"]))

@@ -21,6 +21,7 @@ from typing import Any
 import echo
 from checkpoints import Checkpoints
 from dicts import Dicts
+from jobs import Job
 from small import Small
 from watching import process_size, timed, until_quiet
 from weights import Weights
@@ -75,12 +76,14 @@ def main(loop: str) -> None:
     store = Store(loop)
     small = Small(store.run)
     dicts = Dicts(store.run)
+    job = Job(store.run)
     parts = {
         "store": store,
         "small": small,
         "weights": Weights(store.run, store.open),
         "dicts": dicts,
         "checkpoints": Checkpoints(dicts),
+        "job": job,
     }
     for line in sys.stdin:
         command = json.loads(line)
@@ -93,6 +96,7 @@ def main(loop: str) -> None:
     small.end_echo()
     dicts.drop()
     store.close()
+    job.end()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, and with which runtimes they run."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
-from tests.support import SMALL, running_store
+from tests.support import RUNTIMES, running_store, start_store
 
 import torchstore_core as ts
 
@@ -15,18 +17,63 @@ import torchstore_core as ts
 for _name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
     del os.environ[_name]
 
+_API = Path(__file__).parent / "api"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--runtime",
+        action="append",
+        choices=RUNTIMES,
+        help="run the tests of the public API with this runtime alone (may be given repeatedly)",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The tests of tests/api run with every runtime, unless they are marked ``local_only``; others
+    are about more than the API, and run with ``local``.
+    """
+    if "runtime" not in metafunc.fixturenames:
+        return
+    every = _API in metafunc.definition.path.parents
+    if not every or metafunc.definition.get_closest_marker("local_only"):
+        metafunc.parametrize("runtime", ["local"], indirect=True, scope="module", ids=[""])
+        return
+    chosen = metafunc.config.getoption("runtime") or RUNTIMES
+    metafunc.parametrize(
+        "runtime", [r for r in RUNTIMES if r in chosen], indirect=True, scope="module"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Monarch last: once it runs, this process is part of a job, which changes what is the default."""
+    items.sort(key=lambda item: _runtime_of(item) == "monarch")
+
+
+def _runtime_of(item: pytest.Item) -> object:
+    call = getattr(item, "callspec", None)
+    return None if call is None else call.params.get("runtime")
+
+
+@pytest.fixture(scope="module")
+def runtime(request: pytest.FixtureRequest) -> str:
+    """How the stores of a test are started: an argument of ``start_store`` and ``running_store``."""
+    if request.param == "monarch" and not importlib.util.find_spec("torchstore_monarch"):
+        pytest.skip("torchstore-monarch is not installed")
+    return str(request.param)
+
 
 @pytest.fixture
-async def store() -> AsyncIterator[ts.Client]:
+async def store(runtime: str) -> AsyncIterator[ts.Client]:
     """The default store, initialised with little memory; shut down after the test."""
-    async with running_store() as client:
+    async with running_store(runtime) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def module_store() -> Iterator[None]:
+def module_store(runtime: str) -> Iterator[None]:
     """The default store for all tests of a module, each of which has an event loop of its own."""
-    asyncio.run(ts.initialize(**SMALL))
+    asyncio.run(start_store(runtime))
     try:
         yield
     finally:

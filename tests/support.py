@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,13 +18,27 @@ import torch
 
 import torchstore_core as ts
 
-__all__ = ["SMALL", "Script", "bits", "run_script", "running_store", "until"]
+__all__ = [
+    "RUNTIMES",
+    "SMALL",
+    "Script",
+    "bits",
+    "free_port",
+    "run_script",
+    "running_store",
+    "start_store",
+    "until",
+]
 
 _POLL_S = 0.005
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Arguments of ``initialize`` for tests that are not about them.
 SMALL: dict[str, Any] = {"capacity": 256 << 20, "prefault": 0}
+
+#: What the public API is tested with: a server of this process, of torchrun's ranks, of a Monarch
+#: job of which this process is the root client.
+RUNTIMES = ("local", "spmd", "monarch")
 
 
 async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 5.0) -> Any:
@@ -43,10 +59,33 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         await asyncio.sleep(_POLL_S)
 
 
+def free_port() -> int:
+    """A TCP port that nobody listens at."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+# One for the process: the TCPStore that a rank 0 hosts stays as long as it.
+_spmd_port = functools.cache(free_port)
+
+
+async def start_store(runtime: str = "local", **arguments: Any) -> ts.Client:
+    """Initialise a store with little memory by one of :data:`RUNTIMES`; ``arguments`` as for
+    ``initialize``.
+    """
+    arguments = {**SMALL, **arguments}
+    if runtime == "spmd":
+        env = ts.SPMDEnv(0, 0, 1, 1, "127.0.0.1", _spmd_port())
+        arguments.setdefault("num_storage_volumes", 1)
+        return await ts.initialize_spmd(env=env, **arguments)
+    return await ts.initialize(runtime=arguments.pop("runtime", runtime), **arguments)
+
+
 @asynccontextmanager
-async def running_store(**arguments: Any) -> AsyncIterator[ts.Client]:
-    """A store that is always shut down; ``arguments`` as for ``initialize``."""
-    client = await ts.initialize(**{**SMALL, **arguments})
+async def running_store(runtime: str = "local", **arguments: Any) -> AsyncIterator[ts.Client]:
+    """A store that is always shut down; arguments as for :func:`start_store`."""
+    client = await start_store(runtime, **arguments)
     try:
         yield client
     finally:

@@ -26,20 +26,22 @@ _MARK = "EXAMPLE_OF_A_TEST"  # in the environment of an example, and so of all i
 
 
 @contextmanager
-def example(name: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def example(
+    name: str, *arguments: str, launch: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """A running example, in a process group of its own; it and its children are ended.
 
     One that ends by itself must leave no process behind.
     """
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / name), *arguments],
+        [sys.executable, *launch, str(EXAMPLES / name), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, _MARK: mark},
+        env={**os.environ, _MARK: mark, "GLOO_SOCKET_IFNAME": "lo"},
     )
     try:
         yield process
@@ -244,6 +246,16 @@ async def test_lora_adapters_are_published_alone_and_the_rest_is_shared() -> Non
     assert whole[1] <= float(held[1]) < whole[1] + 4 * partial[1]
     assert re.search(r"^a partial publish took \d+% of the time", out, re.M)
     assert out.endswith("all 4 versions arrived bit by bit\n")
+
+
+async def test_ranks_of_torchrun_read_back_in_another_layout() -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    with example("torchrun_reshard.py", launch=launch) as process:
+        status, out, err = await output(process)
+    assert status == 0, err
+    assert sorted(out.splitlines()) == [
+        f"rank {rank}: 3 versions, each 7168 bytes, by columns" for rank in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(

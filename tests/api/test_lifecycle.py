@@ -12,6 +12,8 @@ from tests.support import SMALL, Script, run_script, running_store, until
 
 import torchstore_core as ts
 
+pytestmark = pytest.mark.local_only
+
 
 def _server_children() -> set[int]:
     """The servers that this process has started and that still run."""

@@ -17,6 +17,7 @@ import torchstore_core as ts
 
 FUNCTIONS = [
     "initialize",
+    "initialize_spmd",
     "connect",
     "address",
     "shutdown",
@@ -39,7 +40,7 @@ FUNCTIONS = [
     "status",
     "explain",
 ]
-ON_A_CLIENT = FUNCTIONS[6:]
+ON_A_CLIENT = FUNCTIONS[7:]
 
 
 def _parameters(function: object) -> dict[str, inspect.Parameter]:

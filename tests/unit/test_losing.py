@@ -1,4 +1,4 @@
-"""Values with copies, and volumes that are lost, in the controller: against a model, and one by one."""
+"""Values with copies, and volumes that are lost: in the controller, against a model."""
 
 from __future__ import annotations
 
@@ -143,10 +143,13 @@ def check_accounts(controller: Controller) -> None:
 
 @dataclass(eq=False)
 class Known:
-    """One put, as the model sees it: what of each key it wrote to which volumes."""
+    """One put, as the model sees it: what of each key it wrote to which volumes; ``version``: of a
+    state dict, 0 of keys by themselves.
+    """
 
     contents: dict[str, bytes]
     places: dict[str, set[int]] = field(default_factory=dict)
+    version: int = 0
 
 
 Strategies = st.sampled_from(
@@ -173,6 +176,7 @@ class LosingMachine(RuleBasedStateMachine):
         self.session = join(self.controller)
         self.ids = itertools.count(1)
         self.live: dict[str, tuple[Known, bytes]] = {}
+        self.overtaken = 0
         self.open: dict[int, Known] = {}
         self.leases: dict[int, list[tuple[m.Grant, bytes]]] = {}
 
@@ -180,12 +184,12 @@ class LosingMachine(RuleBasedStateMachine):
         if hasattr(self, "context"):
             self.controller.close_session(self.session)
             check_accounts(self.controller)
-            self.controller.delete(KEYS, strict=False)
+            self.controller.delete([*KEYS, "sd"], strict=False)
             assert all(v.used == 0 for v in self.controller.volumes)
             self.context.__exit__(None, None, None)
 
     def is_gone(self, known: Known, key: str) -> bool:
-        places = known.places[key]
+        places = known.places[key.removeprefix("sd/")]
         return bool(places) and all(self.controller.volumes[at].lost for at in places)
 
     @property
@@ -195,8 +199,10 @@ class LosingMachine(RuleBasedStateMachine):
     @rule(
         sizes=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 1500), min_size=1),
         small=st.booleans(),
+        group=st.booleans(),
     )
-    def begins(self, sizes: dict[str, int], small: bool) -> None:
+    def begins(self, sizes: dict[str, int], small: bool, group: bool) -> None:
+        """Keys by themselves, or as entries of a state dict."""
         txn = next(self.ids)
         contents = {key: bytes([txn % 251]) * n for key, n in sizes.items()}
         items = [
@@ -204,22 +210,26 @@ class LosingMachine(RuleBasedStateMachine):
             for key, data in contents.items()
         ]
         before = [v.used for v in self.controller.volumes]
+        of = m.Publication("sd", "0", 1) if group else None
         try:
-            _, grants = self.controller.put(self.session, m.Put(1, txn, items))
+            versions, grants = self.controller.put(self.session, m.Put(1, txn, items, 0, of))
         except StoreFullError as full:
             assert [v.used for v in self.controller.volumes] == before
             copies = self.controller.strategy.copies
             need = sum(rounded(n) for n in sizes.values())
-            room = [
-                v for v in self.living if v.allocator.largest_free >= need + sum(sizes.values())
-            ]
-            assert len(room) < min(copies, len(self.living)) or not self.living, full
+            enough = need + sum(sizes.values())
+            room = [v for v in self.living if min(v.free, v.allocator.largest_free) >= enough]
+            if len(room) >= min(copies, len(self.living)) > 0:
+                raise AssertionError("there is room") from full
             return
         known = Known(contents, {key: set() for key in contents})
         if grants is None:
             assert all(item.data is not None for item in items)
-            self.live.update({key: (known, data) for key, data in contents.items()})
+            known.version = versions[0] if group else 0
+            self.becomes_visible(known)
             return
+        if group:
+            known.version = max(self.controller.catalog.groups["sd"].pending)
         placed = [item.key for item in items if item.data is None]
         write(self.controller, grants, [contents[key] for key in placed])
         for key, grant in zip(itertools.cycle(placed), grants, strict=False):
@@ -242,8 +252,31 @@ class LosingMachine(RuleBasedStateMachine):
                 self.controller.commit(self.session, txn)
             assert txn not in self.session.txns
             return
-        self.controller.commit(self.session, txn)
-        self.live.update({key: (known, data) for key, data in known.contents.items()})
+        versions = self.controller.commit(self.session, txn)
+        if known.version:
+            assert versions == [known.version]
+        self.becomes_visible(known)
+
+    def becomes_visible(self, known: Known) -> None:
+        prefix = ""
+        if known.version:
+            if known.version <= self.overtaken:
+                return
+            self.overtaken = known.version
+            self.deletes_dict()
+            prefix = "sd/"
+        self.live |= {prefix + key: (known, data) for key, data in known.contents.items()}
+
+    def deletes_dict(self) -> None:
+        self.live = {key: one for key, one in self.live.items() if not key.startswith("sd/")}
+
+    @rule()
+    def deletes_the_state_dict(self) -> None:
+        group = self.controller.catalog.groups.get("sd")
+        if group is not None and group.pending:
+            self.overtaken = max(self.overtaken, *group.pending)
+        self.controller.delete(["sd"], strict=False)
+        self.deletes_dict()
 
     @rule(pick=st.integers(0))
     def aborts(self, pick: int) -> None:
@@ -252,7 +285,7 @@ class LosingMachine(RuleBasedStateMachine):
             del self.open[txn]
             self.controller.abort(self.session, [txn])
 
-    @rule(key=st.sampled_from(KEYS), avoid=st.lists(st.integers(0, 3), max_size=2))
+    @rule(key=st.sampled_from([*KEYS, "sd/a"]), avoid=st.lists(st.integers(0, 3), max_size=2))
     def leases_one(self, key: str, avoid: list[int]) -> None:
         if key not in self.live:
             return
@@ -269,7 +302,8 @@ class LosingMachine(RuleBasedStateMachine):
             return
         assert leased
         assert entry.grant is not None
-        alive = {at for at in known.places[key] if not self.controller.volumes[at].lost}
+        places = known.places[key.removeprefix("sd/")]
+        alive = {at for at in places if not self.controller.volumes[at].lost}
         assert entry.grant.volume in (alive - set(avoid) or alive)
         self.leases[lease] = [(entry.grant, data)]
 
@@ -305,7 +339,8 @@ class LosingMachine(RuleBasedStateMachine):
             else:
                 assert get(self.controller, self.session, key) == data
         if hasattr(self, "live"):
-            assert self.controller.keys("") == sorted(self.live)
+            entries = any(key.startswith("sd/") for key in self.live)
+            assert self.controller.keys("") == sorted([*self.live, *["sd"] * entries])
 
     @invariant()
     def leased_copies_stay_as_they_are(self) -> None:
@@ -352,6 +387,19 @@ def test_copies_that_do_not_all_fit_change_nothing() -> None:
         assert [v.used for v in controller.volumes] == [0, 0]
         controller.lose_volume(1, "gone")  # then there is but one volume to go to
         put(controller, session, k=bytes(5000))
+
+
+def test_a_copy_that_finds_no_range_gives_the_others_back() -> None:
+    with controller_of(ReplicatedStrategy(LocalRankStrategy()), 16384, 8192) as controller:
+        session = join(controller, pid=2)
+        for name in "abcdefgh":
+            put(controller, session, **{name: bytes(1000)})
+        controller.delete([*"bdfh"], strict=True)
+        assert controller.volumes[1].free == 4096, "in pieces"
+        with pytest.raises(StoreFullError):
+            begin(controller, session, 1, x=bytes(2000))
+        check_accounts(controller)
+        put(controller, session, 1, x=bytes(1000))
 
 
 def test_a_batch_is_spread_by_key_and_a_full_volume_passes_its_keys_on() -> None:
@@ -462,7 +510,7 @@ def test_puts_go_on_with_the_volumes_that_live(strategy: Strategy) -> None:
 
 
 def shard(key: str, at: int, count: int) -> m.PutItem:
-    part = TensorSlice((at,), (1,), (count,), (at,), (count,))
+    part = TensorSlice((at,), (1,), (count,), (count,), (at,))
     return m.PutItem(key, TensorMeta("complex128", (count,)), 16, None, part)
 
 
@@ -516,6 +564,8 @@ def test_a_lost_version_can_be_put_again_explicitly() -> None:
             begin_joint(controller, session, 2, m.Put(1, 2, [shard("t", at, 2)], 7))
             assert controller.commit(session, 2) == [7]
         assert controller.catalog.versions("t") == [7]
+        (line,) = controller.catalog.groups["t"].lines.values()
+        assert (line.versions, line.lost) == ([7], {})
 
 
 def test_a_put_of_which_only_unwritten_bytes_are_lost_is_undone_and_may_come_again() -> None:
@@ -645,6 +695,7 @@ def test_a_strategy_that_chooses_nonsense_is_named_and_nothing_is_leased(
             grant_of(controller, session, "k")
         assert "Odd" in caught.value.message
         assert not session.leases
+        assert not any(value.pins for value in reachable(controller))
         check_accounts(controller)
 
 

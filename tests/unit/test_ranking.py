@@ -300,3 +300,43 @@ def test_what_is_both_preferred_and_blocked_is_blocked() -> None:
 def test_a_bids_cost_is_latency_and_bytes() -> None:
     assert bid(2e-3, 1e9).cost_s(0) == 2e-3
     assert math.isclose(bid(2e-3, 1e9).cost_s(10**9), 1.002)
+
+
+# ---- the word of the store's strategy -------------------------------------------------------
+
+
+def test_a_forced_transport_is_the_only_one() -> None:
+    fast, slow = spec("fast", bid(0.0, 1e12)), spec("slow", bid(1.0, 1.0), max_bytes=100)
+    inline = spec("inline", bid(0.0, 1e12), in_band=True)
+    ranking = ranked(fast, slow, inline, policy=Policy(prefer=("fast",)).of_store("slow"))
+    assert names(ranking, 10) == ["slow"]
+    assert ranking.inline_max() == -1, "small values, too"
+    assert ranking.forced == "slow"
+    why = "the store's strategy forces transport 'slow'"
+    assert ranking.refusals == {"fast": why, "inline": why}
+    with pytest.raises(
+        TransportUnavailableError, match="'slow', which the store's strategy forces"
+    ):
+        ranking.best(101)
+
+
+@pytest.mark.parametrize(
+    ("block", "says"), [(("a",), "a: blocked by configuration"), ((), "a: not installed here")]
+)
+def test_a_forced_transport_that_is_not_there_is_an_error(
+    block: tuple[str, ...], says: str
+) -> None:
+    ranking = ranked(spec("b", bid(0, 1)), policy=Policy(block=block).of_store("a"))
+    with pytest.raises(TransportUnavailableError, match=says) as caught:
+        ranking.best(1)
+    assert caught.value.details["forced"] == "a"
+    assert ranked(policy=Policy()).forced is None
+
+
+def test_a_strategy_prefers_in_its_order_after_what_the_user_prefers() -> None:
+    some = [spec(name, bid(float(ord(name)), 1e9)) for name in "abcde"]
+    policy = Policy(prefer=("e",), block=("b",)).of_store(("d", "none-such", "b", "c"))
+    assert names(ranked(*some, policy=policy), 1) == ["e", "d", "c", "a"]
+    preferred = [c.preferred for c in ranked(*some, policy=policy).order(1)]
+    assert preferred == [True, True, True, False]
+    assert names(ranked(*some, policy=Policy().of_store(None)), 1) == list("abcde")

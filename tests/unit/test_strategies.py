@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
+from torchstore_core.errors import PluginError
 from torchstore_core.plugins import Registry
-from torchstore_strategies import HostStrategy, LocalRankStrategy, SingletonStrategy
+from torchstore_core.strategy_data import decode_strategy, encode_strategy
+from torchstore_strategies import (
+    HashStrategy,
+    HostStrategy,
+    LocalRankStrategy,
+    ReplicatedStrategy,
+    SingletonStrategy,
+    SpreadStrategy,
+)
 
 HOSTS = ("h0", "h1", "h2")
 Volumes = st.lists(
@@ -31,7 +43,18 @@ def volumes(*hosts: str) -> list[VolumeFacts]:
     return [VolumeFacts(f"v{i}", i, host, 1000, 1000) for i, host in enumerate(hosts)]
 
 
-@pytest.mark.parametrize("strategy", [LocalRankStrategy(), HostStrategy(), Strategy()])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        LocalRankStrategy(),
+        HostStrategy(),
+        Strategy(),
+        HashStrategy(),
+        SpreadStrategy(),
+        ReplicatedStrategy(SingletonStrategy()),
+        ReplicatedStrategy(HashStrategy(), 3),
+    ],
+)
 @given(Clients, Volumes, st.integers(0, 1 << 40))
 def test_every_volume_is_tried_once(
     strategy: Strategy, who: ClientFacts, where: list[VolumeFacts], nbytes: int
@@ -40,7 +63,9 @@ def test_every_volume_is_tried_once(
     assert sorted(strategy.place(who, where, nbytes)) == list(range(len(where)))
 
 
-@pytest.mark.parametrize("strategy", [LocalRankStrategy(), HostStrategy()])
+@pytest.mark.parametrize(
+    "strategy", [LocalRankStrategy(), HostStrategy(), HashStrategy(), ReplicatedStrategy()]
+)
 @given(Clients, Volumes)
 def test_a_copy_on_the_clients_host_is_read_if_there_is_one(
     strategy: Strategy, who: ClientFacts, copies: list[VolumeFacts]
@@ -87,12 +112,186 @@ def test_host_stays_on_the_host_and_fills_evenly(
 
 @pytest.mark.parametrize(
     ("name", "cls"),
-    [("singleton", SingletonStrategy), ("local-rank", LocalRankStrategy), ("host", HostStrategy)],
+    [
+        ("singleton", SingletonStrategy),
+        ("local-rank", LocalRankStrategy),
+        ("host", HostStrategy),
+        ("hash", HashStrategy),
+        ("spread", SpreadStrategy),
+        ("replicated", ReplicatedStrategy),
+    ],
 )
 def test_they_are_plug_ins_and_cross_processes_as_data(name: str, cls: type[Strategy]) -> None:
     assert Registry().strategy(name) is cls
     made = cls()
-    assert msgspec.json.decode(msgspec.json.encode(made), type=cls) == made
-    assert msgspec.json.decode(b"{}", type=cls) == made
+    assert encode_strategy(made)[0] == name
+    assert decode_strategy(*encode_strategy(made), Registry()) == made
+    assert decode_strategy(name, b"{}", Registry()) == made
     with pytest.raises(AttributeError):
         made.extra = 1  # type: ignore[attr-defined]
+
+
+# ---- hash ---------------------------------------------------------------------------------
+
+
+def owners(where: Sequence[VolumeFacts], keys: Sequence[str]) -> dict[str, str]:
+    return {key: where[HashStrategy().place(client(), where, 1, [key])[0]].id for key in keys}
+
+
+def test_hash_spreads_keys_evenly() -> None:
+    keys = [f"model/layers.{i}.weight" for i in range(4000)]
+    for count in (2, 3, 8):
+        found = Counter(owners(volumes(*["h"] * count), keys).values())
+        assert len(found) == count
+        assert all(abs(n - 4000 / count) < 5 * (4000 / count) ** 0.5 for n in found.values())
+
+
+def test_without_a_volume_only_its_keys_move() -> None:
+    keys = [f"k{i}" for i in range(2000)]
+    five = volumes(*["h"] * 5)
+    before, after = owners(five, keys), owners(five[:4], keys)
+    moved = [key for key in keys if before[key] != after[key]]
+    assert moved == [key for key in keys if before[key] == "v4"]
+    assert len({after[key] for key in moved}) == 4, "to all of the others"
+
+
+def test_a_lost_volume_keeps_its_rank() -> None:
+    """The controller skips it, and the next in rank is the same for everybody."""
+    four = volumes(*["h"] * 4)
+    lost = [msgspec.structs.replace(v, lost=v.index == 1, free_bytes=0) for v in four]
+    place = HashStrategy().place
+    assert all(
+        place(client(), four, 1, [f"k{i}"]) == place(client(), lost, 1, [f"k{i}"])
+        for i in range(50)
+    )
+
+
+@given(Clients, Clients, Volumes, st.text(), st.integers(0, 1 << 40))
+def test_hash_asks_for_nothing_but_the_key(
+    one: ClientFacts, other: ClientFacts, where: list[VolumeFacts], key: str, nbytes: int
+) -> None:
+    place = HashStrategy().place
+    emptier = [msgspec.structs.replace(v, free_bytes=0) for v in where]
+    assert place(one, where, nbytes, [key]) == place(other, emptier, 0, [key, "other"])
+
+
+def test_the_hash_does_not_change_between_releases() -> None:
+    """Or the keys of a running job would be looked for elsewhere."""
+    four = volumes(*["h"] * 4)
+    assert [HashStrategy().place(client(), four, 1, [k])[0] for k in "abcdef"] == [0, 3, 1, 1, 2, 3]
+
+
+# ---- replicated ---------------------------------------------------------------------------
+
+
+@given(Clients, Volumes, st.integers(0, 1200))
+def test_the_first_copies_are_on_different_hosts(
+    who: ClientFacts, where: list[VolumeFacts], nbytes: int
+) -> None:
+    order = [where[i] for i in ReplicatedStrategy(LocalRankStrategy()).place(who, where, nbytes)]
+    able = [v for v in order if v.free_bytes >= nbytes]
+    assert order[: len(able)] == able, "those that can take it come first"
+    hosts = {v.host_id for v in able}
+    assert len({v.host_id for v in able[: len(hosts)]}) == len(hosts)
+
+
+@given(Clients, Volumes)
+def test_the_first_copy_is_where_the_base_says(who: ClientFacts, where: list[VolumeFacts]) -> None:
+    for base in (LocalRankStrategy(), HostStrategy(), SpreadStrategy()):
+        assert ReplicatedStrategy(base).place(who, where, 0)[0] == base.place(who, where, 0)[0]
+
+
+def test_replicated_passes_on_what_its_base_says() -> None:
+    made = ReplicatedStrategy(HashStrategy(transport=("a", "b")), copies=3)
+    assert (made.copies, made.by_key, made.transport) == (3, True, ("a", "b"))
+    assert ReplicatedStrategy(HashStrategy(transport="a"), transport="b").transport == "b"
+    assert (HashStrategy().copies, HostStrategy().by_key) == (1, False)
+    with pytest.raises(ValueError, match="at least 1"):
+        ReplicatedStrategy(copies=0)
+
+
+# ---- as data ------------------------------------------------------------------------------
+
+NESTED = ReplicatedStrategy(ReplicatedStrategy(HashStrategy(transport="shm"), 2), 4, transport="x")
+
+
+def test_nested_strategies_cross_processes_as_data() -> None:
+    name, fields = encode_strategy(NESTED)
+    made = decode_strategy(name, fields, Registry())
+    assert made == NESTED
+    assert type(made.base.base) is HashStrategy  # type: ignore[attr-defined]
+    assert hash(made) == hash(NESTED)
+
+
+class Several(Strategy, frozen=True, tag="several"):
+    """One with strategies in all the ways that a field may have them."""
+
+    all_of: tuple[Strategy, ...] = ()
+    maybe: Strategy | None = None
+    exactly: HashStrategy = HashStrategy()
+    numbers: dict[str, tuple[int, float]] = {}  # noqa: RUF012 - msgspec copies it
+    raw: bytes = b""
+
+
+class Known(Registry):
+    def strategy(self, name: str) -> type[Strategy]:
+        return Several if name == "several" else super().strategy(name)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Several(),
+        Several(all_of=(HostStrategy(), ReplicatedStrategy(HashStrategy()))),
+        Several(maybe=Several(maybe=SpreadStrategy(transport=("a",)))),
+        Several(exactly=HashStrategy(transport="q"), numbers={"a": (1, 2.5)}, raw=b"\x00\xff"),
+    ],
+)
+def test_all_kinds_of_fields_come_back(made: Strategy) -> None:
+    assert decode_strategy(*encode_strategy(made), Known()) == made
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("none-such", b"{}", "no strategy is called 'none-such'"),
+        ("hash", b"{", "bad fields"),
+        ("hash", b"[]", "bad fields"),
+        ("hash", b'{"colour": 1}', "it has no 'colour'"),
+        ("hash", b'{"transport": 1}', "bad fields"),
+        ("replicated", b'{"copies": 0}', "at least 1"),
+        ("replicated", b'{"base": {}}', "without its name"),
+        ("replicated", b'{"base": {"type": "none-such"}}', "none-such"),
+        ("replicated", b'{"base": {"type": "hash", "x": 1}}', "it has no 'x'"),
+        ("replicated", b'{"base": 5}', "bad fields"),
+        ("several", b'{"exactly": {"type": "host"}}', "HostStrategy is no HashStrategy"),
+    ],
+)
+def test_bad_fields_are_named(name: str, fields: bytes, says: str) -> None:
+    with pytest.raises(PluginError, match=says):
+        decode_strategy(name, fields, Known())
+
+
+class Untagged(Strategy, frozen=True):
+    """Without a name."""
+
+
+class Unplain(Strategy, frozen=True, tag="unplain"):
+    """With something that is no data."""
+
+    what: object = None
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (Untagged(), "with a tag"),
+        (Strategy(), "with a tag"),
+        (3, "derived from Strategy"),
+        (HashStrategy, "derived from Strategy"),
+        (Unplain(what=object()), "plain data"),
+    ],
+)
+def test_what_is_no_plain_strategy_does_not_leave(made: object, says: str) -> None:
+    with pytest.raises(PluginError, match=says):
+        encode_strategy(made)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         get_batch,
         get_state_dict,
         initialize,
+        initialize_spmd,
         keys,
         latest_version,
         put,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from torchstore_core.client_side.packed import TensorReference, TorchStoreStateDict
     from torchstore_core.client_side.sharding import TensorShard
     from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
+    from torchstore_core.runtimes.spmd_env import SPMDEnv
 
 __version__ = "0.1.0"
 
@@ -83,6 +85,7 @@ __all__ = [
     "PluginError",
     "ProtocolError",
     "Request",
+    "SPMDEnv",
     "StateDictReport",
     "StoreClosedError",
     "StoreFullError",
@@ -108,6 +111,7 @@ __all__ = [
     "get_batch",
     "get_state_dict",
     "initialize",
+    "initialize_spmd",
     "keys",
     "latest_version",
     "put",
@@ -125,6 +129,7 @@ __all__ = [
 _HOMES = {
     "Client": "client_side.client",
     "PendingPut": "client_side.state_dicts",
+    "SPMDEnv": "runtimes.spmd_env",
     "StateDictReport": "client_side.state_dicts",
     "TensorReference": "client_side.packed",
     "TensorShard": "client_side.sharding",

@@ -1,7 +1,8 @@
 """The module-level API: the same operations as :class:`~torchstore_core.Client`, by store name.
 
-Every call but ``initialize``, ``connect``, ``shutdown`` and ``reset_client`` raises
-``StoreClosedError`` when this process knows no store of that name and the environment names none.
+Every call but ``initialize``, ``initialize_spmd``, ``connect``, ``shutdown`` and ``reset_client``
+raises ``StoreClosedError`` when this process knows no store of that name and the environment names
+none.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from torchstore_core import starting
 from torchstore_core.client_side import stores
 from torchstore_core.client_side.client import Client
 from torchstore_core.client_side.stores import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
-from torchstore_core.contracts.runtime import Runtime, StoreOptions
+from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import ConfigurationError, PluginError
-from torchstore_core.plugins import Registry, load_class
+from torchstore_core.errors import ConfigurationError
+from torchstore_core.plugins import Registry
 from torchstore_core.ranking import Policy
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torchstore_core.client_side.packed import TorchStoreStateDict
     from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
+    from torchstore_core.runtimes.spmd_env import SPMDEnv
 
 __all__ = [
     "address",
@@ -40,6 +41,7 @@ __all__ = [
     "get_batch",
     "get_state_dict",
     "initialize",
+    "initialize_spmd",
     "keys",
     "latest_version",
     "put",
@@ -53,7 +55,7 @@ __all__ = [
     "wait",
 ]
 
-_STOP_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = starting.STOP_TIMEOUT_S
 
 
 async def initialize(
@@ -94,85 +96,99 @@ async def initialize(
         StoreFullError: the system does not give so much address space to a volume.
         StoreTimeoutError, StoreClosedError: the server did not come up.
     """
-    _check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
     policy = Policy.make(prefer, block)
+    registry = Registry(block=policy.block)
     with stores.starting(store_name):
-        return await _start(
+        return await starting.start(
             StoreOptions(
                 store_name=store_name,
                 num_storage_volumes=num_storage_volumes,
+                strategy=starting.strategy(registry, strategy),
                 capacity=capacity,
                 prefault=prefault,
                 timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
                 block=policy.block,
             ),
-            strategy,
+            starting.runtime(registry, runtime, mesh),
             mesh,
-            runtime,
             policy,
             timeout,
             stores.allow_pickle_default() if allow_pickle is None else allow_pickle,
         )
 
 
-async def _start(
-    options: StoreOptions,
-    strategy: Strategy | str | None,
-    mesh: object | None,
-    runtime: str,
-    policy: Policy,
-    timeout: float | None,
-    allow_pickle: bool,
+async def initialize_spmd(
+    strategy: Strategy | str | None = None,
+    store_name: str = DEFAULT_NAME,
+    env: SPMDEnv | None = None,
+    *,
+    num_storage_volumes: int | None = None,
+    capacity: int | None = None,
+    timeout: float | None = DEFAULT_TIMEOUT_S,
+    prefault: int | None = None,
+    allow_pickle: bool | None = None,
+    prefer: Sequence[str] = (),
+    block: Sequence[str] = (),
 ) -> Client:
-    """Start the server, join it, and make it findable."""
+    """Start one store for all ranks of a job, such as torchrun starts. Every rank calls it, with
+    the same arguments; it returns when all of them have joined.
+
+    On one host rank 0 starts the server. The store is nobody's: it ends when the last rank has shut
+    it down or has ended, however it ended. Ranks on several hosts need ``torchstore-monarch``.
+    ``torch.distributed`` need not be initialised; if it is, that changes nothing.
+
+    Args:
+        strategy: as of :func:`initialize`.
+        store_name: several stores are told apart by it.
+        env: this rank's place; None: what RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+            MASTER_ADDR and MASTER_PORT say.
+        num_storage_volumes: how many volumes share ``capacity``; None: one a rank, with the
+            strategy ``host`` one a host, with ``singleton`` one.
+        capacity, prefault, allow_pickle, prefer, block: as of :func:`initialize`.
+        timeout: seconds until all ranks are there, and default of every operation.
+
+    Raises:
+        ConfigurationError: the environment is not that of a rank (says all that is wrong with it),
+            a bad argument, or this process has such a store already.
+        StoreTimeoutError: a rank did not come in time; ``details["missing_ranks"]`` says which.
+        PluginError: ranks on several hosts without ``torchstore-monarch``; an unknown strategy.
+        TorchStoreError: what kept another rank from coming, raised by every rank.
+
+    >>> async def main():  # python -m torch.distributed.run --nproc-per-node=2 script.py
+    ...     await ts.initialize_spmd(capacity=1 << 30)
+    ...     await ts.put(f"from {os.environ['RANK']}", torch.ones(3))
+    ...     print(await ts.wait(["from 0", "from 1"]))
+    ...     await ts.shutdown()
+    """
+    from torchstore_core.runtimes.spmd import SPMDRuntime, default_volumes
+    from torchstore_core.runtimes.spmd_env import SPMDEnv
+
+    place = SPMDEnv.from_environment() if env is None else env
+    policy = Policy.make(prefer, block)
     registry = Registry(block=policy.block)
-    if isinstance(strategy, str):
-        strategy = registry.strategy(strategy)()
-    host = _make_runtime(registry, runtime, mesh)
-    where = await host.start(msgspec.structs.replace(options, strategy=strategy), mesh)
-    membership = Membership(options.store_name, where, policy, timeout, allow_pickle, host)
-    try:
-        await membership.session(timeout)
-    except BaseException:
-        await host.stop(_STOP_TIMEOUT_S)
-        raise
-    stores.add(membership)
-    stores.publish(options.store_name, host.local_address or where)
-    return Client(membership)
-
-
-def _check(
-    volumes: int, store_name: str, capacity: int | None, prefault: int | None, timeout: float | None
-) -> None:
-    for name, number in (("capacity", capacity), ("prefault", prefault)):
-        if number is not None and type(number) is not int:
-            raise ConfigurationError(f"{name} is a whole number of bytes, not {number!r}")
-    if type(volumes) is not int or volumes < 1:
-        raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
-    if type(store_name) is not str or not store_name:
-        raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
-    if capacity is not None and capacity < 4096 * volumes:
-        raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")
-    if prefault is not None and prefault < 0:
-        raise ConfigurationError(f"prefault is bytes, not {prefault!r}")
-    if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
-        raise ConfigurationError(f"timeout is seconds above 0, or None, not {timeout!r}")
-
-
-def _make_runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
-    if name != "auto":
-        spec = registry.runtime(name)
-    else:
-        ranked = [(spec.applies(mesh), spec) for spec in registry.runtimes()]
-        fit = [(rank, spec) for rank, spec in ranked if rank is not None]
-        if not fit:
-            raise PluginError(
-                "no installed runtime takes this mesh; for a Monarch mesh: "
-                "pip install torchstore-monarch"
-            )
-        spec = max(fit, key=lambda item: item[0])[1]
-    made: Runtime = load_class(spec.factory)()
-    return made
+    placing = starting.strategy(registry, strategy)
+    volumes = num_storage_volumes
+    if volumes is None:
+        volumes = default_volumes(placing, place)
+    starting.check(volumes, store_name, capacity, prefault, timeout)
+    with stores.starting(store_name):
+        return await starting.start(
+            StoreOptions(
+                store_name=store_name,
+                num_storage_volumes=volumes,
+                strategy=placing,
+                capacity=capacity,
+                prefault=prefault,
+                timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+                block=policy.block,
+            ),
+            SPMDRuntime(place, registry),
+            None,
+            policy,
+            timeout,
+            stores.allow_pickle_default() if allow_pickle is None else allow_pickle,
+        )
 
 
 async def connect(
@@ -193,7 +209,7 @@ async def connect(
         ConfigurationError: a bad argument, or this process owns another store of that name.
         PluginError: two packages claim one transport.
     """
-    _check(1, store_name, None, None, timeout)
+    starting.check(1, store_name, None, None, timeout)
     before = stores.known(store_name)
     if before is not None and before.runtime is not None and before.address != address:
         raise ConfigurationError(

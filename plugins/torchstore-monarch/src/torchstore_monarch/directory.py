@@ -181,20 +181,17 @@ class Directory(Actor):
     async def _discard(self, store: _Store) -> None:
         if self._stores.get(store.asked.store_name) is store:
             del self._stores[store.asked.store_name]
-        ends = [store.controller and store.controller.end.call_one()]
-        ends.append(store.hosts and store.hosts.end.call())
-        for end in ends:
-            if end is None:
-                continue
-            try:
-                await asyncio.wait_for(end, _END_S)
-            except Exception as error:  # noqa: BLE001 - some of it is dead already
-                log.info("while ending store %r: %s", store.asked.store_name, type(error).__name__)
-        for procs in store.procs:
-            try:
-                await asyncio.wait_for(procs.stop(), _END_S)
-            except Exception as error:  # noqa: BLE001 - some of it is dead already
-                log.info("while stopping processes: %s", type(error).__name__)
+        ends = [mesh.end.call() for mesh in (store.controller, store.hosts) if mesh is not None]
+        await asyncio.gather(*(_bounded(end) for end in ends))
+        await asyncio.gather(*(_bounded(procs.stop()) for procs in store.procs))
+
+
+async def _bounded(end: Any) -> None:
+    """Wait for one end; what is dead already has no more to say."""
+    try:
+        await asyncio.wait_for(end, _END_S)
+    except Exception as error:  # noqa: BLE001 - whatever the engine raises
+        log.info("while ending a store: %s", type(error).__name__)
 
 
 def spread(hosts: Sequence[str], volumes: int) -> list[int]:

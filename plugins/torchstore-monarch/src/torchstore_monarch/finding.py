@@ -78,13 +78,15 @@ async def _find(store_name: str) -> str | None:
     here = topology.probe().host_id
     address = found.address
     if here != found.host_id:
-        address = found.relays.get(here) or await _own_relay(found, controller, volumes)
+        address = found.relays.get(here, "")
+        if not _is_there(address):  # there never was one, or its process has died
+            address = await _own_relay(found, controller, volumes)
     _volumes[address.partition(":")[2]] = volumes
     return address
 
 
 def _is_there(address: str) -> bool:
-    return Path(address.partition(":")[2]).exists()
+    return bool(address) and Path(address.partition(":")[2]).exists()
 
 
 async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]) -> str:

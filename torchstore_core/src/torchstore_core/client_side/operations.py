@@ -269,51 +269,43 @@ async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], cloc
 
 
 async def get_asks(
-    session: Session, lane: Lane, asks: Sequence[Want], clock: Clock, allow_pickle: bool
+    session: Session,
+    lane: Lane,
+    asks: Sequence[Want],
+    clock: Clock,
+    allow_pickle: bool,
+    unreachable: Unreachable | None = None,
 ) -> tuple[reading.Result, list[m.Entry], int]:
-    """Locate and lease, check everything, then move bytes; give back what is not mapped.
+    """Locate and lease, check everything, then move bytes; give back what is not mapped. If a
+    volume cannot be reached, again, with copies elsewhere.
 
     Returns:
         The values by position of their ask, the entries, and how many bytes were moved.
     """
     if not asks:
         return reading.Result({}, set(), ""), [], 0
-    wants = [ask.wire() for ask in asks]
-    unreachable = Unreachable()
-    while True:
-        try:
-            return await _get_asks(
-                session, lane, asks, wants, clock, allow_pickle, unreachable
-            )
-        except TransportError as error:
-            unreachable.add(error)
-
-
-async def _get_asks(
-    session: Session,
-    lane: Lane,
-    asks: Sequence[Want],
-    wants: list[m.Want],
-    clock: Clock,
-    allow_pickle: bool,
-    unreachable: Unreachable,
-) -> tuple[reading.Result, list[m.Entry], int]:
-    with Leasing(session, lane, clock) as leasing:
-        request = m.Locate(
-            lane.next_id(), leasing.lease, wants, session.inline_max(), unreachable.volumes
-        )
-        quick = len(wants) <= _QUICK_ENTRIES
-        located = await lane.call(request, m.Located, clock.left(), quick=quick)
-        starts = leasing.granted(located.entries, located.leased)
-        unreachable.check(located.entries)
-        clock.phase("plan")
-        found = zip(asks, located.entries, starts, strict=True)
-        targets = [
-            reading.resolve(at, start, ask.key, entry, ask.tensor, ask.part)
-            for at, (ask, entry, start) in enumerate(found)
-        ]
-        result = await leasing.read(targets, allow_pickle)
-        return result, located.entries, sum([target.nbytes for target in targets])
+    try:
+        with Leasing(session, lane, clock) as leasing:
+            wants = [ask.wire() for ask in asks]
+            avoid = [] if unreachable is None else unreachable.volumes
+            request = m.Locate(lane.next_id(), leasing.lease, wants, session.inline_max(), avoid)
+            quick = len(wants) <= _QUICK_ENTRIES
+            located = await lane.call(request, m.Located, clock.left(), quick=quick)
+            starts = leasing.granted(located.entries, located.leased)
+            if unreachable is not None:
+                unreachable.check(located.entries)
+            clock.phase("plan")
+            found = zip(asks, located.entries, starts, strict=True)
+            targets = [
+                reading.resolve(at, start, ask.key, entry, ask.tensor, ask.part)
+                for at, (ask, entry, start) in enumerate(found)
+            ]
+            result = await leasing.read(targets, allow_pickle)
+            return result, located.entries, sum([target.nbytes for target in targets])
+    except TransportError as error:
+        unreachable = unreachable or Unreachable()
+        unreachable.add(error)
+    return await get_asks(session, lane, asks, clock, allow_pickle, unreachable)
 
 
 class Unreachable:
@@ -335,8 +327,6 @@ class Unreachable:
 
     def check(self, entries: Sequence[m.Entry | None]) -> None:
         """Raises the error of a volume that entries still name: there is no copy elsewhere."""
-        if not self._errors:
-            return
         for entry in entries:
             if entry is None:
                 continue

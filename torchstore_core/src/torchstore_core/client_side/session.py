@@ -264,6 +264,8 @@ class Session:
         except (OSError, ProtocolError, msgspec.DecodeError) as error:
             log.debug("anchor: %s", error)
         self.lost = True
+        for volume in self.volumes:  # or memory of a store that has ended would stay taken
+            volume.close()
         for sock in (self._anchor, self._wake_read, self._wake_write):
             sock.close()
 

@@ -377,7 +377,8 @@ async def _fetch(
         )
         reply = await lane.call(request, m.Fetched, clock.left())
         starts = leasing.granted(reply.entries, reply.leased)
-        unreachable.check(reply.entries)
+        if unreachable.volumes:
+            unreachable.check(reply.entries)
         clock.phase("plan")
         if how.report is not None:
             how.report.version = reply.version

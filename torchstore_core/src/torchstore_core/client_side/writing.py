@@ -29,7 +29,7 @@ from torchstore_core.ranking import Candidate
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Source", "check_key", "inline_bytes", "prepare", "prepare_all", "write"]
+__all__ = ["Source", "check_key", "inline_bytes", "prepare", "prepare_all", "together", "write"]
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
@@ -167,7 +167,7 @@ async def write(session: Session, granted: Iterable[tuple[Source, m.Grant]]) -> 
         await _write_place(session, there[0], by_place[there[0]], names)
     else:
         work = [_write_place(session, place, by_place[place], names) for place in there]
-        await _together([locally(), *work])
+        await together([locally(), *work])
     return "+".join(sorted(names))
 
 
@@ -197,7 +197,7 @@ async def _write_place(
             raise
 
 
-async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """At the same time; when one fails, or the caller is cancelled, all have stopped."""
     try:
         async with asyncio.TaskGroup() as group:

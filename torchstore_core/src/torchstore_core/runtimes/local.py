@@ -31,9 +31,19 @@ _END_STARTING_S = 1.0
 
 
 class LocalRuntime(Runtime):
-    """Starts ``python -m torchstore_core.server`` and watches over it."""
+    """Starts ``python -m torchstore_core.server`` and watches over it.
 
-    def __init__(self) -> None:
+    Args:
+        members: the server is for all processes that join it, see ``server.members``; this one
+            only starts it, and lets go of it with :meth:`release`.
+
+    Attributes:
+        members_address: where members join it.
+    """
+
+    def __init__(self, *, members: bool = False) -> None:
+        self.members_address = ""
+        self._members = members
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = ""
         self._owner = os.getpid()
@@ -49,6 +59,7 @@ class LocalRuntime(Runtime):
             "prefault": options.prefault,
             "block": Policy.make(block=options.block).block,
             "owner": os.getpid(),
+            "members": self._members,
         }
         if strategy is not None:
             config["strategy"], config["strategy_fields"] = encode_strategy(strategy)
@@ -105,7 +116,25 @@ class LocalRuntime(Runtime):
             raise from_wire(str(said.get("error")), f"server: {said.get('message')}", None, {})
         address = str(said["address"])
         self._directory = os.path.dirname(address.partition(":")[2])
+        self.members_address = str(said.get("members", ""))
         return address
+
+    def release(self) -> threading.Thread:
+        """Leave the server to its members: :meth:`stop` and the end of this process do nothing to
+        it any more. The thread ends when the server has, having left nothing of it behind.
+        """
+        process, self._process = self._process, None
+        atexit.unregister(self._at_exit)
+        waiter = threading.Thread(
+            target=self._reap, args=(process,), name="torchstore-server", daemon=True
+        )
+        waiter.start()
+        return waiter
+
+    def _reap(self, process: subprocess.Popen[bytes] | None) -> None:
+        if process is not None:
+            process.wait()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     async def stop(self, timeout: float) -> None:
         if self._process is None or os.getpid() != self._owner:

@@ -9,14 +9,33 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.app import Ready, Server, ServerOptions
+from torchstore_core.server.members import Members
 
 _M_MMAP_THRESHOLD = -3
 _OWNER_POLL_S = 0.2
+
+
+class ProcessOptions(ServerOptions, frozen=True):
+    """Options of a server in a process of its own.
+
+    Args:
+        members: ``owner`` only starts it; it ends with the last of those who join it, or with the
+            owner if nobody has joined until then.
+    """
+
+    members: bool = False
+
+
+class ReadyForMembers(Ready, frozen=True):
+    """That line, of a server with members: where they join it."""
+
+    members: str = ""
 
 
 def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | None = None) -> int:
@@ -59,14 +78,26 @@ async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], 
         code = error.code if isinstance(error, TorchStoreError) else "error"
         say({"error": code, "message": str(error)})
         return 1
-    if options.owner:
-        _end_with(options.owner, server)
-    say(Ready(address, os.getpid()))
     try:
+        say(await _watch(options, server, address))
         await server.serve()
     finally:
         await server.close()
     return 0
+
+
+async def _watch(options: ServerOptions, server: Server, address: str) -> Ready:
+    """See to it that the server ends with whom it is for; the line that says it is ready."""
+    ready = Ready(address, os.getpid())
+    owner_ended = server.stop_soon
+    if isinstance(options, ProcessOptions) and options.members:
+        members = Members(server.stop_soon)
+        where = await members.listen(Path(address.partition(":")[2]).parent)
+        ready = ReadyForMembers(address, os.getpid(), where)
+        owner_ended = members.starter_ended
+    if options.owner:
+        _when_ended(options.owner, owner_ended)
+    return ready
 
 
 def _say(line: object) -> None:
@@ -77,27 +108,35 @@ def _say(line: object) -> None:
         logging.getLogger(__name__).debug("nobody reads the ready line")
 
 
-def _end_with(owner: int, server: Server) -> None:
-    """Stop when ``owner`` ends, however it ends: the kernel tells through a pidfd."""
+def _when_ended(owner: int, ended: Callable[[], None]) -> None:
+    """Call ``ended`` when ``owner`` ends, however it ends: the kernel tells through a pidfd."""
     loop = asyncio.get_running_loop()
     try:
         pidfd = os.pidfd_open(owner)
     except ProcessLookupError:
-        server.stop_soon()
+        ended()
         return
     except (OSError, AttributeError):  # an old kernel: look every now and then
-        _poll_owner(owner, server)
+        _poll_owner(owner, ended)
         return
-    loop.add_reader(pidfd, server.stop_soon)
+
+    def over() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        ended()
+
     if os.getppid() != owner:  # it died before the pidfd was open, or its pid is another's now
-        server.stop_soon()
-
-
-def _poll_owner(owner: int, server: Server) -> None:
-    if os.getppid() != owner:
-        server.stop_soon()
+        os.close(pidfd)
+        ended()
         return
-    asyncio.get_running_loop().call_later(_OWNER_POLL_S, _poll_owner, owner, server)
+    loop.add_reader(pidfd, over)
+
+
+def _poll_owner(owner: int, ended: Callable[[], None]) -> None:
+    if os.getppid() != owner:
+        ended()
+        return
+    asyncio.get_running_loop().call_later(_OWNER_POLL_S, _poll_owner, owner, ended)
 
 
 def main() -> int:
@@ -106,7 +145,7 @@ def main() -> int:
         level=os.environ.get("TORCHSTORE_LOG_LEVEL", "WARNING").upper(),
         format="torchstore server %(process)d: %(levelname)s %(name)s: %(message)s",
     )
-    return run(msgspec.json.decode(sys.argv[1].encode(), type=ServerOptions))
+    return run(msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions))
 
 
 if __name__ == "__main__":

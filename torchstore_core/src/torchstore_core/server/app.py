@@ -113,9 +113,7 @@ class Server:
         options = self.options
         if options.num_storage_volumes < 1:
             raise ConfigurationError("num_storage_volumes must be at least 1")
-        self._strategy = decode_strategy(
-            options.strategy, options.strategy_fields, self.registry
-        )
+        self._strategy = decode_strategy(options.strategy, options.strategy_fields, self.registry)
         self._directory = PrivateDirectory(options.directory)
         self._loop = asyncio.get_running_loop()
         try:
@@ -356,4 +354,5 @@ class Server:
             operations_per_s=self._rate,
             strategy=self.options.strategy,
             plugin_errors=self.registry.errors(),
+            sessions_opened=controller.opened,
         )

@@ -46,9 +46,6 @@ class AttachedMemory:
         self._target = 0
         self._reserved: tuple[int, int] | None = None
 
-    #: See ``records.SegmentView``.
-    readable = False
-
     @property
     def warm(self) -> int:
         """Bytes from the start that are warm, as far as is known here."""
@@ -75,13 +72,9 @@ class AttachedMemory:
         self._send(m.Trim(start, self._warm))
         return given
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Not from here: clients read it, under a lease.
-
-        Raises:
-            ProtocolError: always.
-        """
-        raise ProtocolError(f"{nbytes} bytes at {offset} lie in another process")
+    def read(self, offset: int, nbytes: int) -> None:
+        """Not from here: clients read it, under a lease."""
+        return None
 
     def warmed(self, message: m.Warm) -> None:
         """The volume says how much is warm now."""
@@ -98,7 +91,7 @@ class VolumeLine(asyncio.Protocol):
     Args:
         volume: started.
         info: what ``volume.start()`` gave.
-        lost: called once when the server is gone.
+        lost: called once when the server is gone that the volume was attached to.
     """
 
     def __init__(self, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None]) -> None:
@@ -109,6 +102,7 @@ class VolumeLine(asyncio.Protocol):
         self._reader = FrameReader(m.MAX_FRAME)
         self._attached: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
+        self._wanted = False
         self._closing = False
 
     @classmethod
@@ -122,12 +116,13 @@ class VolumeLine(asyncio.Protocol):
             StoreTimeoutError: not within ``timeout`` seconds.
             ProtocolError, ConfigurationError: the server does not want it.
         """
-        loop = asyncio.get_running_loop()
+        made = cls(volume, info, lost)
         try:
             async with asyncio.timeout(timeout):
-                _, made = await loop.create_unix_connection(lambda: cls(volume, info, lost), path)
+                await made._loop.create_unix_connection(lambda: made, path)
                 await made._attached
         except TimeoutError as error:
+            made.close()
             raise StoreTimeoutError(
                 f"volume {info.id} could not attach within {timeout} s"
             ) from error
@@ -159,7 +154,7 @@ class VolumeLine(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._fail(StoreClosedError(f"volume {self._info.id}: its server is gone"))
-        if not self._closing:
+        if self._wanted and not self._closing:
             self._closing = True
             self._lost()
 
@@ -173,6 +168,7 @@ class VolumeLine(asyncio.Protocol):
         memory = self._volume.memory
         match message:
             case m.Done():
+                self._wanted = True
                 if not self._attached.done():
                     self._attached.set_result(None)
             case m.Failure():

@@ -24,7 +24,14 @@ from torchstore_core.server.generations import Slot
 from torchstore_core.server.joining import JointPut
 from torchstore_core.server.leasing import Leases
 from torchstore_core.server.losing import Losses
-from torchstore_core.server.placement import Run, checked_items, find_place, full_error, grants_of
+from torchstore_core.server.placement import (
+    Run,
+    checked_items,
+    find_place,
+    full_error,
+    grants_of,
+    values_in_runs,
+)
 from torchstore_core.server.records import (
     Manifest,
     SessionRecord,
@@ -63,6 +70,8 @@ class Controller:
         self.volumes = list(volumes)
         self.strategy = strategy
         self.sessions: dict[bytes, SessionRecord] = {}
+        #: Sessions so far, those that have ended included.
+        self.opened = 0
         self.catalog = Catalog(self.sessions)
         #: Requests so far, by message class; for status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
@@ -79,6 +88,7 @@ class Controller:
         """A new session with a fresh secret token."""
         session = SessionRecord(secrets.token_bytes(16), facts, topology)
         self.sessions[session.token] = session
+        self.opened += 1
         return session
 
     def join_session(self, token: bytes) -> SessionRecord:
@@ -177,22 +187,8 @@ class Controller:
         """Values with their places, held by the put that makes them; and the bytes granted for them
         by volume.
         """
-        facts = session.facts
-        runs = self._place(facts, items, placed, inline, sizes, joint)
-        granted: dict[int, int] = {}
-        for run in runs:
-            run.copies[0][0].inline += run.inline
-            if placed:
-                for volume, _ in run.copies:
-                    granted[volume.index] = granted.get(volume.index, 0) + run.placed
-        if len(runs) == 1:
-            values = _values(items, facts, runs[0])
-        else:
-            made: dict[int, Value] = {}
-            for run in runs:
-                chosen = [items[at] for at in run.members]
-                made.update(zip(run.members, _values(chosen, facts, run), strict=True))
-            values = [made[at] for at in range(len(items))]
+        runs = self._place(session.facts, items, placed, inline, sizes, joint)
+        values, granted = values_in_runs(items, session.facts, runs)
         if joint is not None:
             for value, box in zip(values, joint.boxes, strict=True):
                 value.box = box
@@ -220,9 +216,8 @@ class Controller:
         """
         prefix = "" if joint is None else joint.prefix
         while True:
-            runs = find_place(
-                self.strategy, self.volumes, facts, items, prefix, placed, inline, sizes
-            )
+            sought = facts, items, prefix, placed, inline, sizes
+            runs = find_place(self.strategy, self.volumes, *sought)
             if runs is not None:
                 return runs
             keys = () if joint is None else joint.keys
@@ -233,9 +228,8 @@ class Controller:
             if placed + inline > most or not self.catalog.reclaim(keys, kept, dead):
                 break
             self._free(dead)
-        newest = self.catalog.newest.values()
-        waiting = self.catalog.waiting_bytes()
-        raise full_error(placed + inline, self.volumes, self.sessions.values(), newest, waiting)
+        there = self.catalog.newest.values(), self.catalog.waiting_bytes()
+        raise full_error(placed + inline, self.volumes, self.sessions.values(), *there)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         """Flip all keys of a put at once; their new versions, see ``messages.Committed``.
@@ -472,9 +466,8 @@ class Controller:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Whether each key, or entry, has a whole version, and no part of it is lost."""
-        found = [self.catalog.find(key) for key in keys]
-        is_lost = self.losses.is_lost
-        return [one is not None and not is_lost(one[0]) for one in found]
+        found = map(self.catalog.find, keys)
+        return [one is not None and not self.losses.is_lost(one[0]) for one in found]
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -493,9 +486,8 @@ class Controller:
 
     def lose_volume(self, index: int, why: str) -> None:
         """The memory of a volume is gone, for good. Values that have no copy elsewhere are lost:
-        who reads them is told, and may put them again. All others go on.
-
-        Puts under way that have bytes there alone fail when they commit.
+        who reads them is told, and may put them again. All others go on. Puts under way that have
+        bytes there alone fail when they commit.
         """
         if self.volumes[index].lost:
             return
@@ -505,23 +497,3 @@ class Controller:
     def _remember(self, session: SessionRecord, given_back: int) -> None:
         if len(session.given_back) < _MAX_GIVEN_BACK:
             session.given_back.add(given_back)
-
-
-def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Value]:
-    """The members of a run, which are ``items``."""
-    volume, offsets = run.copies[0]
-    others = run.copies[1:]
-    index = volume.index
-    values: list[Value] = []
-    at = 0
-    for item in items:
-        offset = -1
-        if item.data is None:
-            offset = offsets[at]
-            at += 1
-        value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
-        value.uses = 1
-        if others and item.data is None:
-            value.more = tuple([(other.index, places[at - 1]) for other, places in others])
-        values.append(value)
-    return values

@@ -65,9 +65,6 @@ class SegmentMemory:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    #: See ``records.SegmentView``.
-    readable = True
-
     @property
     def warm(self) -> int:
         """Bytes from the start that have been touched once."""

@@ -16,7 +16,7 @@ from torchstore_core.values import StateDictMeta, TensorMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["check_item", "check_key", "checked_box", "checked_items", "find_place", "full_error"]
-__all__ += ["Run", "grants_of", "session_bytes"]
+__all__ += ["Run", "grants_of", "session_bytes", "values_in_runs"]
 
 # Of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
@@ -307,6 +307,45 @@ def _allocated(
             copies.append((volumes[index], offsets))
         runs.append(Run(members, copies, placed, sum([group.inline for group in groups])))
     return runs
+
+
+def values_in_runs(
+    items: Sequence[m.PutItem], facts: ClientFacts, runs: Sequence[Run]
+) -> tuple[list[Value], dict[int, int]]:
+    """A value for each item, held by the put that makes it, and the bytes granted by volume."""
+    granted: dict[int, int] = {}
+    for run in runs:
+        run.copies[0][0].inline += run.inline
+        if run.placed:
+            for volume, _ in run.copies:
+                granted[volume.index] = granted.get(volume.index, 0) + run.placed
+    if len(runs) == 1:
+        return _values(items, facts, runs[0]), granted
+    made: dict[int, Value] = {}
+    for run in runs:
+        members = [items[at] for at in run.members]
+        made.update(zip(run.members, _values(members, facts, run), strict=True))
+    return [made[at] for at in range(len(items))], granted
+
+
+def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Value]:
+    """The members of a run, which are ``items``."""
+    volume, offsets = run.copies[0]
+    others = run.copies[1:]
+    index = volume.index
+    values: list[Value] = []
+    at = 0
+    for item in items:
+        offset = -1
+        if item.data is None:
+            offset = offsets[at]
+            at += 1
+        value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
+        value.uses = 1
+        if others and item.data is None:
+            value.more = tuple([(other.index, places[at - 1]) for other, places in others])
+        values.append(value)
+    return values
 
 
 def grants_of(values: Sequence[Value | None]) -> list[m.Grant | None]:

@@ -30,10 +30,6 @@ class SegmentView(Protocol):
     def warm(self) -> int:
         """Bytes from the start that are warm."""
 
-    @property
-    def readable(self) -> bool:
-        """Whether :meth:`read` works: the memory is in this process."""
-
     def touched(self, end: int) -> None:
         """A client wrote up to ``end``."""
 

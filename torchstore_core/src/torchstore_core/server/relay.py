@@ -23,8 +23,8 @@ __all__ = ["Relay", "Uplink"]
 
 log = logging.getLogger(__name__)
 
-# What a relay subtracts from EXPIRE_S for its own view: it must give up before the server does.
-_MARGIN_S = 5.0
+# A relay gives up after this part of ``expire_s``: it must do so before the server does.
+_GIVE_UP = 2 / 3
 
 
 class Uplink(Protocol):
@@ -49,6 +49,8 @@ class Relay:
         directory: where to put the socket.
         lost: called once when the server cannot be reached any more.
         before_close: see ``Server.before_close``.
+        expire_s: the one of the server's :class:`~torchstore_core.server.relaying.Uplinks`. When
+            a poll is not answered for two thirds of it, the server is gone.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Relay:
         directory: PrivateDirectory,
         lost: Callable[[], None] = lambda: None,
         before_close: Callable[[int], Awaitable[None]] | None = None,
+        *,
+        expire_s: float = EXPIRE_S,
     ) -> None:
         self._uplink = uplink
         self._directory = directory
@@ -67,7 +71,8 @@ class Relay:
         self._listener: asyncio.AbstractServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._outbox: list[Said] = []
-        self._alive_until = time.monotonic() + EXPIRE_S - _MARGIN_S
+        self._patience_s = expire_s * _GIVE_UP
+        self._alive_until = time.monotonic() + self._patience_s
         self._closed = False
 
     async def start(self) -> str:
@@ -133,7 +138,11 @@ class Relay:
 
     async def _poll(self) -> None:
         while not self._closed:
-            await self._hear(self._uplink.poll(), time.monotonic())
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await self._hear(self._uplink.poll(), time.monotonic())
+            except TimeoutError:  # an engine may wait for ever for what is dead
+                self._give_up(TimeoutError(f"it was silent for {self._patience_s} s"))
 
     async def _hear(self, answer: Awaitable[bytes], started: float) -> None:
         try:
@@ -143,7 +152,7 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - whatever the engine raises, the server is gone
             self._give_up(error)
             return
-        self._alive_until = max(self._alive_until, started + EXPIRE_S - _MARGIN_S)
+        self._alive_until = max(self._alive_until, started + self._patience_s)
         for one in told:
             self._tell(one)
 

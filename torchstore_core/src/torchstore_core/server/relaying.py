@@ -29,14 +29,14 @@ from torchstore_core.wire.framing import encode
 if TYPE_CHECKING:
     from torchstore_core.server.app import Server
 
-__all__ = ["EXPIRE_S", "POLL_S", "Said", "SaidList", "Told", "ToldList", "Uplinks"]
+__all__ = ["EXPIRE_S", "Said", "SaidList", "Told", "ToldList", "Uplinks"]
 
 log = logging.getLogger(__name__)
 
 #: A relay that was not heard for so long is dead, seconds.
 EXPIRE_S = 15.0
-#: How long a poll waits for something to tell, seconds.
-POLL_S = 2.0
+# A poll waits for something to tell for this part of it: several of them may be late.
+_POLL = 2 / 15
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -66,8 +66,9 @@ ToldList = msgspec.msgpack.Decoder(list[Told])
 class _Relayed:
     """Server side of one relay: a conversation for each of its connections."""
 
-    def __init__(self, server: Server, here: Topology) -> None:
+    def __init__(self, server: Server, here: Topology, poll_s: float) -> None:
         self._server = server
+        self._poll_s = poll_s
         self.here = here
         self.heard = time.monotonic()
         self._conversations: dict[int, Conversation] = {}
@@ -112,7 +113,7 @@ class _Relayed:
     async def poll(self) -> list[Told]:
         self.heard = time.monotonic()
         try:
-            await asyncio.wait_for(self._filled.wait(), POLL_S)
+            await asyncio.wait_for(self._filled.wait(), self._poll_s)
         except TimeoutError:
             return []
         told, self._outbox = self._outbox, []
@@ -132,10 +133,12 @@ class Uplinks:
 
     Args:
         server: that answers.
+        expire_s: see :data:`EXPIRE_S`.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *, expire_s: float = EXPIRE_S) -> None:
         self._server = server
+        self._expire_s = expire_s
         self._relays: dict[bytes, _Relayed] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._look()
@@ -146,7 +149,8 @@ class Uplinks:
         Raises:
             msgspec.DecodeError: that is no Topology.
         """
-        relay = _Relayed(self._server, msgspec.msgpack.decode(here, type=Topology))
+        topology = msgspec.msgpack.decode(here, type=Topology)
+        relay = _Relayed(self._server, topology, self._expire_s * _POLL)
         token = secrets.token_bytes(16)
         self._relays[token] = relay
         return token
@@ -187,7 +191,7 @@ class Uplinks:
         """Give up relays that are silent."""
         now = time.monotonic()
         for token, relay in list(self._relays.items()):
-            if now - relay.heard > EXPIRE_S:
+            if now - relay.heard > self._expire_s:
                 log.warning("the relay on %s is silent: it is given up", relay.here.hostname)
-                self.close(token, f"its relay was silent for {EXPIRE_S:.0f} s")
-        self._timer = asyncio.get_running_loop().call_later(1.0, self._look)
+                self.close(token, f"its relay was silent for {self._expire_s:g} s")
+        self._timer = asyncio.get_running_loop().call_later(self._expire_s / 15, self._look)

@@ -3,8 +3,25 @@
 >>> from torchstore_core.testing import StrategyConformance
 >>> StrategyConformance.installed
 True
+
+Each is imported when it is asked for: the tests of a strategy do without torch, as servers do.
 """
 
-from torchstore_core.testing.strategies import StrategyConformance
+from __future__ import annotations
 
-__all__ = ["StrategyConformance"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchstore_core.testing.runtimes import RuntimeConformance
+    from torchstore_core.testing.strategies import StrategyConformance
+
+__all__ = ["RuntimeConformance", "StrategyConformance"]
+
+_HOMES = {"RuntimeConformance": "runtimes", "StrategyConformance": "strategies"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

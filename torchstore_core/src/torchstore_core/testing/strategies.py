@@ -32,16 +32,14 @@ _SIZES = (0, 1, 4096, _GIB, 1 << 50)
 # What another process answers: with another hash seed, and without torch.
 _ELSEWHERE = """
 import importlib, json, sys
-import msgspec
-from torchstore_core.contracts.strategy import ClientFacts, VolumeFacts
+name, fields, (module, cls) = json.loads(sys.stdin.read())
+strategy_class = getattr(importlib.import_module(module), cls)
+torch = "torch" in sys.modules
 from torchstore_core.strategy_data import decode_strategy
 from torchstore_core.testing.strategies import own_registry, questions
-name, fields, where = json.loads(sys.stdin.read())
-module, cls = where
-strategy = decode_strategy(name, fields.encode(), own_registry(
-    getattr(importlib.import_module(module), cls)))
+strategy = decode_strategy(name, fields.encode(), own_registry(strategy_class))
 answers = [list(strategy.place(*question)) for question in questions(strategy)]
-print(json.dumps([answers, "torch" in sys.modules]))
+print(json.dumps([answers, torch]))
 """
 
 
@@ -249,7 +247,7 @@ class StrategyConformance:
             pytest.skip("other processes cannot import it from here")
         name, fields = encode_strategy(strategy)
         here = [list(strategy.place(*question)) for question in questions(strategy)]
-        done = subprocess.run(  # noqa: S603 - this interpreter, and a program of our own
+        done = subprocess.run(
             [sys.executable, "-c", _ELSEWHERE],
             input=msgspec.json.encode([name, fields.decode(), [cls.__module__, cls.__name__]]),
             env={

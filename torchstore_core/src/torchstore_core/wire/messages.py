@@ -454,7 +454,9 @@ class Listing(Message, frozen=True, tag="listing"):
 
 
 class StatusReport(Message, frozen=True, tag="status-report"):
-    """Everything ``torchstore status`` shows. ``operations`` counts by name since the start."""
+    """Everything ``torchstore status`` shows. ``operations`` counts by name since the start,
+    ``sessions_opened`` those that have ended, too.
+    """
 
     id: int
     store_name: str
@@ -467,6 +469,7 @@ class StatusReport(Message, frozen=True, tag="status-report"):
     operations_per_s: float
     strategy: str
     plugin_errors: dict[str, str]
+    sessions_opened: int = 0
 
 
 class Done(Message, frozen=True, tag="done"):

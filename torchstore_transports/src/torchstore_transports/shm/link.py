@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -51,7 +52,8 @@ class _Segment:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():  # then modules are half gone, and the kernel does it
+            self.close()
 
 
 class ShmLink(Link):

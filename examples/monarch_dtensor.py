@@ -1,0 +1,102 @@
+"""A DTensor from one mesh of Monarch actors to another one that has cut it differently.
+
+    python examples/monarch_dtensor.py
+
+Two writer actors hold a matrix by rows, two reader actors hold theirs by columns. The two meshes
+are jobs of torch.distributed that know nothing of each other. Each writer puts what it has, each
+reader gets the bytes of its own shard; nobody gathers the matrix. Needs the package
+torchstore-monarch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+from monarch.actor import Actor, current_rank, endpoint, this_host
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import torchstore_core as ts
+
+RANKS = 2  # of each job
+
+
+def matrix() -> torch.Tensor:
+    """What should arrive: every element is different."""
+    return torch.arange(64.0 * 48.0).reshape(64, 48)
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Rank(Actor):
+    """One rank of a torch.distributed job: a mesh of actors is such a job."""
+
+    def __init__(self, port: int, dim: int) -> None:
+        self.rank, self.dim = current_rank().rank, dim
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(RANKS)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+
+    @endpoint
+    async def join(self) -> None:
+        """Meet the other ranks."""
+        await asyncio.to_thread(dist.init_process_group, "gloo")
+        self.mesh = init_device_mesh("cpu", (RANKS,))
+
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor, which is cut along dimension ``dim``."""
+        return whole.chunk(RANKS, self.dim)[self.rank].contiguous()
+
+    @endpoint
+    async def put(self) -> list[int]:
+        """Put this rank's shard; its shape."""
+        mine = self.shard(matrix())
+        await ts.put("matrix", DTensor.from_local(mine, self.mesh, [Shard(self.dim)]))
+        return list(mine.shape)
+
+    @endpoint
+    async def get(self) -> tuple[list[int], bool]:
+        """Get this rank's shard, in place; its shape, and whether it is right."""
+        mine = self.shard(torch.zeros_like(matrix()))
+        await ts.get("matrix", DTensor.from_local(mine, self.mesh, [Shard(self.dim)]))
+        return list(mine.shape), torch.equal(mine, self.shard(matrix()))
+
+
+async def main() -> None:
+    """Start both meshes and the store; put with one, get with the other, compare."""
+    procs = [this_host().spawn_procs({"rank": RANKS}) for _ in range(2)]
+    writers, readers = (
+        mesh.spawn("ranks", Rank, free_port(), dim) for dim, mesh in enumerate(procs)
+    )
+    await ts.initialize(capacity=256 << 20)
+    try:
+        await asyncio.gather(writers.join.call(), readers.join.call())
+        for at, put in (await writers.put.call()).items():
+            print(f"writer {at.rank} put {put}")
+        verdicts = []
+        for at, (got, right) in (await readers.get.call()).items():
+            print(f"reader {at.rank} got {got}")
+            verdicts.append(right)
+        # This process has no device mesh: it gets the whole.
+        whole = await ts.get("matrix")
+        print(f"this process got {list(whole.shape)}")
+        verdicts.append(torch.equal(whole, matrix()))
+    finally:
+        await ts.shutdown()
+    if not all(verdicts):
+        raise SystemExit("a part came back wrong")
+    print("every element is right")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

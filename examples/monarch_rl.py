@@ -1,0 +1,163 @@
+"""Reinforcement learning with Monarch actors: a sharded learner, and generators that follow it.
+
+    python examples/monarch_rl.py [--steps 30] [--lag 1]
+
+Two learner actors are FSDP2 ranks. They publish version n of the policy, each its own shards, take
+the n-th rollouts, improve the policy, and go on with n + 1. Two generator actors, without any
+torch.distributed, make the n-th rollouts with the newest whole policy there is, fetched straight
+into their own model, but with none older than version n - lag. Nobody sends messages to anybody:
+learner and generators meet in the store, by versions. Needs the package torchstore-monarch.
+
+The task: which of 16 actions is right in each of 16 situations. To see that no rollout comes from
+torn weights, every version has a checksum over all of its tensors, and generators compute it again
+over what their model then holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from monarch.actor import Actor, current_rank, endpoint, this_host
+
+import torchstore_core as ts
+
+RANKS = 2  # learners; and as many generators
+SITUATIONS, HIDDEN, BATCH = 16, 512, 64
+RIGHT = torch.randperm(SITUATIONS, generator=torch.Generator().manual_seed(7))
+
+
+def make_policy() -> torch.nn.Module:
+    """From a situation to scores of the actions: 1.2 MB of weights."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(SITUATIONS, HIDDEN),
+        torch.nn.Linear(HIDDEN, HIDDEN),
+        torch.nn.Tanh(),
+        torch.nn.Linear(HIDDEN, SITUATIONS),
+    )
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Over the bytes of all tensors."""
+    made = hashlib.sha256()
+    for name in sorted(tensors):
+        made.update(tensors[name].detach().numpy())
+    return made.hexdigest()
+
+
+class Learner(Actor):
+    """One FSDP2 rank."""
+
+    def __init__(self, port: int) -> None:
+        self.rank = current_rank().rank
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(RANKS)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+
+    @endpoint
+    async def learn(self, steps: int, corrupt: bool) -> list[float]:
+        """Publish, take rollouts, improve; the mean reward of each step's rollouts."""
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard  # takes a second: not for generators
+
+        await asyncio.to_thread(dist.init_process_group, "gloo")
+        policy = fully_shard(make_policy())
+        optimizer = torch.optim.Adam(policy.parameters(), lr=0.003)
+        rewards: list[float] = []
+        for n in range(1, steps + 1):
+            tensors = policy.state_dict()  # DTensors
+            whole = {name: tensor.full_tensor() for name, tensor in tensors.items()}
+            sums = "wrong" if corrupt and n > 1 else checksum(whole)
+            published = {"policy": tensors, "version": n, "checksum": sums}
+            await ts.put_state_dict(published, "policy", version=n)
+            rollout = await ts.get_state_dict(f"rollouts/{self.rank}", version=n, min_version=n)
+            chances = torch.distributions.Categorical(logits=policy(rollout["situations"]))
+            gained = rollout["rewards"]
+            loss = -((gained - gained.mean()) * chances.log_prob(rollout["actions"])).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rewards.append(gained.mean().item())
+        return rewards
+
+
+class Generator(Actor):
+    """Acts, and publishes what came of it."""
+
+    def __init__(self) -> None:
+        self.rank = current_rank().rank
+        torch.set_num_threads(1)
+        torch.manual_seed(self.rank)
+
+    @endpoint
+    async def generate(self, steps: int, lag: int) -> tuple[list[int], int]:
+        """The version that each rollout came from, and how often its weights were not whole."""
+        policy = make_policy()
+        wanted: dict[str, Any] = {"policy": policy.state_dict(), "version": 0, "checksum": ""}
+        versions: list[int] = []
+        torn = 0
+        for n in range(1, steps + 1):
+            await ts.get_state_dict("policy", wanted, min_version=n - lag)  # in place
+            torn += wanted["checksum"] != checksum(policy.state_dict())
+            versions.append(wanted["version"])
+            situations = torch.randint(SITUATIONS, (BATCH,))
+            with torch.no_grad():
+                actions = torch.distributions.Categorical(logits=policy(situations)).sample()
+            rewards = (actions == RIGHT[situations]).float()
+            rollout = {"situations": situations, "actions": actions, "rewards": rewards}
+            # The learner may be `lag` versions behind: they stay readable until it has them.
+            await ts.put_state_dict(rollout, f"rollouts/{self.rank}", version=n, keep=lag + 1)
+        return versions, torn
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def main(steps: int, lag: int, corrupt: bool) -> None:
+    """Start both meshes and the store, let them run, look at what they say."""
+    learners = this_host().spawn_procs({"rank": RANKS}).spawn("learners", Learner, free_port())
+    generators = this_host().spawn_procs({"rank": RANKS}).spawn("generators", Generator)
+    await ts.initialize(capacity=256 << 20)
+    try:
+        learnt, generated = await asyncio.gather(
+            learners.learn.call(steps, corrupt), generators.generate.call(steps, lag)
+        )
+    finally:
+        await ts.shutdown()
+    rewards = [sum(each) / RANKS for each in zip(*learnt.values(), strict=True)]
+    ages: Counter[int] = Counter()
+    torn = 0
+    for at, (versions, bad) in generated.items():
+        print(f"generator {at.rank} used versions {', '.join(map(str, versions))}")
+        ages.update(n - version for n, version in enumerate(versions, start=1))
+        torn += bad
+    print(f"reward: {rewards[0]:.2f} -> {rewards[-1]:.2f}")
+    counts = ", ".join(f"{age} ({count} rollouts)" for age, count in sorted(ages.items()))
+    print(f"age of the weights, in versions: {counts}; at most {lag} was allowed")
+    print(f"rollouts from torn weights: {torn}")
+    if torn or max(ages) > lag:
+        raise SystemExit("weights were torn, or too old")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="reinforcement learning with Monarch actors")
+    parser.add_argument("--steps", type=int, default=30, help="versions of the policy")
+    parser.add_argument("--lag", type=int, default=1, help="how old weights may be, in versions")
+    parser.add_argument("--corrupt", action="store_true", help=argparse.SUPPRESS)  # has to fail
+    options = parser.parse_args()
+    if options.steps < 1 or options.lag < 0:
+        parser.error("--steps is at least 1, --lag at least 0")
+    asyncio.run(main(options.steps, options.lag, options.corrupt))

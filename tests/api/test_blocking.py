@@ -1,0 +1,226 @@
+"""``torchstore_core.blocking``: the same calls without ``await``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.support import SMALL
+
+import torchstore_core as ts
+import torchstore_core.blocking as blocking
+
+LARGE = torch.arange(300_000.0)
+
+
+@pytest.fixture
+def bare(module_store: None) -> Iterator[blocking.Client]:
+    """The module's store, for tests without an event loop."""
+    client = blocking.client()
+    yield client
+    client.delete_batch(client.keys())
+
+
+def _calls(owner: object) -> dict[str, object]:
+    return {
+        name: call
+        for name, call in inspect.getmembers(owner, inspect.iscoroutinefunction)
+        if not name.startswith("_")
+    }
+
+
+def test_the_names_are_the_same() -> None:
+    assert sorted(blocking.__all__) == sorted(ts.__all__)
+    different = {"Client", "PendingPut", *_calls(ts)}
+    for name in set(ts.__all__) - different:
+        assert getattr(blocking, name) is getattr(ts, name)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(blocking, ts), (blocking.Client, ts.Client)], ids=["module", "Client"]
+)
+def test_signatures_and_texts_are_the_same_without_the_coroutine(ours, theirs) -> None:
+    calls = _calls(theirs)
+    assert "put_state_dict" in calls
+    for name, call in calls.items():
+        mine = getattr(ours, name)
+        assert not inspect.iscoroutinefunction(mine)
+        assert inspect.signature(mine) == inspect.signature(call)
+        assert mine.__doc__ == call.__doc__
+        assert mine.__module__ == "torchstore_core.blocking"
+
+
+def test_values_come_back(bare: blocking.Client) -> None:
+    ref = blocking.put("k", LARGE)
+    assert ref == ts.ObjectRef("k", 1)
+    assert torch.equal(blocking.get(ref), LARGE)
+    mine = torch.zeros(300_000)
+    assert blocking.get("k", mine) is mine
+    assert bare.put_batch({"a": 1, "b": (2,)}) == blocking.wait(["a", "b"])
+    assert bare.get_batch(["a", "b"]) == {"a": 1, "b": (2,)}
+    assert blocking.keys() == bare.keys() == ["a", "b", "k"]
+    assert blocking.exists("a")
+    blocking.delete("a")
+    with pytest.raises(ts.KeyNotFoundError):
+        bare.get("a")
+    with pytest.raises(ts.StoreTimeoutError):
+        blocking.wait("never", timeout=0.05)
+    assert bare.address == blocking.address()
+    assert "blocking Client of store 'torchstore'" in repr(bare)
+
+
+def test_a_pending_put_commits_whether_or_not_anyone_waits(bare: blocking.Client) -> None:
+    for number, put in enumerate((blocking.put_state_dict, bare.put_state_dict), 1):
+        pending = put({"w": LARGE + number}, "m", blocking=False)
+        assert isinstance(pending, blocking.PendingPut)
+        deadline = time.monotonic() + 5
+        while not pending.done():  # no call of the store: it goes on by itself
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert pending.result() == ts.ObjectRef("m", number)
+        assert torch.equal(blocking.get_state_dict("m")["w"], LARGE + number)
+    ref = blocking.put_state_dict({"w": 1}, "m")
+    assert ref == ts.ObjectRef("m", 3)
+    with pytest.raises(ts.UnsupportedValueError):
+        blocking.put_state_dict({"w": torch.empty(2, device="meta")}, "m", blocking=False)
+
+
+async def test_inside_of_a_running_loop_it_says_what_to_do(shared: ts.Client) -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"await ts\.put\("):
+        blocking.put("k", 1)
+    with pytest.raises(ts.ConfigurationError, match=r"await ts\.put_state_dict\("):
+        blocking.put_state_dict({}, "k", blocking=False)
+    await asyncio.to_thread(blocking.put, "k", 1)
+    assert await shared.get("k") == 1
+
+
+def test_many_threads_at_once_and_none_leaves_a_connection(bare: blocking.Client) -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for n in range(20):
+                blocking.put(f"{number}", torch.full((2000,), n))
+                assert int(blocking.get(f"{number}")[0]) == n
+        except BaseException as error:
+            errors.append(error)
+
+    for _ in range(3):
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):  # threads one after the other: each ends before the next one begins
+        thread = threading.Thread(target=work, args=(0,))
+        thread.start()
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert not errors
+
+
+@pytest.mark.local_only
+def test_a_forked_child_has_a_loop_of_its_own(bare: blocking.Client) -> None:
+    blocking.put("k", LARGE)
+    pending = blocking.put_state_dict({"w": 1}, "m", blocking=False)
+    assert isinstance(pending, blocking.PendingPut)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        signal.alarm(30)
+        try:
+            ok = float(blocking.get("k")[-1]) == 299_999  # no threads of OpenMP: they are gone
+            blocking.put("child", 1)
+            made = blocking.put_state_dict({"w": 2}, "of child", blocking=False)
+            assert isinstance(made, blocking.PendingPut)
+            made.result(10)
+            status = 0 if ok else 2
+        finally:
+            os._exit(status)
+    for n in range(50):
+        blocking.put("parent", n)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert blocking.get_batch(["child", "parent"]) == {"child": 1, "parent": 49}
+    assert blocking.get("of child/w") == 2
+    assert pending.result(10).version == 1
+
+
+def _program(body: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.local_only
+def test_ctrl_c_cancels_the_operation_under_way(bare: blocking.Client) -> None:
+    process = _program(
+        """
+        import signal, torch, torchstore_core.blocking as ts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ts.put("ready", 1)
+        try:
+            ts.wait("never")
+        except KeyboardInterrupt:
+            print("interrupted", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        ts.put("k", torch.ones(300_000))
+        print(ts.get("k").sum())
+        """
+    )
+    try:
+        blocking.wait("ready", timeout=60)
+        deadline = time.monotonic() + 30
+        while blocking.status().operations.get("Wait", 0) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert not err
+    assert out == "interrupted True\ntensor(300000.)\n"
+
+
+@pytest.mark.local_only
+def test_a_script_needs_no_event_loop_and_leaves_nothing() -> None:
+    process = _program(
+        f"""
+        import asyncio, atexit, torchstore_core as async_ts, torchstore_core.blocking as ts
+        with_client = ts.initialize(**{SMALL!r})
+        print(type(with_client).__module__, with_client.put("k", 1), ts.status().controller_pid)
+        asyncio.run(async_ts.put("k", 2))  # the two can be mixed
+        print(ts.get("k"))
+        atexit.register(lambda: print(ts.get("k")))
+        """
+    )
+    out, err = process.communicate(timeout=60)
+    assert not err
+    first, second, third = out.splitlines()
+    assert first.startswith("torchstore_core.blocking ObjectRef(key='k', version=1)")
+    assert (second, third) == ("2", "2")
+    assert not os.path.exists(f"/proc/{first.split()[-1]}")
+
+
+def test_a_small_put_costs_little_more_than_an_awaited_one(bare: blocking.Client) -> None:
+    """No hand-over between threads, which alone would take longer than this allows."""
+    before = threading.active_count()
+    value = torch.ones(8)
+    blocking.put("k", value)
+    for _ in range(100):
+        blocking.put("k", value)
+    assert threading.active_count() == before

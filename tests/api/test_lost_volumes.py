@@ -1,0 +1,313 @@
+"""Volumes that die while their store goes on: in processes of their own, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import until
+
+import torchstore_core as ts
+from torchstore_core.cli import main as torchstore
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.server.app import Server, ServerOptions
+from torchstore_core.strategy_data import encode_strategy
+from torchstore_strategies import HashStrategy, ReplicatedStrategy
+
+LARGE = 300_000
+VOLUMES = 3
+
+# A volume in a process of its own, until its server is gone.
+VOLUME = """
+import asyncio, sys
+from torchstore_core.plugins import Registry
+from torchstore_core.server.attached import VolumeLine
+from torchstore_core.server.volume import Volume
+
+async def main(path, index, directory):
+    ended = asyncio.Event()
+    volume = Volume("lossy", int(index), 64 << 20, Registry(), directory)
+    await VolumeLine.open(path, volume, await volume.start(), ended.set, 30)
+    await ended.wait()
+    await volume.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+class Store:
+    """A server on a thread, and its volumes, which can be killed or hidden."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._sockets = [tempfile.mkdtemp() for _ in range(VOLUMES)]
+        name, fields = encode_strategy(strategy)
+        self._options = ServerOptions(
+            store_name="lossy",
+            num_storage_volumes=VOLUMES,
+            attached=True,
+            prefault=0,
+            strategy=name,
+            strategy_fields=fields,
+        )
+        self.address = ""
+        self._ready = threading.Event()
+        self._volumes: list[subprocess.Popen[bytes]] = []
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self._ready.wait(30)
+        assert self.address
+
+    async def _run(self) -> None:
+        try:
+            self._loop = asyncio.get_running_loop()
+            self._server = Server(self._options)
+            address = await self._server.start()
+            path = address.partition(":")[2]
+            self._volumes = [
+                subprocess.Popen([sys.executable, "-c", VOLUME, path, str(i), directory])
+                for i, directory in enumerate(self._sockets)
+            ]
+            await self._server.attached(30)
+            self.address = address
+            self._ready.set()
+            await self._server.serve()
+        finally:
+            await self._server.close()
+            self._ready.set()
+
+    def kill(self, index: int) -> None:
+        self._volumes[index].send_signal(signal.SIGKILL)
+        self._volumes[index].wait()
+
+    def hide(self, index: int) -> None:
+        """Nobody who has no link to the volume can make one. It lives on."""
+        shutil.rmtree(self._sockets[index])
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._server.stop_soon)
+            self._thread.join(20)
+        for volume in self._volumes:
+            try:
+                volume.wait(10)
+            except subprocess.TimeoutExpired:
+                volume.kill()
+                volume.wait()
+        for directory in self._sockets:
+            shutil.rmtree(directory, ignore_errors=True)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def store_of(strategy: Strategy) -> Iterator[Store]:
+    made = Store(strategy)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@asynccontextmanager
+async def connected(store: Store, **arguments: Any) -> AsyncIterator[ts.Client]:
+    client = await ts.connect(store.address, store_name="here", timeout=20, **arguments)
+    try:
+        yield client
+    finally:
+        await ts.shutdown("here")
+
+
+async def lost(client: ts.Client, count: int) -> None:
+    async def so_many() -> bool:
+        return sum(bool(v.lost) for v in (await client.status()).volumes) == count
+
+    await until(so_many)
+
+
+def data(seed: int, nbytes: int = LARGE) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def mapped() -> int:
+    """How many mappings of this process are memory of the volume that is killed."""
+    return Path("/proc/self/maps").read_text().count("lossy-1")
+
+
+async def test_what_only_a_killed_volume_had_is_lost_and_all_else_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with store_of(HashStrategy()) as store:
+        async with connected(store) as client:
+            tensors = {f"k{i}": data(i) for i in range(12)}
+            await client.put_batch(tensors)
+            await client.put("small", 5)
+            where = {key: (await client.stat(key)).volume for key in tensors}
+            gone = [key for key in tensors if where[key] == "lossy-1"]
+            there = [key for key in tensors if where[key] != "lossy-1"]
+            assert len(gone) > 2
+            assert there
+            held = await client.get(gone[0])  # zero-copy: memory of the volume
+            before = mapped()
+            store.kill(1)
+            await lost(client, 1)
+
+            start = time.monotonic()
+            with pytest.raises(ts.ObjectLostError, match="lossy-1") as caught:
+                await client.get(gone[0])
+            assert time.monotonic() - start < 2, "at once"
+            assert caught.value.key == gone[0]
+            assert caught.value.details["volume"] == "lossy-1"
+            with pytest.raises(ts.ObjectLostError):
+                await client.get_batch([*there, gone[-1]])
+            got = await client.get_batch([*there, "small"])
+            assert all(torch.equal(got[key], tensors[key]) for key in there)
+            assert got["small"] == 5
+            assert not await client.exists(gone[0])
+            assert await client.exists(there[0])
+            assert set(gone) <= set(await client.keys())
+            assert (await client.stat(gone[0])).lost
+            assert torch.equal(held, tensors[gone[0]]), "what is mapped stays"
+            await until(lambda: mapped() < before)  # the window is closed
+
+            with pytest.raises(ts.StoreTimeoutError):
+                await client.wait(gone[0], timeout=0.1)
+            waiting = asyncio.create_task(client.wait(gone[0]))
+            again = data(77)
+            await client.put(gone[0], again)
+            assert (await waiting)[gone[0]].version == 2
+            assert torch.equal(await client.get(gone[0]), again)
+            await client.delete(gone[-1])
+            assert gone[-1] not in await client.keys()
+
+            status = await client.status()
+            volume = status.volumes[1]
+            assert volume.lost
+            assert volume.free_bytes == volume.leased_bytes == 0
+            assert volume.used_bytes < LARGE, "only small values, which lie with the controller"
+            for words, says in (
+                (["status"], "lost: lossy-1"),
+                (["stat", gone[-2]], "lost"),
+                (["ls"], f"{gone[-2]} (lost)"),
+            ):
+                words += ["--address", store.address]
+                assert await asyncio.to_thread(torchstore, words) == 0
+                assert says in capsys.readouterr().out
+            del held, got
+            gc.collect()
+
+        async with connected(store) as late:  # who comes now is told, too
+            assert torch.equal(await late.get(there[0]), tensors[there[0]])
+            await late.put("new", data(5))
+            with pytest.raises(ts.ObjectLostError):
+                await late.get(gone[1])
+
+
+async def test_with_copies_nothing_is_lost_until_the_last_one_is() -> None:
+    with store_of(ReplicatedStrategy(HashStrategy(), copies=2)) as store:
+        async with connected(store) as client:
+            tensors = {f"k{i}": data(i) for i in range(8)}
+            await client.put_batch(tensors)
+            await client.put_state_dict({"a": data(50), "b": {"c": data(51)}}, "sd")
+            half = 2 * LARGE
+            for at in range(2):
+                part = ts.TensorSlice((at * LARGE,), (LARGE,), (half,), (2,), (at,))
+                await client.put("t", ts.TensorShard(data(60 + at), part))
+            store.kill(0)
+            # No waiting: whether or not the server has noticed, there is a copy.
+            got = await client.get_batch(list(tensors))
+            assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
+            await lost(client, 1)
+            state = await client.get_state_dict("sd")
+            assert torch.equal(state["b"]["c"], data(51))
+            assert torch.equal(await client.get("t"), torch.cat([data(60), data(61)]))
+            await client.put("k0", data(90))
+            assert (await client.stat("k0")).copies == 2
+            one_copy = {key for key in tensors if (await client.stat(key)).copies == 1}
+            store.kill(1)
+            await lost(client, 2)
+            places = {key: (await client.stat(key)) for key in tensors}
+            alive = [key for key, found in places.items() if not found.lost]
+            assert "k0" in alive
+            for key, found in places.items():
+                if found.lost:
+                    assert key in one_copy
+                    with pytest.raises(ts.ObjectLostError):
+                        await client.get(key)
+                elif key != "k0":
+                    assert torch.equal(await client.get(key), tensors[key])
+            await client.put("k1", data(91))  # one volume, one copy
+            assert torch.equal(await client.get("k1"), data(91))
+            store.kill(2)
+            await lost(client, 3)
+            with pytest.raises(ts.StoreFullError, match="all volumes are lost"):
+                await client.put("k1", data(92))
+            assert await client.keys("k") == sorted(tensors)
+            del got
+
+
+async def test_a_get_turns_to_another_copy_when_a_volume_cannot_be_reached() -> None:
+    """The server knows nothing of it: the client asks again, and says which to leave out."""
+    with store_of(ReplicatedStrategy(HashStrategy(), copies=2)) as store:
+        tensors = {f"k{i}": data(i) for i in range(12)}
+        async with connected(store) as client:
+            await client.put_batch(tensors)
+            await client.put_state_dict(tensors, "sd")
+            places = {key: (await client.stat(key)).volume for key in tensors}
+        assert {place[:7] for place in places.values()} == {"lossy-0", "lossy-1", "lossy-2"}
+        store.hide(0)
+        context = connected(store)
+        with pytest.warns(RuntimeWarning, match="lossy-0 failed"):
+            client = await context.__aenter__()
+        try:
+            got = await client.get_batch(list(tensors))
+            assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
+            into = {key: torch.zeros_like(tensors[key]) for key in tensors}
+            await client.get_state_dict("sd", into)
+            assert all(torch.equal(into[key], tensors[key]) for key in into)
+            for key in tensors:
+                assert torch.equal(await client.get(key, torch.zeros_like(data(0))), tensors[key])
+            assert not (await client.status()).volumes[0].lost
+            # A put needs all of its copies; what is not written is not visible.
+            used = [v.used_bytes for v in (await client.status()).volumes]
+            here = next(key for key in tensors if "lossy-0" in places[key])
+            with pytest.raises(ts.TransportUnavailableError, match="volume lossy-0 cannot be"):
+                await client.put(here, data(99))
+            assert torch.equal(await client.get(here), tensors[here])
+            await until_used(client, used)
+        finally:
+            del got
+            await context.__aexit__(None, None, None)
+        store.hide(1)
+        context = connected(store)
+        with pytest.warns(RuntimeWarning, match=r"lossy-. failed"):
+            client = await context.__aenter__()
+        try:
+            for key, place in places.items():
+                if "lossy-2" in place:
+                    assert torch.equal(await client.get(key), tensors[key])
+                else:
+                    with pytest.raises(ts.TransportUnavailableError, match="cannot be reached"):
+                        await client.get(key)
+            assert any("lossy-2" not in place for place in places.values())
+        finally:
+            await context.__aexit__(None, None, None)
+
+
+async def until_used(client: ts.Client, wanted: list[int]) -> None:
+    async def same() -> bool:
+        return [v.used_bytes for v in (await client.status()).volumes] == wanted
+
+    await until(same)

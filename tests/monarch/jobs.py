@@ -1,0 +1,241 @@
+"""Monarch jobs for the tests: a root client in a process of its own, workers, emulated hosts.
+
+Neither pytest nor another job is touched by what happens to one. Functions of test modules run in
+the root client (``Job.root``) or in a worker (``Job.at``), by reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Job", "free_port", "running"]
+
+ROOT = Path(__file__).parents[2]
+_MARK = "TORCHSTORE_TEST_JOB"
+_START_S = 60.0
+_END_S = 10.0
+
+Function = Callable[..., Awaitable[Any]]
+
+
+class Job:
+    """A job, started; a context manager that ends it.
+
+    Args:
+        workers: processes of the mesh ``workers``: in all, or on each emulated host.
+        hosts: emulated ones (0: the workers are on the root's host). The root is on none of them.
+        wrappers: for each host, a command that runs its processes (its last arguments).
+        addresses: for each host, where it listens (``tcp://…``); None: free ports here.
+        environment: for all its processes.
+    """
+
+    def __init__(
+        self,
+        workers: int = 2,
+        hosts: int = 0,
+        *,
+        wrappers: Sequence[Sequence[str]] = (),
+        addresses: Sequence[str] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        # Short: a Unix socket's path has at most 107 bytes.
+        self._base = Path(tempfile.mkdtemp(prefix="ts-job-", dir="/tmp"))
+        self.directory = self._base / "torchstore"
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XDG_RUNTIME_DIR": str(self._base),
+            _MARK: self.mark,
+            **(environment or {}),
+        }
+        if addresses is None:
+            addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(hosts)]
+        self._hosts = [
+            self._popen(
+                [
+                    *(wrappers[i] if wrappers else ()),
+                    sys.executable,
+                    "-c",
+                    "from monarch.actor import run_worker_loop_forever\n"
+                    f"run_worker_loop_forever(address={address!r}, ca='trust_all_connections')",
+                ],
+                {"TORCHSTORE_HOST_ID": f"host{i}"},
+            )
+            for i, address in enumerate(addresses)
+        ]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._root = self._popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "import sys; from tests.monarch.root import main\n"
+                    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])",
+                    str(theirs.fileno()),
+                    str(workers),
+                    *addresses,
+                ],
+                {},
+                pass_fds=(theirs.fileno(),),
+            )
+        self._pipe = Connection(ours.detach())
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, concurrent.futures.Future[Any]] = {}
+        self._ready: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._waiting[next(self._ids)] = self._ready
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _popen(
+        self, command: Sequence[str], extra: dict[str, str], **options: Any
+    ) -> subprocess.Popen[bytes]:
+        # What it says goes to a file: pipes would have to be read.
+        with open(self._base / "output", "ab") as output:
+            return subprocess.Popen(
+                command,
+                env={**self._environment, **extra},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                **options,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the root client."""
+        return self._root.pid
+
+    def host_pids(self) -> list[int]:
+        """Of the emulated hosts' own processes."""
+        return [host.pid for host in self._hosts]
+
+    def processes(self) -> set[int]:
+        """All processes of the job that run, by pid."""
+        return {pid for pid in running() if self._owns(pid)}
+
+    def _owns(self, pid: int) -> bool:
+        try:
+            return f"{_MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+
+    def directories(self) -> list[str]:
+        """What there is of the job's socket directories."""
+        return os.listdir(self.directory) if self.directory.exists() else []
+
+    def output(self) -> str:
+        """What all processes of the job said so far."""
+        return (self._base / "output").read_text(errors="replace")
+
+    # ---- calls ----------------------------------------------------------------------------
+
+    async def root(self, function: Function, *args: Any, timeout: float = 60.0) -> Any:
+        """Run ``await function(*args)`` in the root client; raises what it raises."""
+        return await self._call(None, function, args, timeout)
+
+    async def at(self, worker: int, function: Function, *args: Any, timeout: float = 60.0) -> Any:
+        """The same in a worker. With hosts, workers count host by host."""
+        return await self._call(worker, function, args, timeout)
+
+    async def _call(
+        self, worker: int | None, function: Function, args: tuple[Any, ...], timeout: float
+    ) -> Any:
+        await asyncio.wait_for(asyncio.wrap_future(self._ready), _START_S)
+        made: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            ident = next(self._ids)
+            self._waiting[ident] = made
+            self._pipe.send_bytes(pickle.dumps((ident, worker, function, args)))
+        return await asyncio.wait_for(asyncio.wrap_future(made), timeout)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                ident, good, value = pickle.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):
+                for future in list(self._waiting.values()):
+                    if not future.done():
+                        future.set_exception(ConnectionError("the root client has ended"))
+                return
+            future = self._waiting.pop(ident)
+            if future.cancelled():
+                continue
+            if good:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """The root client's ``main`` returns, whatever is open."""
+        self._pipe.send_bytes(pickle.dumps(None))
+
+    def ended(self) -> int | None:
+        """The root client's exit status; None: it runs."""
+        return self._root.poll()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None:
+            print(self.output()[-20000:], file=sys.stderr)
+        self.close()
+
+    def close(self) -> None:
+        """End everything. Idempotent."""
+        if self._root.poll() is None:
+            self._root.kill()
+        self._root.wait()
+        for host in self._hosts:
+            host.kill()
+            host.wait()
+        self._pipe.close()
+        deadline = time.monotonic() + _END_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        shutil.rmtree(self._base, ignore_errors=True)
+
+
+def running() -> set[int]:
+    """All processes of this machine that are no zombies."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state = entry.read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX":
+            found.add(int(entry.parent.name))
+    return found
+
+
+def free_port() -> int:
+    """One of the loopback's that nobody uses."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

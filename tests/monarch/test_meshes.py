@@ -1,0 +1,133 @@
+"""Where controller and volumes go: ``mesh=``, ``num_storage_volumes=``, ``capacity=``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from tests.monarch import acts
+from tests.monarch.jobs import Job
+from tests.support import until
+from torchstore_monarch.directory import spread
+
+import torchstore_core as ts
+
+MB = 1 << 20
+
+
+async def _started(job: Job, how: str, **arguments: Any) -> Any:
+    """Start a store ``mesh`` by that function of acts; its status, after a put and a get."""
+    await job.root(getattr(acts, how), {"store_name": "mesh", **arguments})
+    await job.at(0, acts.put_tensors, "k", 3, MB, "mesh")
+    assert await job.at(1, acts.tensors_are_right, "k", 3, MB, "mesh")
+    return await job.root(acts.status, "mesh")
+
+
+async def _end(job: Job) -> None:
+    await job.root(acts.shutdown, "mesh")
+
+
+@pytest.mark.parametrize("volumes", [1, 2, 3])
+async def test_in_processes_of_the_user(job: Job, volumes: int) -> None:
+    """Fewer volumes than processes, as many, more: some have several."""
+    pids = [await job.at(i, acts.pid) for i in (0, 1)]
+    status = await _started(job, "initialize_on_workers", num_storage_volumes=volumes)
+    try:
+        assert [v.pid for v in status.volumes] == [pids[0], pids[1], pids[0]][:volumes]
+        assert [v.capacity_bytes for v in status.volumes] == [(256 << 20) // volumes] * volumes
+        assert status.controller_pid not in {*pids, job.pid}
+    finally:
+        await _end(job)
+
+
+async def test_no_mesh_is_processes_of_their_own_on_this_host(job: Job) -> None:
+    before = job.processes()
+    status = await _started(job, "initialize", num_storage_volumes=2)
+    try:
+        pids = {v.pid for v in status.volumes}
+        assert len(pids) == 2
+        assert not pids & before
+        assert pids | {status.controller_pid} <= job.processes()
+    finally:
+        await _end(job)
+    await until(lambda: job.processes() == before, 10)
+
+
+@pytest.mark.parametrize(
+    ("volumes", "on"), [(1, ["host0"]), (3, ["host0", "host1", "host0"])], ids=["1", "3"]
+)
+async def test_on_hosts_of_the_user(hosts: Job, volumes: int, on: list[str]) -> None:
+    """Hosts take turns. One process more than there are volumes is no harm."""
+    await hosts.at(0, acts.pid)
+    before = hosts.processes()
+    status = await _started(hosts, "initialize_on_hosts", num_storage_volumes=volumes)
+    try:
+        assert [v.host_id for v in status.volumes] == on
+        assert len({v.pid for v in status.volumes}) == volumes
+    finally:
+        await _end(hosts)
+    await until(lambda: hosts.processes() == before, 10)
+
+
+async def _initialize_with(mesh: object, arguments: Mapping[str, Any]) -> None:
+    await acts.initialize({"mesh": mesh, "store_name": "wrong", **arguments})
+
+
+async def _initialize_with_actors() -> None:
+    from tests.monarch.root import HERE
+
+    await _initialize_with(HERE.actors, {})
+
+
+async def test_what_is_no_mesh_is_refused(job: Job) -> None:
+    with pytest.raises(ts.ConfigurationError, match="ProcMesh or HostMesh"):
+        await job.root(_initialize_with_actors)
+    with pytest.raises(ts.ConfigurationError, match="ProcMesh or HostMesh, or None, not a str"):
+        await job.root(_initialize_with, "hosts", {"runtime": "monarch"})
+    with pytest.raises(ts.PluginError, match="torchstore-monarch"):
+        await job.root(_initialize_with, 5, {})
+    # The name is free, and so is what was begun.
+    await _started(job, "initialize")
+    await _end(job)
+
+
+async def test_a_store_that_cannot_start_leaves_nothing(job: Job) -> None:
+    await job.at(0, acts.pid)
+    before = job.processes(), set(job.directories())
+    with pytest.raises(ts.TorchStoreError, match="a volume cannot have"):
+        await job.root(acts.initialize, {"capacity": 1 << 62, "store_name": "mesh"})
+    await until(lambda: (job.processes(), set(job.directories())) == before, 10)
+    await _started(job, "initialize")
+    await _end(job)
+
+
+async def test_prefault_is_asked_of_volumes_in_other_processes(job: Job) -> None:
+    await _started(job, "initialize", num_storage_volumes=2, prefault=64 * MB)
+    try:
+
+        async def warm() -> bool:
+            status = await job.root(acts.status, "mesh")
+            return all(v.warm_bytes >= 32 * MB for v in status.volumes)
+
+        await until(warm, 20)
+    finally:
+        await _end(job)
+
+
+async def test_initialise_is_quick(job: Job) -> None:
+    """On a running job; the target of a quiet machine is 1 s."""
+    best = 1e9
+    for _ in range(2):
+        begun = time.monotonic()
+        await job.root(acts.initialize, {"store_name": "mesh"})
+        best = min(best, time.monotonic() - begun)
+        await _end(job)
+    assert best < 10
+
+
+def test_hosts_take_turns() -> None:
+    assert spread(["a", "a", "b", "b"], 3) == [0, 2, 1]
+    assert spread(["a", "b", "b"], 1) == [0]
+    assert spread(["a", "b"], 5) == [0, 1, 0, 1, 0]

@@ -1,0 +1,145 @@
+"""A server and a relay to it in a thread of the test's, without an engine in between."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from torchstore_core import topology
+from torchstore_core.server.app import Server, ServerOptions
+from torchstore_core.server.directories import PrivateDirectory
+from torchstore_core.server.relay import Relay
+from torchstore_core.server.relaying import SaidList, Uplinks
+
+__all__ = ["Backstage", "Direct", "Relayed"]
+
+T = TypeVar("T")
+CAPACITY = 64 << 20
+
+
+class Backstage:
+    """An event loop in a thread; a context manager."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    def __enter__(self) -> Backstage:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+    def do(self, work: Coroutine[Any, Any, T], timeout: float = 10.0) -> T:
+        """Run it there."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a plain function there."""
+
+        async def work() -> T:
+            return function(*args)
+
+        return self.do(work())
+
+
+class Direct:
+    """An uplink without an engine.
+
+    Attributes:
+        calls: how many ``exchange`` and ``poll`` there were.
+        said: how many messages of clients each exchange carried.
+        silent: neither side hears the other any more, and nothing fails.
+        delays: how long the answers to the next exchanges take, seconds.
+    """
+
+    def __init__(self, uplinks: Uplinks, here: topology.Topology) -> None:
+        self._uplinks = uplinks
+        self.token = uplinks.open(msgspec.msgpack.encode(here))
+        self.calls: Counter[str] = Counter()
+        self.said: list[int] = []
+        self.silent = False
+        self.delays: list[float] = []
+
+    def exchange(self, said: bytes) -> Awaitable[bytes]:
+        """See ``Uplink``: what was said is there before this returns."""
+        self.calls["exchange"] += 1
+        self.said.append(len(SaidList.decode(said)))
+        if self.silent:
+            return asyncio.Event().wait()  # type: ignore[return-value]
+        answer = self._uplinks.exchange(self.token, said)
+        return self._later(answer, self.delays.pop() if self.delays else 0.0)
+
+    async def _later(self, answer: bytes, seconds: float) -> bytes:
+        await asyncio.sleep(seconds)
+        return answer
+
+    async def poll(self) -> bytes:
+        """See ``Uplink``."""
+        self.calls["poll"] += 1
+        answer = b"" if self.silent else await self._uplinks.poll(self.token)
+        if self.silent:
+            await asyncio.Event().wait()
+        return answer
+
+
+class Relayed:
+    """A server (its own socket: ``direct``), and a relay to it (``address``); ends with it.
+
+    Args:
+        stage: where both run.
+        base: an empty directory.
+        expire_s: see ``Uplinks``.
+    """
+
+    def __init__(self, stage: Backstage, base: Path, expire_s: float = 60.0) -> None:
+        self.stage = stage
+        self.lost_at = 0.0
+        self.losses = 0
+        stage.do(self._start(base, expire_s))
+
+    async def _start(self, base: Path, expire_s: float) -> None:
+        for name in ("server", "relay"):
+            (base / name).mkdir(mode=0o700)
+        self.server = Server(
+            ServerOptions(capacity=CAPACITY, prefault=0, directory=str(base / "server"))
+        )
+        self.direct = await self.server.start()
+        self.uplinks = Uplinks(self.server, expire_s=expire_s)
+        self.uplink = Direct(self.uplinks, topology.probe())
+        self.relay = Relay(
+            self.uplink, PrivateDirectory(str(base / "relay")), self._lost, expire_s=expire_s
+        )
+        self.address = await self.relay.start()
+
+    def _lost(self) -> None:
+        self.losses += 1
+        self.lost_at = time.monotonic()
+
+    def __enter__(self) -> Relayed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stage.call(self.relay.close)
+        self.stage.call(self.uplinks.close)
+        self.stage.do(self.server.close())
+
+    def books(self) -> tuple[int, int, int]:
+        """Sessions; leased and unfinished bytes."""
+
+        def look() -> tuple[int, int, int]:
+            status = self.server.status(0)
+            (volume,) = status.volumes
+            return len(status.sessions), volume.leased_bytes, volume.unfinished_bytes
+
+        return self.stage.call(look)

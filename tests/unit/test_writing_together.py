@@ -1,0 +1,58 @@
+"""Copies on several hosts are written at the same time, and stop together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from torchstore_core.client_side.writing import together
+from torchstore_core.errors import TransportError
+
+
+async def test_all_run_at_the_same_time() -> None:
+    barrier = asyncio.Barrier(3)
+
+    async def one() -> None:
+        await barrier.wait()  # passes only when all three are here
+
+    await asyncio.wait_for(together([one(), one(), one()]), 5)
+
+
+async def test_when_one_fails_the_others_have_stopped_and_its_error_is_raised() -> None:
+    begun, stopped = asyncio.Event(), []
+
+    async def writes() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # a link that needs a moment to stop
+            stopped.append(True)
+
+    async def fails() -> None:
+        await begun.wait()
+        raise TransportError("cable")
+
+    with pytest.raises(TransportError, match="cable"):
+        await together([writes(), fails()])
+    assert stopped == [True]
+
+
+async def test_when_the_put_is_cancelled_all_have_stopped() -> None:
+    begun, stopped = asyncio.Event(), []
+
+    async def writes() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append(True)
+
+    task = asyncio.create_task(together([writes(), writes()]))
+    await begun.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stopped == [True, True]

@@ -1,0 +1,330 @@
+"""How the ranks of one ``initialize_spmd`` meet: through the TCPStore that a launcher provides.
+
+Values are JSON, nothing is pickled. Calls of a TCPStore block, and may block for ever when the
+other side hangs, whatever their time-out; so each runs in a daemon thread, and the wait for it is
+bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from torchstore_core.errors import (
+    StoreClosedError,
+    StoreTimeoutError,
+    TorchStoreError,
+    from_wire,
+)
+from torchstore_core.runtimes.spmd_env import SPMDEnv
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Meeting"]
+
+_FIRST_POLL_S = 0.002
+_LONGEST_POLL_S = 0.05
+_SAY_WHY_S = 2.0
+_LAST_WORDS_S = 5.0
+_FAILED = "failed"
+T = TypeVar("T")
+
+
+class _Failed(msgspec.Struct, frozen=True):
+    """What the first rank that failed tells the others."""
+
+    rank: int
+    code: str
+    message: str
+
+
+# How often this process has met, by (process, rendezvous, name): the ranks call alike, so it is the
+# same number on all of them, and no address of an earlier store is ever read.
+_meetings: Counter[tuple[int, str, int, str]] = Counter()
+# The TCPStores that this process hosts. They stay: others may be connecting to the port already,
+# for `init_process_group`, say.
+_hosted: dict[tuple[int, int], Store] = {}
+_lock = threading.Lock()
+
+
+class Meeting:
+    """The ranks of one store, this time; made by :meth:`open`.
+
+    Args:
+        env: who this is.
+        store: shared by them, with keys of this meeting alone.
+        deadline: by ``time.monotonic``.
+        timeout: seconds from its begin to the deadline, for messages.
+    """
+
+    def __init__(self, env: SPMDEnv, store: Store, deadline: float, timeout: float) -> None:
+        self.env = env
+        self.store = store
+        self._deadline = deadline
+        self._timeout = timeout
+
+    @classmethod
+    async def open(cls, env: SPMDEnv, store_name: str, timeout: float) -> Meeting:
+        """Reach the rendezvous store; rank 0 hosts it unless the launcher does.
+
+        Raises:
+            StoreTimeoutError: nobody answers there within ``timeout`` seconds.
+            StoreClosedError: it cannot be hosted, or what answers is no rendezvous store.
+        """
+        deadline = time.monotonic() + timeout
+        with _lock:
+            who = (os.getpid(), env.master_addr, env.master_port, store_name)
+            _meetings[who] += 1
+            number = _meetings[who]
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"torchstore/{quote(store_name, safe='')}/{quote(attempt, safe='')}/{number}"
+        hosts = env.rank == 0 and not _launcher_hosts(env)
+        where = f"{env.master_addr}:{env.master_port}"
+        if not hosts:
+            await _until_somebody_listens(env, deadline, timeout)
+        store = await _aside(
+            lambda: _tcp_store(env, hosts, deadline - time.monotonic()),
+            deadline,
+            f"the rendezvous store at {where} did not answer within {timeout} s",
+            f"no rendezvous store at {where}",
+        )
+        meeting = cls(env, _prefixed(prefix, store), deadline, timeout)
+        await meeting.say(f"came/{env.rank}")
+        return meeting
+
+    def left(self) -> float:
+        """Seconds to the deadline."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    async def say(self, key: str, value: object = None) -> None:
+        """Set a key to a value of plain data, encoded as JSON.
+
+        Raises:
+            StoreTimeoutError, StoreClosedError: the rendezvous store does not answer.
+        """
+        encoded = msgspec.json.encode(value).decode()
+        await self._aside(lambda: self.store.set(key, encoded))
+
+    async def hear(self, key: str, rank: int, kind: type[T]) -> T:
+        """The value of a key that ``rank`` says.
+
+        Raises:
+            StoreTimeoutError: it did not within the time; names the rank.
+            TorchStoreError: what another rank failed with.
+            StoreClosedError: the rendezvous store is gone, or what it holds is unreadable.
+        """
+        await self._until_said([key], [rank])
+        raw = await self._aside(lambda: self.store.get(key))
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.DecodeError as error:
+            raise StoreClosedError(f"rank {rank} said something unreadable: {error}") from error
+
+    async def gather(self, what: str) -> None:
+        """Wait until every rank has come to this point, ``what``.
+
+        Raises: as :meth:`hear`; a time-out names the ranks that are missing.
+        """
+        await self.say(f"{what}/{self.env.rank}")
+        ranks = range(self.env.world_size)
+        await self._until_said([f"{what}/{rank}" for rank in ranks], ranks)
+
+    async def part(self) -> None:
+        """The last word. A rank that hosts the store stays until the others need it no more."""
+        if self.env.rank != 0:
+            await self.say(f"parted/{self.env.rank}")
+        elif not _launcher_hosts(self.env):
+            await self._until_parted(range(1, self.env.world_size))
+
+    async def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one does not come, if they can be told. Raises nothing."""
+        code = error.code if isinstance(error, TorchStoreError) else StoreClosedError.code
+        text = str(error) if isinstance(error, TorchStoreError) else f"it gave up: {error!r}"
+        failed = msgspec.json.encode(_Failed(self.env.rank, code, text))
+
+        def tell() -> list[int]:
+            # The first failure counts: the later ones are because of it.
+            self.store.compare_set(_FAILED, "", failed.decode())
+            others = [rank for rank in range(self.env.world_size) if rank != self.env.rank]
+            return [rank for rank in others if self.store.check([f"came/{rank}"])]
+
+        self._deadline = time.monotonic() + _SAY_WHY_S
+        with contextlib.suppress(TorchStoreError):
+            came = await self._aside(tell)
+            if self.env.rank == 0 and not _launcher_hosts(self.env):
+                await self._until_parted(came)
+
+    async def _until_parted(self, others: Sequence[int]) -> None:
+        """Wait for the last words of others; whoever does not say them has died."""
+        keys = [f"parted/{rank}" for rank in others]
+        until = time.monotonic() + _LAST_WORDS_S
+        while keys and time.monotonic() < until:
+            if await self._aside(lambda: self.store.check(keys)):
+                return
+            await asyncio.sleep(_FIRST_POLL_S)
+
+    async def _until_said(self, keys: list[str], ranks: Sequence[int]) -> None:
+        poll = _FIRST_POLL_S
+        while True:
+            failed = await self._aside(lambda: self._look(keys))
+            if isinstance(failed, _Failed):
+                await self.part()
+                raise from_wire(failed.code, f"rank {failed.rank}: {failed.message}", None, {})
+            if failed:
+                return
+            if self.left() <= 0:
+                missing = await _aside(
+                    lambda: [
+                        rank
+                        for key, rank in zip(keys, ranks, strict=True)
+                        if not self.store.check([key])
+                    ],
+                    time.monotonic() + _SAY_WHY_S,
+                    "the rendezvous store does not answer",
+                    self._gone(),
+                )
+                raise StoreTimeoutError(
+                    f"{_named(missing)} of {self.env.world_size} did not come to initialize_spmd "
+                    f"within {self._timeout:g} s; every rank has to call it",
+                    details={"missing_ranks": missing},
+                )
+            await asyncio.sleep(min(poll, self.left()))
+            poll = min(2 * poll, _LONGEST_POLL_S)
+
+    def _look(self, keys: list[str]) -> bool | _Failed:
+        if self.store.check([_FAILED]):
+            return msgspec.json.decode(self.store.get(_FAILED), type=_Failed)
+        return bool(self.store.check(keys))
+
+    def _gone(self) -> str:
+        return f"the rendezvous store at {self.env.master_addr}:{self.env.master_port} is gone"
+
+    async def _aside(self, call: Callable[[], T]) -> T:
+        # A little longer than the deadline: whoever waits in vain still learns for whom.
+        until = max(self._deadline, time.monotonic() + _SAY_WHY_S)
+        return await _aside(call, until, f"{self._gone()}, or hangs", self._gone())
+
+
+async def _aside(call: Callable[[], T], deadline: float, late: str, broken: str) -> T:
+    """The result of a call that blocks, in a daemon thread: nobody waits for one that hangs.
+
+    Args:
+        deadline: by ``time.monotonic``.
+        late: says that it is over.
+        broken: says that the call raised an error of torch.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            if error is None:
+                done.set_result(result)  # type: ignore[arg-type]
+            else:
+                done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as caught:  # noqa: BLE001 - torch raises bare RuntimeErrors; handed over
+            error = caught
+        try:
+            loop.call_soon_threadsafe(finish, result, error)
+        except RuntimeError:
+            return  # the loop has closed: nobody waits any more
+
+    threading.Thread(target=run, name="torchstore-rendezvous", daemon=True).start()
+    try:
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            return await done
+    except TimeoutError as error:
+        raise StoreTimeoutError(late) from error
+    except (RuntimeError, ValueError, msgspec.DecodeError) as error:
+        raise StoreClosedError(f"{broken}: {str(error).splitlines()[0]}") from error
+
+
+def _launcher_hosts(env: SPMDEnv) -> bool:
+    """Whether torchrun's agent hosts the store at ``env``'s address."""
+    environ = os.environ
+    return (
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and environ.get("MASTER_ADDR") == env.master_addr
+        and environ.get("MASTER_PORT") == str(env.master_port)
+    )
+
+
+async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float) -> None:
+    """Else torch would write every failed attempt to standard error."""
+    poll = _FIRST_POLL_S
+    said: OSError | None = None
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            async with asyncio.timeout(left):
+                _, writer = await asyncio.open_connection(env.master_addr, env.master_port)
+        except TimeoutError:
+            break
+        except OSError as error:
+            said = error
+        else:
+            writer.close()
+            return
+        await asyncio.sleep(min(poll, max(0.0, deadline - time.monotonic())))
+        poll = min(2 * poll, _LONGEST_POLL_S)
+    raise StoreTimeoutError(
+        f"nobody listens at MASTER_ADDR:MASTER_PORT {env.master_addr}:{env.master_port} within "
+        f"{timeout:g} s: rank 0 has not called initialize_spmd, or the address is wrong"
+        + (f" ({said})" if said is not None else ""),
+        details={"missing_ranks": [0]},
+    )
+
+
+def _tcp_store(env: SPMDEnv, hosts: bool, left: float) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    def connect(*, host: bool) -> Any:
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            env.world_size,
+            host,
+            timeout=timedelta(seconds=max(1.0, left)),
+            wait_for_workers=False,
+            # `init_process_group` hosts one as well: the two share the port.
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+
+    if not hosts:
+        return connect(host=False)
+    try:
+        store = connect(host=True)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        return connect(host=False)  # a TCPStore of the user's own, or of another launcher
+    with _lock:
+        _hosted.setdefault((os.getpid(), env.master_port), store)
+    return store
+
+
+def _prefixed(prefix: str, store: Any) -> Store:
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(prefix, store)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

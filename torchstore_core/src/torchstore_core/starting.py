@@ -1,0 +1,90 @@
+"""What ``initialize`` and ``initialize_spmd`` share: checks, plug-ins, joining what they start."""
+
+from __future__ import annotations
+
+from torchstore_core.client_side import stores
+from torchstore_core.client_side.client import Client
+from torchstore_core.client_side.stores import Membership
+from torchstore_core.contracts.runtime import Runtime, StoreOptions
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.errors import ConfigurationError, PluginError
+from torchstore_core.plugins import Registry, load_class
+from torchstore_core.ranking import Policy
+
+__all__ = ["STOP_TIMEOUT_S", "check", "runtime", "start", "strategy"]
+
+STOP_TIMEOUT_S = 10.0
+
+
+async def start(
+    options: StoreOptions,
+    host: Runtime,
+    mesh: object | None,
+    policy: Policy,
+    timeout: float | None,
+    allow_pickle: bool,
+) -> Client:
+    """Start the server, join it, and make it findable."""
+    where = await host.start(options, mesh)
+    membership = Membership(options.store_name, where, policy, timeout, allow_pickle, host)
+    try:
+        await membership.session(timeout)
+    except BaseException:
+        await host.stop(STOP_TIMEOUT_S)
+        raise
+    stores.add(membership)
+    stores.publish(options.store_name, host.local_address or where)
+    return Client(membership)
+
+
+def check(
+    volumes: int, store_name: str, capacity: int | None, prefault: int | None, timeout: float | None
+) -> None:
+    """Refuse arguments that make no sense.
+
+    Raises:
+        ConfigurationError: names the argument and its value.
+    """
+    for name, number in (("capacity", capacity), ("prefault", prefault)):
+        if number is not None and type(number) is not int:
+            raise ConfigurationError(f"{name} is a whole number of bytes, not {number!r}")
+    if type(volumes) is not int or volumes < 1:
+        raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
+    if type(store_name) is not str or not store_name:
+        raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
+    if capacity is not None and capacity < 4096 * volumes:
+        raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")
+    if prefault is not None and prefault < 0:
+        raise ConfigurationError(f"prefault is bytes, not {prefault!r}")
+    if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
+        raise ConfigurationError(f"timeout is seconds above 0, or None, not {timeout!r}")
+
+
+def strategy(registry: Registry, given: Strategy | str | None) -> Strategy | None:
+    """The strategy itself, of a name the one with default fields.
+
+    Raises:
+        PluginError: an unknown or broken one.
+    """
+    return registry.strategy(given)() if isinstance(given, str) else given
+
+
+def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
+    """The runtime of that name; of ``"auto"``, the one that fits best.
+
+    Raises:
+        PluginError: an unknown or broken one, or none that takes ``mesh``.
+    """
+    if name != "auto":
+        spec = registry.runtime(name)
+    else:
+        ranked = [(spec.applies(mesh), spec) for spec in registry.runtimes()]
+        fit = [(rank, spec) for rank, spec in ranked if rank is not None]
+        if not fit:
+            raise PluginError(
+                "no installed runtime takes this mesh; for a Monarch mesh: "
+                "pip install torchstore-monarch"
+            )
+        spec = max(fit, key=lambda item: item[0])[1]
+    made: Runtime = load_class(spec.factory)()
+    return made
