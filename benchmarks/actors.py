@@ -162,7 +162,7 @@ def _calls(bench: Bench, root: Peer, actor: Actor) -> list[Metric]:
         for name in _OPERATIONS:
             title = f"calls, {name}, {size}"
             later = reply["after"][name]
-            more = f", and {max(later)} after it has returned" if max(later) else ""
+            more = f"; {max(later)} more, not waited for" if max(later) else ""
             note = f"to the controller; {_KEYS} tensors{more}"
             counts = [float(n) for n in reply["calls"][name]]
             metrics.append(Metric(title, "hosts", "", counts, 1.0, note=note))

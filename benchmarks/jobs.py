@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import echo
+import msgspec
 import torch
 import workload
 from dicts import Dicts
 from small import Small
-from watching import process_size, timed, until_quiet
+from watching import NO_REPLY, process_size, timed, until_quiet
 
 import torchstore_core as ts
 
@@ -238,7 +239,7 @@ class Far:
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self._run = run
         self.other: Any = None
-        self._calls: list[str] = []
+        self._calls: list[bool] = []  # of the controller; whether somebody waits for the answer
         self._counting = False
 
     def bare(self, count: int, nbytes: int) -> list[float]:
@@ -269,6 +270,7 @@ class Far:
         clients. (A relay keeps no such count; the agents are in this process when the store is
         opened with ``mesh="procs"``.)
         """
+        from torchstore_core.server.relaying import SaidList
         from torchstore_monarch import host
 
         if not self._counting:
@@ -276,7 +278,8 @@ class Far:
             calls = self._calls
 
             async def counted(uplink: Any, said: bytes) -> bytes:
-                calls.append("exchange")
+                kinds = {msgspec.msgpack.decode(one.body)[0] for one in SaidList.decode(said)}
+                calls.append(not kinds <= NO_REPLY)
                 return await exchange(uplink, said)
 
             host._Uplink.exchange = counted
@@ -284,8 +287,8 @@ class Far:
 
     def operations(self, count: int, nbytes: int, keys: int, turn: int) -> dict[str, Any]:
         """``count`` rounds of a put and a get of batches and state dicts of ``keys`` tensors with
-        ``nbytes`` bytes together, all compared: seconds; calls until the operation returned, and
-        those that it made after that (what it gives back).
+        ``nbytes`` bytes together, all compared: seconds; calls of the controller that it waits for,
+        and those that nobody waits for (what was leased is given back).
         """
         size = max(1, nbytes // keys // 2)
         one = {
@@ -309,14 +312,14 @@ class Far:
                 for name, operation in operations.items():
                     before = len(self._calls)
                     took, got = await timed(operation())
-                    returned = len(self._calls)
                     seconds[name].append(took)
-                    calls[name].append(returned - before)
                     if name.startswith("get"):
                         wrong.extend(k for k, v in one.items() if not torch.equal(got[k], v))
                     del got
                     asked = await self._until_unleased()
-                    after[name].append(max(0, len(self._calls) - returned - asked))
+                    made = self._calls[before:]
+                    calls[name].append(sum(made) - asked if made else 0)
+                    after[name].append(len(made) - sum(made))
 
         self._run(all_of_them())
         return {"seconds": seconds, "calls": calls, "after": after, "wrong": wrong}

@@ -94,7 +94,8 @@ async def until_unleased(deadline: float = 10.0) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-_NO_REPLY = ("Abort", "Release", "Cancel", "Keep")
+#: Kinds of requests that nobody waits for, as they are called on the wire.
+NO_REPLY = {"abort", "release", "cancel", "keep"}
 
 
 async def operations() -> dict[str, int]:
@@ -107,7 +108,7 @@ async def messages_since(before: dict[str, int]) -> int:
     asked = Counter(await operations())
     asked.subtract(before)
     asked.subtract(["Status"])
-    return sum(n if kind in _NO_REPLY else 2 * n for kind, n in asked.items())
+    return sum(n if kind.lower() in NO_REPLY else 2 * n for kind, n in asked.items())
 
 
 class Observer:

@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Monarch last: once it runs, this process is part of a job, which changes what is the default."""
+    """Monarch last: once it runs, this process is part of a job, which changes the default."""
     items.sort(key=lambda item: _runtime_of(item) == "monarch")
 
 
@@ -57,7 +57,7 @@ def _runtime_of(item: pytest.Item) -> object:
 
 @pytest.fixture(scope="module")
 def runtime(request: pytest.FixtureRequest) -> str:
-    """How the stores of a test are started: an argument of ``start_store`` and ``running_store``."""
+    """How a test's stores are started: an argument of ``start_store`` and ``running_store``."""
     if request.param == "monarch" and not importlib.util.find_spec("torchstore_monarch"):
         pytest.skip("torchstore-monarch is not installed")
     return str(request.param)

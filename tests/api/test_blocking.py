@@ -134,7 +134,7 @@ def test_many_threads_at_once_and_none_leaves_a_connection(bare: blocking.Client
 @pytest.mark.local_only
 def test_a_forked_child_has_a_loop_of_its_own(bare: blocking.Client) -> None:
     blocking.put("k", LARGE)
-    pending = blocking.put_state_dict({"w": 1}, "m", blocking=False)
+    pending = blocking.put_state_dict({"w": 1}, "of parent", blocking=False)
     assert isinstance(pending, blocking.PendingPut)
     pid = os.fork()
     if pid == 0:
@@ -154,7 +154,7 @@ def test_a_forked_child_has_a_loop_of_its_own(bare: blocking.Client) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert blocking.get_batch(["child", "parent"]) == {"child": 1, "parent": 49}
     assert blocking.get("of child/w") == 2
-    assert pending.result(10).version == 1
+    assert pending.result(10) == ts.ObjectRef("of parent", 1)
 
 
 def _program(body: str) -> subprocess.Popen[str]:

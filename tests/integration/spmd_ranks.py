@@ -52,7 +52,7 @@ async def rounds() -> None:
         held = await ts.get("of 1")
         await ts.put(f"ready {RANK}", 1)
         await ts.wait([f"ready {rank}" for rank in range(WORLD)])
-        if RANK == first:
+        if first == RANK:
             await ts.put("leaving", first)
         elif first is not None:  # the others still use it, when the first has left
             await ts.wait("leaving")
@@ -61,10 +61,10 @@ async def rounds() -> None:
                 await asyncio.sleep(0.01)
             await exchange()
             assert await ts.get("of 0", torch.empty(300_000)) is not None
-        if RANK == first:
+        if first == RANK:
             del held
         await ts.shutdown()
-        if RANK != first:
+        if first != RANK:
             assert torch.equal(held, VALUE + 1)
         await ts.shutdown()
         if first == 0:

@@ -26,9 +26,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "free_port", "running"]
+from tests.support import free_port
 
-ROOT = Path(__file__).parents[2]
+__all__ = ["Function", "Job", "running"]
+
+_REPOSITORY = Path(__file__).parents[2]
 _MARK = "TORCHSTORE_TEST_JOB"
 _START_S = 60.0
 _END_S = 10.0
@@ -44,7 +46,8 @@ class Job:
         hosts: emulated ones (0: the workers are on the root's host). The root is on none of them.
         wrappers: for each host, a command that runs its processes (its last arguments).
         addresses: for each host, where it listens (``tcp://…``); None: free ports here.
-        environment: for all its processes.
+        transport: how the engine reaches the root (``tcp://…``); with hosts, by default over the
+            loopback.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Job:
         *,
         wrappers: Sequence[Sequence[str]] = (),
         addresses: Sequence[str] | None = None,
-        environment: dict[str, str] | None = None,
+        transport: str = "",
     ) -> None:
         self.mark = uuid.uuid4().hex
         # Short: a Unix socket's path has at most 107 bytes.
@@ -62,10 +65,9 @@ class Job:
         self.directory = self._base / "torchstore"
         self._environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(_REPOSITORY),
             "XDG_RUNTIME_DIR": str(self._base),
             _MARK: self.mark,
-            **(environment or {}),
         }
         if addresses is None:
             addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(hosts)]
@@ -89,9 +91,10 @@ class Job:
                     sys.executable,
                     "-c",
                     "import sys; from tests.monarch.root import main\n"
-                    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])",
+                    "main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])",
                     str(theirs.fileno()),
                     str(workers),
+                    transport,
                     *addresses,
                 ],
                 {},
@@ -113,7 +116,7 @@ class Job:
             return subprocess.Popen(
                 command,
                 env={**self._environment, **extra},
-                cwd=ROOT,
+                cwd=_REPOSITORY,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -232,10 +235,3 @@ def running() -> set[int]:
         if state not in "ZX":
             found.add(int(entry.parent.name))
     return found
-
-
-def free_port() -> int:
-    """One of the loopback's that nobody uses."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -57,9 +57,11 @@ HERE = _Here()
 HERE.failures = []
 
 
-def main(fd: int, workers: int, addresses: Sequence[str]) -> None:
+def main(fd: int, workers: int, transport: str, addresses: Sequence[str]) -> None:
     """Serve the pipe ``fd`` until it closes."""
     monarch.actor.unhandled_fault_hook = _note
+    if addresses:
+        enable_transport(transport or ChannelTransport.TcpWithLocalhost)
     asyncio.run(_serve(Connection(fd), workers, addresses))
 
 
@@ -69,7 +71,6 @@ def _note(failure: MeshFailure) -> None:
 
 async def _serve(pipe: Connection, workers: int, addresses: Sequence[str]) -> None:
     if addresses:
-        enable_transport(ChannelTransport.TcpWithLocalhost)
         HERE.hosts = attach_to_workers(ca="trust_all_connections", workers=list(addresses))
         await HERE.hosts.initialized
     hosts = HERE.hosts or this_host()

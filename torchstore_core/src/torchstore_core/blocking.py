@@ -145,6 +145,7 @@ def _putting(
 
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> ObjectRef | PendingPut:
+        thread_loops.may_block(call.__name__)
         put = _put_state_dict(call(*args, **kwargs), kwargs.get("blocking", True))
         return thread_loops.run(put, call.__name__)
 
@@ -175,6 +176,7 @@ def _putting_method(
 
     @functools.wraps(call)
     def run(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> ObjectRef | PendingPut:
+        thread_loops.may_block(call.__name__)
         put = _put_state_dict(call(self._client, *args, **kwargs), kwargs.get("blocking", True))
         return thread_loops.run(put, call.__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["background", "run"]
+__all__ = ["background", "may_block", "run"]
 
 T = TypeVar("T")
 # Without the conversion to enums, which takes as long as the rest of a call.
@@ -58,6 +58,19 @@ _background: asyncio.AbstractEventLoop | None = None
 _lock = threading.Lock()
 
 
+def may_block(name: str) -> None:
+    """Refuse to block an event loop.
+
+    Raises:
+        ConfigurationError: one is running in this thread.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise ConfigurationError(
+            f"torchstore_core.blocking: {name}() would block the event loop that is running in "
+            f"this thread; use `await ts.{name}(...)` with `import torchstore_core as ts`"
+        )
+
+
 def run(call: Coroutine[Any, Any, T], name: str) -> T:
     """The result of a coroutine, run on this thread's own event loop.
 
@@ -70,12 +83,11 @@ def run(call: Coroutine[Any, Any, T], name: str) -> T:
     Raises:
         ConfigurationError: an event loop is running in this thread.
     """
-    if asyncio._get_running_loop() is not None:
+    try:
+        may_block(name)
+    except ConfigurationError:
         call.close()
-        raise ConfigurationError(
-            f"torchstore_core.blocking: {name}() would block the event loop that is running in "
-            f"this thread; use `await ts.{name}(...)` with `import torchstore_core as ts`"
-        )
+        raise
     mine = _here.mine
     if mine is None or mine.loop.is_closed():
         mine = _here.mine = _ThreadLoop()

@@ -22,8 +22,9 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     """Where a process runs.
 
     Args:
-        host_id: the kernel's boot id, or ``TORCHSTORE_HOST_ID``. Two containers of one machine share it, so that equality
-            is needed, not enough: reaching the other's Unix socket is the proof.
+        host_id: the kernel's boot id, or ``TORCHSTORE_HOST_ID``. Two containers of one machine
+            share it, so that equality is needed, not enough: reaching the other's Unix socket is
+            the proof.
         hostname: for people; never compared.
         pid: process id in its own pid namespace.
         uid: user id.

@@ -198,6 +198,8 @@ class Session:
 
         The controller chooses the volume, so the smallest of all volumes' limits counts.
         """
+        if len(self.volumes) == 1:
+            return self.volumes[0].ranking.inline_max()
         living = [volume.ranking.inline_max() for volume in self.volumes if not volume.lost]
         return min(living, default=-1)
 

@@ -75,10 +75,10 @@ class RuntimeSpec(msgspec.Struct, frozen=True):
             has no such store. An address ``"<name>:<store>"`` is resolved by it too.
         end: ``"module:function"``: ``async (store_name, timeout) -> bool`` ends a store of the job,
             from any process of it; False if there was none.
-        spmd: ``"module:function"``: how ``initialize_spmd`` starts a store over several hosts. Every
-            rank calls it: ``async (options, env, store, timeout) -> (address, runtime)``. ``env``
-            is its ``ts.SPMDEnv``, ``store`` a ``torch.distributed.Store`` that all ranks share and
-            nobody else writes to, ``runtime`` what is stopped when this rank leaves, or None.
+        spmd: ``"module:function"``: how ``initialize_spmd`` starts a store over several hosts,
+            called by every rank: ``async (options, env, store, timeout) -> (address, runtime)``.
+            ``env`` is its ``ts.SPMDEnv``, ``store`` a ``torch.distributed.Store`` that all ranks
+            share and nobody else writes to, ``runtime`` what is stopped when it leaves, or None.
     """
 
     name: str
