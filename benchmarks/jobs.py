@@ -278,7 +278,8 @@ class Far:
             calls = self._calls
 
             async def counted(uplink: Any, said: bytes) -> bytes:
-                kinds = {msgspec.msgpack.decode(one.body)[0] for one in SaidList.decode(said)}
+                bodies = [one.body for one in SaidList.decode(said) if one.body]
+                kinds = {msgspec.msgpack.decode(body)[0] for body in bodies}
                 calls.append(not kinds <= NO_REPLY)
                 return await exchange(uplink, said)
 

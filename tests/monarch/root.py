@@ -20,7 +20,6 @@ from monarch.actor import (
     enable_transport,
     this_host,
 )
-
 from tests.monarch.jobs import Function
 
 __all__ = ["HERE", "Worker", "main"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +228,3 @@ async def test_both_hosts_write_and_read_the_same_keys(hosts_store: Job) -> None
         return all(v.leased_bytes == v.unfinished_bytes == 0 for v in status.volumes)
 
     await until(free, 10)
-
-
-async def test_an_idle_store_stays(hosts_store: Job) -> None:
-    """Relays poll; nothing of them ends when nobody asks for anything."""
-    await hosts_store.at(0, acts.put, "idle", os.getpid())
-    await asyncio.sleep(3)  # more than one poll
-    assert await hosts_store.at(1, acts.get, "idle") == os.getpid()

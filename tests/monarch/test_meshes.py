@@ -10,9 +10,9 @@ import pytest
 from tests.monarch import acts
 from tests.monarch.jobs import Job
 from tests.support import until
-from torchstore_monarch.directory import spread
 
 import torchstore_core as ts
+from torchstore_monarch.directory import spread
 
 MB = 1 << 20
 

@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import until
 from tests.unit.relays import Backstage
+
+from torchstore_core import topology
+from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext
+from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.server.memory import open_memory
 from torchstore_monarch.hosting import hosting
 from torchstore_monarch.protocol import outcome
 from torchstore_monarch.rpc.carrier import Carrier
 from torchstore_monarch.rpc.link import RpcLink
 from torchstore_monarch.rpc.server import RpcServer
 from torchstore_monarch.rpc.wire import AGENT, CHUNK, PIECES, Carried, Carry, frame
-
-from torchstore_core import topology
-from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext
-from torchstore_core.errors import TransportError, TransportUnavailableError
-from torchstore_core.server.memory import open_memory
 
 SIZE = 64 << 20
 HERE = topology.probe()
@@ -50,12 +50,11 @@ class _Endpoint:
 
 
 class _Agent:
-    """Server half and carrier, on one loop of a thread. ``read`` and ``write`` are the endpoints."""
+    """Server half and carrier, on a thread's loop; ``read`` and ``write`` are the endpoints."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.fd = open_memory("rpc", SIZE)
-        self.memory = memoryview(bytearray(0))
         self.calls = 0
         self.gate: asyncio.Event | None = None
         self.valid = True

@@ -224,6 +224,7 @@ async def connect(
         return Client(before, timeout=timeout, allow_pickle=allow_pickle)
     runtime = before.runtime if before is not None else None
     membership = Membership(store_name, address, policy, timeout, allow_pickle, runtime)
+    membership.guest = runtime is None
     await membership.session(timeout)
     stores.add(membership)
     return Client(membership)
@@ -234,9 +235,10 @@ async def shutdown(
 ) -> None:
     """End the store if this process owns it, else only leave it. Does nothing if there is none.
 
-    A store of a Monarch job is ended from any of its processes. Tensors that zero-copy gets
-    returned stay valid. Raises nothing of its own: a server that does not end within ``timeout``
-    seconds is killed.
+    A store of a Monarch job is ended from any of its processes, but for those that joined it by
+    :func:`connect`; one of torchrun's ranks ends when the last rank has left it. Tensors that
+    zero-copy gets returned stay valid. Raises nothing of its own: a server that does not end within
+    ``timeout`` seconds is killed.
     """
     timeout = _STOP_TIMEOUT_S if timeout is None else timeout
     membership = stores.remove(store_name)
@@ -249,7 +251,7 @@ async def shutdown(
                 stores.publish(store_name, None)
     if runtime is not None:
         await runtime.stop(timeout)
-    else:
+    elif membership is None or not membership.guest:
         await stores.end(store_name, None if membership is None else membership.address, timeout)
 
 

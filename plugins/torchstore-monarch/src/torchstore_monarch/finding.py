@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from monarch.actor import get_or_spawn_controller, this_proc
+from monarch.actor import context, get_or_spawn_controller, this_proc
 
 from torchstore_core import topology
 from torchstore_core.errors import StoreTimeoutError
@@ -18,7 +18,7 @@ from torchstore_monarch.directory import Directory
 from torchstore_monarch.host import HostActor
 from torchstore_monarch.protocol import FoundStore, Placement, result
 
-__all__ = ["directory", "end", "find", "in_context", "volume_actor"]
+__all__ = ["directory", "end", "find", "in_context", "rank", "volume_actor"]
 
 T = TypeVar("T")
 _NAME = "torchstore_directory"
@@ -46,12 +46,19 @@ async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float 
     with _lock:
         if _context is None:
             _context = contextvars.copy_context()
-        context = _context
-    task = asyncio.get_running_loop().create_task(work(), context=context)
+        known = _context
+    task = asyncio.get_running_loop().create_task(work(), context=known)
     try:
         return await asyncio.wait_for(task, timeout)
     except TimeoutError as error:
         raise StoreTimeoutError(f"the Monarch job did not answer within {timeout} s") from error
+
+
+def rank() -> int | None:
+    """Which of its mesh's actors first asked for a store in this process; None: none did."""
+    with _lock:
+        known = _context
+    return None if known is None else int(known.run(lambda: context().actor_instance.rank.rank))
 
 
 async def volume_actor(control: str, volume_id: str) -> Any | None:

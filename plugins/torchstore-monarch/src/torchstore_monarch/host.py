@@ -60,7 +60,6 @@ class HostActor(Actor):
         self._relay: Relay | None = None
         self._carrier: Carrier | None = None
         self._controller: Any = None
-        self._watching: asyncio.Task[None] | None = None
 
     @concurrent_endpoint
     async def where(self) -> bytes:
@@ -95,17 +94,21 @@ class HostActor(Actor):
                 info = await volume.start()
             line = await VolumeLine.open(path, volume, info, self._server_gone, wanted.timeout)
             self._lines.append(line)
-        if wanted.own and self._watching is None:
-            self._watching = asyncio.ensure_future(self._end_with(path))
+        if wanted.own:
+            self._look(path)
         return control
 
-    async def _end_with(self, control: str) -> None:
+    def _look(self, control: str) -> None:
         """End this process when that socket is gone, which goes with the server or the relay: the
         engine leaves processes alone whose root is gone, on hosts that it does not end.
         """
-        while os.path.exists(control):
-            await asyncio.sleep(_LOOK_S)
-        await asyncio.sleep(_GRACE_S)  # in a shutdown, `end` comes now and ends this
+        loop = asyncio.get_running_loop()
+        if os.path.exists(control):
+            loop.call_later(_LOOK_S, self._look, control)
+        else:  # in a shutdown, `end` comes now, and this loop ends
+            loop.call_later(_GRACE_S, lambda: loop.create_task(self._leave()))
+
+    async def _leave(self) -> None:
         await self._close()
         os._exit(0)
 

@@ -31,5 +31,6 @@ def torchstore_runtime() -> RuntimeSpec:
         here=_in_a_job,
         find="torchstore_monarch.finding:find",
         end="torchstore_monarch.finding:end",
+        rank="torchstore_monarch.finding:rank",
         spmd="torchstore_monarch.spmd.starting:start",
     )

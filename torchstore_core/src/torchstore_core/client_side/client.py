@@ -339,6 +339,7 @@ class Client(KeyOperations):
                 partial=partial,
                 keep=keep,
                 anonymous=session.anonymous,
+                rank=session.facts.rank,
                 allow_pickle=pickle_too,
             )
             if group is None:

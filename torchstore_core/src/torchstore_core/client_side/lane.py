@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ from torchstore_core.errors import (
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
-__all__ = ["Lane", "client_facts", "handshake", "socket_path"]
+__all__ = ["Lane", "Ranks", "client_facts", "handshake", "socket_path"]
 
 _RECEIVE = 1 << 18
 _DONT_WAIT = socket.MSG_DONTWAIT
@@ -36,6 +36,7 @@ _DONT_WAIT = socket.MSG_DONTWAIT
 _DIRECT_IN_A_ROW = 16
 _DIRECT_PAUSE = 16
 R = TypeVar("R", bound=m.Message)
+Ranks = tuple[int | None, int | None]  # of the job, of its host
 
 
 def socket_path(address: str) -> str:
@@ -50,14 +51,19 @@ def socket_path(address: str) -> str:
     return path
 
 
-def client_facts(environment: dict[str, str], here: topology.Topology) -> ClientFacts:
-    """Who this process is, for strategies and status."""
+def client_facts(
+    environment: Mapping[str, str], here: topology.Topology, ranks: Ranks | None = None
+) -> ClientFacts:
+    """Who this process is, for strategies and status. ``ranks``: if it was told; else those of the
+    environment count.
+    """
 
     def number(name: str) -> int | None:
         text = environment.get(name, "")
         return int(text) if text.isdigit() else None
 
-    return ClientFacts(here.pid, here.host_id, here.hostname, number("RANK"), number("LOCAL_RANK"))
+    rank, local_rank = ranks or (number("RANK"), number("LOCAL_RANK"))
+    return ClientFacts(here.pid, here.host_id, here.hostname, rank, local_rank)
 
 
 async def handshake(

@@ -21,8 +21,9 @@ from collections import deque
 import msgspec
 
 from torchstore_core import topology
-from torchstore_core.client_side.lane import Lane, client_facts, handshake, socket_path
+from torchstore_core.client_side.lane import Lane, Ranks, client_facts, handshake, socket_path
 from torchstore_core.client_side.links import VolumeLinks
+from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins import Registry
 from torchstore_core.ranking import Policy
@@ -51,13 +52,18 @@ class Session:
     """This process's membership of one store; made by :meth:`open`."""
 
     def __init__(
-        self, address: str, anchor: socket.socket, welcome: m.Welcome, policy: Policy
+        self,
+        address: str,
+        anchor: socket.socket,
+        welcome: m.Welcome,
+        policy: Policy,
+        facts: ClientFacts,
     ) -> None:
         self.address = address
         self.welcome = welcome
         self.pid = os.getpid()
         self.here = topology.probe()
-        self.facts = client_facts(dict(os.environ), self.here)
+        self.facts = facts
         self.registry = Registry(block=policy.block)
         # The anchor is a Unix socket, so what answers is here if its host id is ours: proven.
         server_host = (welcome.via or welcome.server).host_id
@@ -105,18 +111,20 @@ class Session:
         threading.Thread(target=self._clean, name="torchstore-janitor", daemon=True).start()
 
     @classmethod
-    async def open(cls, address: str, policy: Policy, timeout: float | None) -> Session:
-        """Connect to the server at ``address``.
+    async def open(
+        cls, address: str, policy: Policy, timeout: float | None, ranks: Ranks | None = None
+    ) -> Session:
+        """Connect to the server at ``address``. ``ranks``: see ``lane.client_facts``.
 
         Raises:
             StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
             PluginError: two distributions claim one transport.
         """
         here = topology.probe()
-        facts = client_facts(dict(os.environ), here)
+        facts = client_facts(os.environ, here, ranks)
         anchor, welcome = await handshake(address, b"", facts, here, timeout)
         try:
-            session = cls(address, anchor, welcome, policy)
+            session = cls(address, anchor, welcome, policy, facts)
         except BaseException:
             anchor.close()
             raise

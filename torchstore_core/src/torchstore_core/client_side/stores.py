@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core.client_side.lane import Ranks
 from torchstore_core.client_side.session import Session
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
-from torchstore_core.errors import ConfigurationError, StoreClosedError
+from torchstore_core.errors import ConfigurationError, StoreClosedError, StoreTimeoutError
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.ranking import Policy
 
@@ -57,6 +58,10 @@ class Membership:
         timeout: default of every operation, seconds; None waits for ever.
         allow_pickle: default of every operation.
         runtime: what started the server, in the process that owns it.
+
+    Attributes:
+        ranks: which rank this process is, if the runtime knows better than the environment.
+        guest: it was joined by ``connect``; leaving it ends nothing.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Membership:
         self.timeout = timeout
         self.allow_pickle = allow_pickle
         self.runtime = runtime
+        self.ranks: Ranks | None = None if runtime is None else runtime.ranks
+        self.guest = False
         self.observe: Callable[[Operation], None] | None = None
         self._session: Session | None = None
         self._closed = False
@@ -98,7 +105,8 @@ class Membership:
             raise StoreClosedError(
                 f"store {self.store_name!r} was shut down in this process; initialize or connect"
             )
-        made = await Session.open(await self._where(timeout), self.policy, timeout)
+        where = await self._where(timeout)
+        made = await Session.open(where, self.policy, timeout, self.ranks)
         with _lock:
             session = self._session
             if session is not None and session.usable:
@@ -117,7 +125,10 @@ class Membership:
             return self.address
         if self._found and self._found_by != os.getpid():
             return self._found  # a forked child: the engine is the parent's
-        found = await _find_by(registry.runtime(scheme), name, timeout)
+        spec = registry.runtime(scheme)
+        found = await _find_by(spec, name, timeout)
+        if spec.rank is not None and not ("RANK" in os.environ or "LOCAL_RANK" in os.environ):
+            self.ranks = None, load_class(spec.rank)()
         if found is None and self.runtime is None:
             found = inherited_address(self.store_name)
         if found is None:
@@ -237,7 +248,11 @@ async def end(store_name: str, address: str | None, timeout: float | None) -> bo
     spec = registry.runtime(scheme)
     if spec.end is None:
         return False
-    ended: bool = await load_class(spec.end)(name, timeout)
+    try:
+        ended: bool = await load_class(spec.end)(name, timeout)
+    except StoreTimeoutError as error:
+        log.warning("store %r was not ended: %s", store_name, error)
+        return False
     return ended
 
 

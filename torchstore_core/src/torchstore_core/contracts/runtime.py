@@ -42,10 +42,13 @@ class Runtime(ABC):
             any process of the job may end a store.
         local_address: what child processes of the owner connect to, that are not the engine's;
             None: what :meth:`start` returned. Set by :meth:`start`.
+        ranks: rank and local rank of this process, if the runtime was told; None: those of the
+            environment (RANK, LOCAL_RANK) count.
     """
 
     shared: bool = False
     local_address: str | None = None
+    ranks: tuple[int | None, int | None] | None = None
 
     @abstractmethod
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
@@ -75,6 +78,8 @@ class RuntimeSpec(msgspec.Struct, frozen=True):
             has no such store. An address ``"<name>:<store>"`` is resolved by it too.
         end: ``"module:function"``: ``async (store_name, timeout) -> bool`` ends a store of the job,
             from any process of it; False if there was none.
+        rank: ``"module:function"``: ``() -> int | None``, which of its kind this process is, asked
+            after ``find`` where neither RANK nor LOCAL_RANK is set; it counts as local rank.
         spmd: ``"module:function"``: how ``initialize_spmd`` starts a store over several hosts,
             called by every rank: ``async (options, env, store, timeout) -> (address, runtime)``.
             ``env`` is its ``ts.SPMDEnv``, ``store`` a ``torch.distributed.Store`` that all ranks
@@ -87,4 +92,5 @@ class RuntimeSpec(msgspec.Struct, frozen=True):
     here: Callable[[], bool] | None = None
     find: str | None = None
     end: str | None = None
+    rank: str | None = None
     spmd: str | None = None

@@ -18,13 +18,16 @@ __all__ = ["ClientFacts", "Strategy", "VolumeFacts"]
 
 
 class ClientFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Who asks. ``rank``: RANK, else LOCAL_RANK, else None. ``host_id``: see Topology."""
+    """Who asks. ``rank``: RANK, ``local_rank``: LOCAL_RANK, None where there is none. ``host_id``:
+    see Topology. ``role``: what else it is than a client, for status; never of a put.
+    """
 
     pid: int
     host_id: str
     hostname: str
     rank: int | None = None
     local_rank: int | None = None
+    role: str = ""
 
 
 class VolumeFacts(msgspec.Struct, frozen=True, array_like=True):

@@ -40,6 +40,7 @@ class SPMDRuntime(Runtime):
 
     def __init__(self, env: SPMDEnv, registry: Registry) -> None:
         self._env = env
+        self.ranks = env.rank, env.local_rank
         self._registry = registry
         self._member: Member | None = None
         self._server: LocalRuntime | None = None

@@ -340,6 +340,7 @@ class Server:
                     unfinished_puts=len(s.txns),
                     unfinished_bytes=unfinished,
                     age_s=now - s.opened,
+                    role=facts.role,
                 )
             )
         return m.StatusReport(
@@ -354,5 +355,4 @@ class Server:
             operations_per_s=self._rate,
             strategy=self.options.strategy,
             plugin_errors=self.registry.errors(),
-            sessions_opened=controller.opened,
         )

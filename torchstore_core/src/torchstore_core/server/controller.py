@@ -70,8 +70,6 @@ class Controller:
         self.volumes = list(volumes)
         self.strategy = strategy
         self.sessions: dict[bytes, SessionRecord] = {}
-        #: Sessions so far, those that have ended included.
-        self.opened = 0
         self.catalog = Catalog(self.sessions)
         #: Requests so far, by message class; for status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
@@ -88,7 +86,6 @@ class Controller:
         """A new session with a fresh secret token."""
         session = SessionRecord(secrets.token_bytes(16), facts, topology)
         self.sessions[session.token] = session
-        self.opened += 1
         return session
 
     def join_session(self, token: bytes) -> SessionRecord:

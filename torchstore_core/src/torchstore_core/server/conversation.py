@@ -94,6 +94,8 @@ class Conversation:
         if session is not None:
             session.end()
             self._server.controller.abort(session, list(session.txns))
+            if session.facts.role:  # it reads nothing, so its forked children do not, either
+                self._server.controller.close_session(session)
 
     def ended(self, why: str = "its connection has closed") -> None:
         """The pipe is gone: undo what was held through it. Idempotent."""

@@ -77,7 +77,7 @@ class VolumeStatus(msgspec.Struct, frozen=True):
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
-    """One client process."""
+    """One client process. ``role``: see ``ClientFacts``."""
 
     pid: int
     hostname: str
@@ -88,3 +88,4 @@ class SessionStatus(msgspec.Struct, frozen=True):
     unfinished_puts: int
     unfinished_bytes: int
     age_s: float
+    role: str = ""

@@ -454,9 +454,7 @@ class Listing(Message, frozen=True, tag="listing"):
 
 
 class StatusReport(Message, frozen=True, tag="status-report"):
-    """Everything ``torchstore status`` shows. ``operations`` counts by name since the start,
-    ``sessions_opened`` those that have ended, too.
-    """
+    """Everything ``torchstore status`` shows. ``operations`` counts by name since the start."""
 
     id: int
     store_name: str
@@ -469,7 +467,6 @@ class StatusReport(Message, frozen=True, tag="status-report"):
     operations_per_s: float
     strategy: str
     plugin_errors: dict[str, str]
-    sessions_opened: int = 0
 
 
 class Done(Message, frozen=True, tag="done"):

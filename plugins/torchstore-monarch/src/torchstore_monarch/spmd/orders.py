@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["RootOrder", "Where"]
+__all__ = ["MEMBER", "RootOrder", "Where"]
+
+#: ``ClientFacts.role`` of the session by which a rank holds the store.
+MEMBER = "rank"
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -23,11 +26,9 @@ class RootOrder(msgspec.Struct, frozen=True):
     Args:
         workers: where the hosts' workers listen.
         asked: the store, an encoded ``protocol.Asked``.
-        ranks: how many will use it.
         loopback: all workers are on this machine's loopback interface.
     """
 
     workers: list[str]
     asked: bytes
-    ranks: int
     loopback: bool

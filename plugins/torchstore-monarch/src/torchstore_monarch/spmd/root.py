@@ -11,17 +11,19 @@ import contextlib
 import logging
 import os
 import sys
-import time
 from typing import Any
 
 import msgspec
 from monarch.actor import ChannelTransport, attach_to_workers, enable_transport
 
-import torchstore_core as ts
-from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
+from torchstore_core import topology
+from torchstore_core.client_side.lane import Lane, handshake
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.errors import StoreTimeoutError, TorchStoreError
+from torchstore_core.wire import messages as m
 from torchstore_monarch import finding
 from torchstore_monarch.protocol import Asked, FoundStore, result
-from torchstore_monarch.spmd.orders import RootOrder, Where
+from torchstore_monarch.spmd.orders import MEMBER, RootOrder, Where
 
 _POLL_S = 0.2
 _LOOK_S = 1.0
@@ -32,7 +34,6 @@ log = logging.getLogger(__name__)
 
 async def _main(order: RootOrder) -> int:
     asked = msgspec.json.decode(order.asked, type=Asked)
-    deadline = time.monotonic() + asked.timeout
     loop = asyncio.get_running_loop()
     left = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), _read_stdin, loop, left)
@@ -46,7 +47,7 @@ async def _main(order: RootOrder) -> int:
             made = result(await directory.create.call_one(msgspec.msgpack.encode(asked), hosts))
             found = msgspec.msgpack.decode(made, type=FoundStore)
             sockets = {found.host_id: found.address, **found.relays}
-            client = await ts.connect(found.address, store_name=asked.store_name)
+            lane = await _connect(found)
     except TorchStoreError as error:
         _say(Where(error=error.code, message=error.message))
         return 1
@@ -60,34 +61,42 @@ async def _main(order: RootOrder) -> int:
         return 1
     _say(Where(sockets=sockets))
     try:
-        await _until_unused(client, left, order.ranks, deadline)
+        await _until_unused(lane, left)
     finally:
-        await ts.shutdown(asked.store_name)
+        lane.close()
         await _end(directory, asked.store_name, hosts)
     return 0
 
 
-async def _until_unused(client: Any, left: asyncio.Event, ranks: int, deadline: float) -> None:
-    """Wait until rank 0 has left, every rank has come (or is late), and all have gone."""
+async def _connect(found: FoundStore) -> Lane:
+    """A connection that only asks for the status, so that nothing heavy is imported here."""
+    here = topology.probe()
+    facts = ClientFacts(here.pid, here.host_id, here.hostname, role="root")
+    sock, _ = await handshake(found.address, b"", facts, here, _END_S)
+    return Lane(sock, asyncio.get_running_loop(), f"the server of {found.store_name!r} is gone")
+
+
+async def _members(lane: Lane) -> int:
+    """Ranks that hold the store."""
+    status = await lane.call(m.Status(lane.next_id()), m.StatusReport, _END_S)
+    return sum(session.role == MEMBER for session in status.sessions)
+
+
+async def _until_unused(lane: Lane, left: asyncio.Event) -> None:
+    """Wait until rank 0 has left, and all others have."""
     try:
         while not left.is_set():
             try:
                 await asyncio.wait_for(left.wait(), _LOOK_S)
             except TimeoutError:
-                await client.status(timeout=_END_S)
-        said = False
-        while True:
-            status = await client.status(timeout=_END_S)
-            come = status.sessions_opened > ranks or time.monotonic() > deadline
-            alone = come and len(status.sessions) == 1
-            if not said:
-                said = True
-                _say("alone" if alone else "shared")
-            if alone:
-                return
+                await _members(lane)  # the server may be gone
+        others = await _members(lane)
+        _say("shared" if others else "alone")
+        while others:
             await asyncio.sleep(_POLL_S)
-    except StoreClosedError:
-        log.error("the store's server is gone")
+            others = await _members(lane)
+    except TorchStoreError as error:
+        log.error("the store is given up: %s", error)
 
 
 async def _end(directory: Any, store_name: str, hosts: Any) -> None:

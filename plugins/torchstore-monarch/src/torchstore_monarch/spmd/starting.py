@@ -11,27 +11,28 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from torchstore_core import topology
+from torchstore_core.client_side.lane import client_facts, handshake
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import (
     StoreClosedError,
     StoreTimeoutError,
-    TorchStoreError,
     TransportUnavailableError,
     from_wire,
 )
 from torchstore_core.strategy_data import encode_strategy
 from torchstore_monarch.protocol import Asked
-from torchstore_monarch.spmd.orders import RootOrder, Where
+from torchstore_monarch.spmd.orders import MEMBER, RootOrder, Where
 
 if TYPE_CHECKING:
     from torchstore_core.runtimes.spmd import SPMDEnv
 
-__all__ = ["RootProcess", "start"]
+__all__ = ["RankPart", "RootProcess", "start"]
 
 log = logging.getLogger(__name__)
 
@@ -41,48 +42,94 @@ _WHERE = "where"
 async def start(
     options: StoreOptions, env: SPMDEnv, store: Any, timeout: float
 ) -> tuple[str, Runtime | None]:
-    """Start the store, or wait until rank 0 has: the socket of this host, and what rank 0 owns.
+    """Start the store, or wait until rank 0 has: the socket of this host, and this rank's part.
 
     Args:
         store: a torch.distributed.Store that only this start uses.
         timeout: seconds for all of it.
 
     Raises:
-        StoreTimeoutError: some host's first rank, or rank 0, did not come in time.
+        StoreTimeoutError: some rank did not come in time.
         TorchStoreError: rank 0 could not start the store; all ranks get its error.
     """
     deadline = time.monotonic() + timeout
     host = env.rank // env.local_world_size
     if env.local_rank == 0:
         await _set(store, f"worker/{host}", await asyncio.to_thread(_start_worker, env, timeout))
-    runtime: RootProcess | None = None
-    if env.rank == 0:
-        runtime = RootProcess()
-        try:
-            where = await _start_root(runtime, options, env, store, deadline)
-        except TorchStoreError as error:
-            where = Where(error=error.code, message=error.message)
-        except BaseException:
-            await runtime.stop(0.0)
-            raise
-        await _set(store, _WHERE, msgspec.json.encode(where))
-    else:
-        data = await _get(store, _WHERE, deadline, "rank 0 to start the store")
-        where = msgspec.json.decode(data, type=Where)
-    if where.error:
-        if runtime is not None:
-            await runtime.stop(0.0)
-        raise from_wire(where.error, where.message, None, {})
-    here = topology.probe().host_id
-    address = where.sockets.get(here)
-    if address is None:
-        if runtime is not None:
-            await runtime.stop(0.0)
-        raise TransportUnavailableError(
-            f"rank {env.rank} is on a host ({here}) where no worker of the store is; the ranks of "
-            f"one host must share it: LOCAL_WORLD_SIZE is {env.local_world_size}"
-        )
-    return address, runtime
+    part = RankPart(env)
+    try:
+        if env.rank == 0:
+            where = await _start_root(part.root, options, env, store, deadline)
+            await _set(store, _WHERE, msgspec.json.encode(where))
+        else:
+            data = await _get(store, _WHERE, deadline, "rank 0 to start the store")
+            where = msgspec.json.decode(data, type=Where)
+        if where.error:
+            raise from_wire(where.error, where.message, None, {})
+        address = await part.join(where, deadline)
+        await _set(store, f"joined/{env.rank}", b"1")
+        if env.rank == 0:  # if it left before all have joined, the store would end under them
+            for rank in range(env.world_size):
+                await _get(store, f"joined/{rank}", deadline, f"rank {rank} to join the store")
+    except BaseException:
+        await part.stop(0.0)
+        raise
+    return address, part
+
+
+class RankPart(Runtime):
+    """What a rank holds of a store: a session that counts as a member's, and rank 0 the root."""
+
+    def __init__(self, env: SPMDEnv) -> None:
+        self.ranks = env.rank, env.local_rank
+        self.root = RootProcess()
+        self._sock: socket.socket | None = None
+        _parts.add(self)
+
+    async def start(self, options: StoreOptions, mesh: object | None) -> str:
+        """Not how it is started: see :func:`start`."""
+        raise StoreClosedError("a store over several hosts is started by initialize_spmd")
+
+    async def join(self, where: Where, deadline: float) -> str:
+        """Become a member; the socket of this host.
+
+        Raises:
+            TransportUnavailableError: no worker is on this host.
+            StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
+        """
+        here = topology.probe()
+        address = where.sockets.get(here.host_id)
+        if address is None:
+            raise TransportUnavailableError(
+                f"this rank is on a host ({here.host_id}) where no worker of the store is; "
+                "LOCAL_WORLD_SIZE ranks in a row, from a multiple of it on, must share a host"
+            )
+        facts = client_facts({}, here, self.ranks)
+        facts = msgspec.structs.replace(facts, role=MEMBER)
+        left = max(0.1, deadline - time.monotonic())
+        self._sock, _ = await handshake(address, b"", facts, here, left)
+        return address
+
+    async def stop(self, timeout: float) -> None:
+        self.close()
+        await self.root.stop(timeout)
+
+    def close(self) -> None:
+        """End the membership: also in a forked child, which has no part in it."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+
+
+_parts: weakref.WeakSet[RankPart] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for part in list(_parts):
+        part.close()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 async def _start_root(
@@ -108,20 +155,16 @@ async def _start_root(
         options.block,
     )
     loopback = all(worker.startswith("tcp://127.") for worker in workers)
-    order = RootOrder(workers, msgspec.json.encode(asked), env.world_size, loopback)
+    order = RootOrder(workers, msgspec.json.encode(asked), loopback)
     return Where(sockets=await root.begin(order, left))
 
 
-class RootProcess(Runtime):
+class RootProcess:
     """The Monarch root of a torchrun job: a child process of rank 0 that outlives it if need be."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-
-    async def start(self, options: StoreOptions, mesh: object | None) -> str:
-        """Not how it is started: see :meth:`begin`."""
-        raise StoreClosedError("a store over several hosts is started by initialize_spmd")
 
     async def begin(self, order: RootOrder, timeout: float) -> dict[str, str]:
         """Start it and wait for the store: Unix sockets by host id.
