@@ -46,13 +46,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Monarch last: once it runs, this process is part of a job, which changes the default."""
-    items.sort(key=lambda item: _runtime_of(item) == "monarch")
+    """Monarch last: once it runs, a process is part of a job, which changes the default. What is of
+    one file stays together where several processes share the tests.
+    """
+    items.sort(key=_is_monarch)
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        group = f"monarch: {file}" if _is_monarch(item) else file
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _runtime_of(item: pytest.Item) -> object:
-    call = getattr(item, "callspec", None)
-    return None if call is None else call.params.get("runtime")
+def _is_monarch(item: pytest.Item) -> bool:
+    return "monarch" in item.nodeid.lower()
 
 
 @pytest.fixture(scope="module")

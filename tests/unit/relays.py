@@ -76,9 +76,10 @@ class Direct:
         self.calls["exchange"] += 1
         self.said.append(len(SaidList.decode(said)))
         if self.silent:
-            return asyncio.Event().wait()  # type: ignore[return-value]
+            return asyncio.get_running_loop().create_future()
         answer = self._uplinks.exchange(self.token, said)
-        return self._later(answer, self.delays.pop() if self.delays else 0.0)
+        seconds = self.delays.pop() if self.delays else 0.0
+        return asyncio.ensure_future(self._later(answer, seconds))
 
     async def _later(self, answer: bytes, seconds: float) -> bytes:
         await asyncio.sleep(seconds)

@@ -35,9 +35,8 @@ facts = ClientFacts(os.getpid(), here.host_id, here.hostname)
 sock.sendall(encode(m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts)))
 sock.recv(1 << 16)
 put = m.Put(3, 6, [m.PutItem("new", TensorMeta("uint8", (2 << 20,)), 2 << 20)])
-sock.sendall(encode(m.Locate(2, 5, [m.Want("k")], -1)) + encode(put))
-if sys.argv[2] == "fork":
-    os.fork()
+if sys.argv[2] != "fork" or os.fork():
+    sock.sendall(encode(m.Locate(2, 5, [m.Want("k")], -1)) + encode(put))
 os.read(0, 1)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -27,18 +28,19 @@ class ControllerActor(Actor):
         self._server: Server | None = None
         self._uplinks: Uplinks | None = None
         self._carrier: Carrier | None = None
+        self._tokens: dict[int, bytes] = {}  # of the agents' uplinks
         self._directory: SweptDirectory | None = None
 
     @concurrent_endpoint
-    async def begin(self, asked: bytes) -> tuple[bytes, tuple[str, str] | None]:
-        """Start the server, which then waits for its volumes: its host id and address."""
+    async def begin(self, asked: bytes) -> tuple[bytes, tuple[str, str, int] | None]:
+        """Start the server, which then waits for its volumes: its host id, address and pid."""
         return await outcome(self._begin(msgspec.msgpack.decode(asked, type=Asked)))
 
-    async def _begin(self, asked: Asked) -> tuple[str, str]:
+    async def _begin(self, asked: Asked) -> tuple[str, str, int]:
         core = self._core = CoreThread("torchstore-server")
         return await core.run(self._start(asked))
 
-    async def _start(self, asked: Asked) -> tuple[str, str]:
+    async def _start(self, asked: Asked) -> tuple[str, str, int]:
         self._directory = SweptDirectory()
         directory = self._directory.path
         options = ServerOptions(
@@ -58,7 +60,7 @@ class ControllerActor(Actor):
         self._carrier = Carrier(directory)
         await self._carrier.start()
         server.before_close = self._carrier.idle
-        return topology.probe().host_id, address
+        return topology.probe().host_id, address, os.getpid()
 
     @concurrent_endpoint
     async def ready(self, volumes: dict[str, Any], timeout: float) -> tuple[bytes, bool | None]:
@@ -76,9 +78,23 @@ class ControllerActor(Actor):
     # ---- the server's end of the uplinks --------------------------------------------------
 
     @concurrent_endpoint
-    async def open_uplink(self, here: bytes) -> tuple[bytes, bytes | None]:
-        """See ``Uplinks.open``."""
-        return await outcome(self._on_uplinks("open", here))
+    async def open_uplink(self, agent: int, here: bytes) -> tuple[bytes, bytes | None]:
+        """See ``Uplinks.open``. ``agent``: see ``Placement``."""
+        return await outcome(self._open_uplink(agent, here))
+
+    async def _open_uplink(self, agent: int, here: bytes) -> bytes:
+        token = await self._on_uplinks("open", here)
+        if agent >= 0:
+            self._tokens[agent] = token
+        return token
+
+    @concurrent_endpoint
+    async def agents_failed(self, agents: list[int]) -> None:
+        """The engine says that these are dead: their uplinks are over."""
+        for agent in agents:
+            token = self._tokens.pop(agent, None)
+            if token is not None and self._core is not None:
+                await self._on_uplinks("close", token, "its process has died")
 
     @concurrent_endpoint
     async def exchange(self, token: bytes, said: bytes) -> tuple[bytes, bytes | None]:
@@ -104,7 +120,7 @@ class ControllerActor(Actor):
 
         return await outcome(work())
 
-    async def _on_uplinks(self, name: str, *args: bytes) -> bytes:
+    async def _on_uplinks(self, name: str, *args: bytes | str) -> bytes:
         core, uplinks = self._started()
         made: bytes = await core.call(getattr(uplinks, name), *args)
         return made

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,7 +43,9 @@ class _Store:
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
         self.controller: Any = None
-        self.hosts: Any = None
+        self.controller_pid = 0
+        self.spawned: Any = None  # the agents, in the shape of their processes
+        self.hosts: Any = None  # the same in a row
         self.procs: list[ProcMesh] = []  # made here, so ended here
         self.own_agents = False  # whether they are in such processes
         self.found: FoundStore | None = None
@@ -55,6 +58,7 @@ class Directory(Actor):
 
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
+        self._telling: set[asyncio.Task[None]] = set()
 
     def __supervise__(self, failure: MeshFailure) -> bool:
         """A process or actor of a store is gone. The server notices by itself (its line to the
@@ -65,7 +69,17 @@ class Directory(Actor):
             if _is_of(failure, store.controller):
                 log.error("store %r is gone: its controller has failed", store.asked.store_name)
                 self._stores.pop(store.asked.store_name, None)
+            elif _is_of(failure, store.spawned):
+                self._tell(store, list(failure.crashed_ranks or ()))
         return True
+
+    def _tell(self, store: _Store, agents: list[int]) -> None:
+        """Tell the server which agents are dead: it knows of those on other hosts only that they
+        are silent.
+        """
+        task = asyncio.ensure_future(_bounded(store.controller.agents_failed.call(agents)))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     # ---- starting -------------------------------------------------------------------------
 
@@ -76,6 +90,9 @@ class Directory(Actor):
 
     async def _create(self, asked: Asked, mesh: Any) -> bytes:
         name = asked.store_name
+        before = self._stores.get(name)
+        if before is not None and before.controller_pid and not _runs(before.controller_pid):
+            await self._discard(before)
         if name in self._stores:
             raise ConfigurationError(
                 f"this job has a store {name!r} already; shut it down first, or give another "
@@ -105,12 +122,13 @@ class Directory(Actor):
             store.procs.append(procs)
             store.own_agents = True
         store.controller = own.spawn("torchstore_controller", ControllerActor)
-        store.hosts = procs.spawn("torchstore_host", HostActor).flatten("agent")
+        store.spawned = procs.spawn("torchstore_host", HostActor)
+        store.hosts = store.spawned.flatten("agent")
         begun, facts = await asyncio.gather(
             store.controller.begin.call_one(msgspec.msgpack.encode(asked)),
             store.hosts.where.call(),
         )
-        host_id, address = result(begun)
+        host_id, address, store.controller_pid = result(begun)
         agents = [store.hosts.slice(agent=i) for i in range(len(facts))]
         hosts = [msgspec.msgpack.decode(one, type=Topology).host_id for one in facts.values()]
         relays = await self._begin_hosts(store, host_id, address, agents, hosts)
@@ -118,8 +136,12 @@ class Directory(Actor):
 
     async def _begin_hosts(
         self, store: _Store, host_id: str, address: str, agents: list[Any], hosts: list[str]
-    ) -> dict[str, str]:
-        """Start relays and volumes; the relays by host id."""
+    ) -> dict[str, list[str]]:
+        """Start relays and volumes; the relays by host id.
+
+        On other hosts than the server's each agent with volumes has a relay of its own, so that
+        none takes the volumes of others with it when it dies.
+        """
         asked = store.asked
         chosen = spread(hosts, asked.num_storage_volumes)
         sharing = Counter(hosts[at] for at in chosen)
@@ -132,6 +154,7 @@ class Directory(Actor):
         async def begin(at: int, control: str) -> str:
             wanted = Placement(
                 asked.store_name,
+                at,
                 control,
                 tuple(plans.get(at, ())),
                 asked.block,
@@ -141,13 +164,15 @@ class Directory(Actor):
             data = msgspec.msgpack.encode(wanted)
             return result(await agents[at].begin.call_one(data, store.controller))
 
-        elsewhere = {host: hosts.index(host) for host in hosts if host != host_id}
-        made = await asyncio.gather(*(begin(at, "") for at in elsewhere.values()))
-        relays = dict(zip(elsewhere, made, strict=True))
-        controls = {host_id: address, **relays}
-        due = range(len(agents)) if store.own_agents else plans
-        rest = [at for at in due if at not in elsewhere.values()]
-        await asyncio.gather(*(begin(at, controls[hosts[at]]) for at in rest))
+        first = {hosts.index(host) for host in hosts if host != host_id}
+        due = sorted(first | (set(range(len(agents))) if store.own_agents else set(plans)))
+        made = await asyncio.gather(
+            *(begin(at, address if hosts[at] == host_id else "") for at in due)
+        )
+        relays: dict[str, list[str]] = {}
+        for at, one in zip(due, made, strict=True):
+            if hosts[at] != host_id:
+                relays.setdefault(hosts[at], []).append(one)
         volumes = {f"{asked.store_name}-{i}": agents[at] for i, at in enumerate(chosen)}
         ready, _ = await asyncio.gather(
             store.controller.ready.call_one(volumes, asked.timeout),
@@ -223,6 +248,15 @@ def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
         )
     number = max(1, hosts.size())
     return hosts.spawn_procs({"volume": -(-volumes // number)}, name="torchstore_volumes")
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this host runs."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def _is_of(failure: MeshFailure, mesh: Any) -> bool:

@@ -85,15 +85,15 @@ async def _find(store_name: str) -> str | None:
     here = topology.probe().host_id
     address = found.address
     if here != found.host_id:
-        address = found.relays.get(here, "")
-        if not _is_there(address):  # there never was one, or its process has died
-            address = await _own_relay(found, controller, volumes)
+        relays = found.relays.get(here, ())
+        there = [relay for relay in relays if _is_there(relay)]  # those whose process lives
+        address = there[0] if there else await _own_relay(found, controller, volumes)
     _volumes[address.partition(":")[2]] = volumes
     return address
 
 
 def _is_there(address: str) -> bool:
-    return bool(address) and Path(address.partition(":")[2]).exists()
+    return Path(address.partition(":")[2]).exists()
 
 
 async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]) -> str:
@@ -102,7 +102,7 @@ async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]
     if known is not None and _is_there(known[1]):
         return known[1]
     agent = this_proc().spawn("torchstore_relay", HostActor)
-    wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), 60.0))
+    wanted = msgspec.msgpack.encode(Placement(found.store_name, -1, "", (), (), 60.0))
     address = result(await agent.begin.call_one(wanted, controller))
     await agent.introduce.call_one(volumes)
     _relays[found.address] = agent, address

@@ -81,7 +81,7 @@ class HostActor(Actor):
     async def _start(self, wanted: Placement) -> str:
         if self._directory is None:
             self._directory = SweptDirectory()
-        control = wanted.control or await self._start_relay()
+        control = wanted.control or await self._start_relay(wanted.agent)
         path = control.partition(":")[2]
         registry = Registry(block=wanted.block)
         for plan in wanted.volumes:
@@ -112,11 +112,11 @@ class HostActor(Actor):
         await self._close()
         os._exit(0)
 
-    async def _start_relay(self) -> str:
+    async def _start_relay(self, agent: int) -> str:
         if self._directory is None:
             raise StoreClosedError("this agent has ended")
         here = msgspec.msgpack.encode(topology.probe())
-        token = result(await self._controller.open_uplink.call_one(here))
+        token = result(await self._controller.open_uplink.call_one(agent, here))
         uplink = _Uplink(self._controller, token)
         directory = self._directory.path
         relay = Relay(uplink, PrivateDirectory(directory), lost=self._server_gone)

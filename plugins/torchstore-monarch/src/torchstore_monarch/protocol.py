@@ -33,13 +33,13 @@ class FoundStore(msgspec.Struct, frozen=True):
 
     Args:
         host_id, address: of the server's own host, and its Unix socket there.
-        relays: Unix sockets on other hosts, by host id.
+        relays: Unix sockets on other hosts, by host id; any of a host will do.
     """
 
     store_name: str
     host_id: str
     address: str
-    relays: dict[str, str]
+    relays: dict[str, list[str]]
 
 
 class VolumePlan(msgspec.Struct, frozen=True):
@@ -56,12 +56,14 @@ class Placement(msgspec.Struct, frozen=True):
     """What one agent is to do.
 
     Args:
+        agent: its number among the store's agents; -1: a client's own, which nobody counts.
         control: Unix socket to attach volumes to; empty: open a relay, and use that.
         volumes: to start here.
         own: the agent's process was made for the store, and ends with it.
     """
 
     store_name: str
+    agent: int
     control: str
     volumes: tuple[VolumePlan, ...]
     block: tuple[str, ...]

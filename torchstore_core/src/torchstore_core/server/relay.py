@@ -7,8 +7,8 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -121,7 +121,8 @@ class Relay:
     def gone(self, conn: int, pid: int) -> None:
         """A connection has closed."""
         self._pipes.pop(conn, None)
-        self._spawn(self._say_closed(conn, pid))
+        if not self._closed:
+            self._spawn(self._say_closed(conn, pid))
 
     async def _say_closed(self, conn: int, pid: int) -> None:
         if self.before_close is not None and pid:
@@ -171,11 +172,8 @@ class Relay:
             self.close()
             self._lost()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        async def run() -> None:
-            await work
-
-        task = asyncio.get_running_loop().create_task(run())
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -46,7 +46,8 @@ async def _main(order: RootOrder) -> int:
             directory = await finding.directory()
             made = result(await directory.create.call_one(msgspec.msgpack.encode(asked), hosts))
             found = msgspec.msgpack.decode(made, type=FoundStore)
-            sockets = {found.host_id: found.address, **found.relays}
+            sockets = {host: relays[0] for host, relays in found.relays.items()}
+            sockets[found.host_id] = found.address
             lane = await _connect(found)
     except TorchStoreError as error:
         _say(Where(error=error.code, message=error.message))

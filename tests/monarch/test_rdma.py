@@ -1,0 +1,80 @@
+"""``monarch-rdma``, over the engine's TCP fallback: there is no RDMA hardware here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.monarch import acts
+from tests.monarch.jobs import Job
+
+import torchstore_core as ts
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def rdma() -> Iterator[Job]:
+    """A volume on each of two hosts, between which there is nothing but ``monarch-rdma``."""
+    with Job(workers=1, hosts=2) as made:
+        arguments = {"strategy": "host", "block": ["monarch-rpc"]}
+        asyncio.run(made.root(acts.initialize_on_hosts, arguments))
+        yield made
+
+
+def _many(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [1, 17, 4096, 70_001, 300_000, 3 * MB + 5, *([4096] * 300)]
+    return {
+        str(i): torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        for i, size in enumerate(sizes)
+    }
+
+
+async def _put_many(seed: int) -> None:
+    await ts.put_batch(_many(seed))
+
+
+async def _many_are_right(seed: int) -> bool:
+    expected = _many(seed)
+    got = await ts.get_batch(list(expected))
+    into = {key: torch.zeros_like(value) for key, value in expected.items()}
+    await ts.get_batch(into)
+    return all(
+        torch.equal(got[key], expected[key]) and torch.equal(into[key], expected[key])
+        for key in expected
+    )
+
+
+@pytest.mark.parametrize("nbytes", [2 * MB, 65 * MB + 3])
+async def test_large_values_go_both_ways(rdma: Job, nbytes: int) -> None:
+    """More than one request at a time can carry, too."""
+    for writer in (0, 1):
+        await rdma.at(writer, acts.put_ones, "large", nbytes, writer + 1)
+        got = await rdma.at(1 - writer, acts.get_shape, "large")
+        assert got == ((nbytes,), [writer + 1])
+    await rdma.at(0, acts.put_ones, "large", 1)
+
+
+async def test_a_batch_of_many_sizes(rdma: Job) -> None:
+    """Small pieces are gathered on one side and spread on the other."""
+    for seed, writer in enumerate((0, 1)):
+        await rdma.at(writer, _put_many, seed)
+        assert await rdma.at(1 - writer, _many_are_right, seed)
+
+
+async def test_who_writes_to_another_host(rdma: Job) -> None:
+    """The root's host has no volume: it puts to others, too."""
+    await rdma.root(_put_many, 7)
+    assert await rdma.at(0, _many_are_right, 7)
+    assert await rdma.root(_many_are_right, 7)
+
+
+async def test_it_says_that_there_is_no_hardware(rdma: Job) -> None:
+    for entry in await rdma.at(0, acts.explain):
+        bids = {bid["transport"]: bid for bid in entry["bids"]}
+        assert "TCP fallback" in bids["monarch-rdma"]["reason"]
+        expected = "shm" if entry["volume"] == "torchstore-0" else "monarch-rdma"
+        assert entry["chosen"] == expected
