@@ -502,10 +502,11 @@ async def test_doctor_finds_what_stops_a_store(store: ts.Client):
         assert result.json["ok"] is False
         return "\n".join(result.json["problems"])
 
-    blocked = await problems(TORCHSTORE_BLOCK="shm")
+    block = "shm,monarch-rpc,monarch-rdma"  # the latter two would, were it in a Monarch job
+    blocked = await problems(TORCHSTORE_BLOCK=block)
     assert "no transport moves large values" in blocked
     assert "shm: blocked" in blocked
-    human = await torchstore("doctor", TORCHSTORE_BLOCK="shm")
+    human = await torchstore("doctor", TORCHSTORE_BLOCK=block)
     assert human.status == 1
     assert [f"✗  {problem}" for problem in blocked.splitlines()] == human.lines[-3:-1]
     assert human.lines[-1] == "✗ 2 problems"  # a volume on this host, and that of the store

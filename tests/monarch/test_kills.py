@@ -105,16 +105,15 @@ async def _is_lost(index: int) -> bool:
 
 
 async def test_a_volume_on_another_host(own_hosts: Job) -> None:
-    """Said by its own host's relay, which sees its line close: no host waits for the engine."""
+    """Its relay dies with it: known when that was silent for 15 s, or when the engine says it."""
     await own_hosts.root(acts.initialize_on_workers_hosts, {"strategy": "host"})
     for worker in (0, 1):
         await own_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
         assert await own_hosts.at(1 - worker, acts.get_shape, f"k{worker}") == ((MB,), [1])
-    # On host1 there are two processes: one has the relay, the other one only a volume.
     victim = (await own_hosts.root(acts.status)).volumes[3]
     assert victim.host_id == "host1"
     await own_hosts.root(acts.kill, victim.pid)
-    await until(lambda: own_hosts.root(_is_lost, 3), AT_ONCE_S)
+    await until(lambda: own_hosts.root(_is_lost, 3), 25)
     assert await own_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
     assert own_hosts.ended() is None
 

@@ -20,6 +20,10 @@ from torchstore_monarch.sweeping import SweptDirectory
 __all__ = ["ControllerActor"]
 
 
+# Of an uplink's patience: more than it is ever silent while it lives.
+_SILENT = 1 / 3
+
+
 class ControllerActor(Actor):
     """One store's server, in a process of its own."""
 
@@ -28,7 +32,6 @@ class ControllerActor(Actor):
         self._server: Server | None = None
         self._uplinks: Uplinks | None = None
         self._carrier: Carrier | None = None
-        self._tokens: dict[int, bytes] = {}  # of the agents' uplinks
         self._directory: SweptDirectory | None = None
 
     @concurrent_endpoint
@@ -78,23 +81,17 @@ class ControllerActor(Actor):
     # ---- the server's end of the uplinks --------------------------------------------------
 
     @concurrent_endpoint
-    async def open_uplink(self, agent: int, here: bytes) -> tuple[bytes, bytes | None]:
-        """See ``Uplinks.open``. ``agent``: see ``Placement``."""
-        return await outcome(self._open_uplink(agent, here))
-
-    async def _open_uplink(self, agent: int, here: bytes) -> bytes:
-        token = await self._on_uplinks("open", here)
-        if agent >= 0:
-            self._tokens[agent] = token
-        return token
+    async def open_uplink(self, here: bytes, expire_s: float) -> tuple[bytes, bytes | None]:
+        """See ``Uplinks.open``."""
+        return await outcome(self._on_uplinks("open", here, expire_s))
 
     @concurrent_endpoint
-    async def agents_failed(self, agents: list[int]) -> None:
-        """The engine says that these are dead: their uplinks are over."""
-        for agent in agents:
-            token = self._tokens.pop(agent, None)
-            if token is not None and self._core is not None:
-                await self._on_uplinks("close", token, "its process has died")
+    async def agent_failed(self) -> None:
+        """The engine says that an agent is dead, some seconds after it died: the one that has been
+        silent since.
+        """
+        if self._core is not None and self._uplinks is not None:
+            await self._core.call(self._uplinks.close_silent, _SILENT)
 
     @concurrent_endpoint
     async def exchange(self, token: bytes, said: bytes) -> tuple[bytes, bytes | None]:
@@ -120,7 +117,7 @@ class ControllerActor(Actor):
 
         return await outcome(work())
 
-    async def _on_uplinks(self, name: str, *args: bytes | str) -> bytes:
+    async def _on_uplinks(self, name: str, *args: bytes | float) -> bytes:
         core, uplinks = self._started()
         made: bytes = await core.call(getattr(uplinks, name), *args)
         return made
@@ -129,6 +126,10 @@ class ControllerActor(Actor):
         if self._core is None or self._uplinks is None:
             raise StoreClosedError("this store has ended")
         return self._core, self._uplinks
+
+    def _handle_undeliverable_message(self, message: object) -> bool:
+        """Who asked may be dead: that must not end the store."""
+        return True
 
     # ---- the end --------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import msgspec
 from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, concurrent_endpoint, this_host
 
 from torchstore_core.errors import ConfigurationError, StoreTimeoutError
+from torchstore_core.server.relaying import EXPIRE_S
 from torchstore_core.topology import Topology
 from torchstore_monarch.controller import ControllerActor
 from torchstore_monarch.host import HostActor
@@ -35,6 +36,8 @@ __all__ = ["Directory", "spread"]
 log = logging.getLogger(__name__)
 
 _END_S = 5.0
+# Nothing else runs in the processes that are made for agents, so silence says more there.
+_OWN_EXPIRE_S = 6.0
 
 
 class _Store:
@@ -60,6 +63,10 @@ class Directory(Actor):
         self._stores: dict[str, _Store] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
+    def _handle_undeliverable_message(self, message: object) -> bool:
+        """Who is dead is not told: that must not end the directory."""
+        return True
+
     def __supervise__(self, failure: MeshFailure) -> bool:
         """A process or actor of a store is gone. The server notices by itself (its line to the
         volume closes); the job goes on.
@@ -70,14 +77,14 @@ class Directory(Actor):
                 log.error("store %r is gone: its controller has failed", store.asked.store_name)
                 self._stores.pop(store.asked.store_name, None)
             elif _is_of(failure, store.spawned):
-                self._tell(store, list(failure.crashed_ranks or ()))
+                self._tell(store)
         return True
 
-    def _tell(self, store: _Store, agents: list[int]) -> None:
-        """Tell the server which agents are dead: it knows of those on other hosts only that they
+    def _tell(self, store: _Store) -> None:
+        """Tell the server that an agent is dead: it knows of those on other hosts only that they
         are silent.
         """
-        task = asyncio.ensure_future(_bounded(store.controller.agents_failed.call(agents)))
+        task = asyncio.ensure_future(_bounded(store.controller.agent_failed.call()))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
@@ -154,12 +161,12 @@ class Directory(Actor):
         async def begin(at: int, control: str) -> str:
             wanted = Placement(
                 asked.store_name,
-                at,
                 control,
                 tuple(plans.get(at, ())),
                 asked.block,
                 asked.timeout,
                 store.own_agents,
+                _OWN_EXPIRE_S if store.own_agents else EXPIRE_S,
             )
             data = msgspec.msgpack.encode(wanted)
             return result(await agents[at].begin.call_one(data, store.controller))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -13,17 +14,20 @@ import msgspec
 from monarch.actor import context, get_or_spawn_controller, this_proc
 
 from torchstore_core import topology
-from torchstore_core.errors import StoreTimeoutError
+from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_monarch.directory import Directory
 from torchstore_monarch.host import HostActor
 from torchstore_monarch.protocol import FoundStore, Placement, result
 
-__all__ = ["directory", "end", "find", "in_context", "rank", "volume_actor"]
+__all__ = ["adopt", "directory", "end", "find", "in_context", "rank", "volume_actor"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NAME = "torchstore_directory"
 _lock = threading.Lock()
 _context: contextvars.Context | None = None
+_rank: int | None = None
 # Relays of this process, by the server they lead to.
 _relays: dict[str, tuple[Any, str]] = {}
 # The actors that have volumes, by id, of the stores found at each socket.
@@ -35,30 +39,56 @@ async def directory() -> Any:
     return await get_or_spawn_controller(_NAME, Directory)
 
 
+def adopt() -> None:
+    """From now on this process's calls are made by the actor that calls this."""
+    global _context
+    with _lock:
+        _context = contextvars.copy_context()
+
+
 async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
-    """Run ``work`` as part of the actor that first asked for a store in this process: a plain
-    thread of an actor's process does not know which actor it belongs to.
+    """Run ``work`` as an actor of the store's own, which this process gets when it first asks.
+
+    Then it does not matter which thread asks (a plain one does not know whose actor's process it
+    is in), and what the engine cannot deliver, because somebody has died, is nothing that the
+    user's actor has to answer for.
 
     Raises:
         StoreTimeoutError: not within ``timeout`` seconds.
     """
-    global _context
-    with _lock:
-        if _context is None:
-            _context = contextvars.copy_context()
-        known = _context
-    task = asyncio.get_running_loop().create_task(work(), context=known)
     try:
-        return await asyncio.wait_for(task, timeout)
+        async with asyncio.timeout(timeout):
+            known = _context
+            if known is not None:
+                try:
+                    return await _run(work, known)
+                except (TorchStoreError, asyncio.CancelledError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - its owner may have been stopped
+                    log.debug("asking anew: %s", type(error).__name__)
+            return await _run(work, await _adopted())
     except TimeoutError as error:
         raise StoreTimeoutError(f"the Monarch job did not answer within {timeout} s") from error
 
 
+async def _adopted() -> contextvars.Context:
+    """The context of a fresh actor of this process."""
+    global _rank
+    _rank = int(context().actor_instance.rank.rank)
+    await this_proc().spawn("torchstore_guest", HostActor).adopt.call_one()
+    with _lock:
+        if _context is None:
+            raise StoreClosedError("this process got no actor of the store")
+        return _context
+
+
+async def _run(work: Callable[[], Coroutine[Any, Any, T]], known: contextvars.Context) -> T:
+    return await asyncio.get_running_loop().create_task(work(), context=known)
+
+
 def rank() -> int | None:
     """Which of its mesh's actors first asked for a store in this process; None: none did."""
-    with _lock:
-        known = _context
-    return None if known is None else int(known.run(lambda: context().actor_instance.rank.rank))
+    return _rank
 
 
 async def volume_actor(control: str, volume_id: str) -> Any | None:
@@ -102,7 +132,7 @@ async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]
     if known is not None and _is_there(known[1]):
         return known[1]
     agent = this_proc().spawn("torchstore_relay", HostActor)
-    wanted = msgspec.msgpack.encode(Placement(found.store_name, -1, "", (), (), 60.0))
+    wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), 60.0))
     address = result(await agent.begin.call_one(wanted, controller))
     await agent.introduce.call_one(volumes)
     _relays[found.address] = agent, address

@@ -81,7 +81,7 @@ class HostActor(Actor):
     async def _start(self, wanted: Placement) -> str:
         if self._directory is None:
             self._directory = SweptDirectory()
-        control = wanted.control or await self._start_relay(wanted.agent)
+        control = wanted.control or await self._start_relay(wanted.expire_s)
         path = control.partition(":")[2]
         registry = Registry(block=wanted.block)
         for plan in wanted.volumes:
@@ -112,14 +112,15 @@ class HostActor(Actor):
         await self._close()
         os._exit(0)
 
-    async def _start_relay(self, agent: int) -> str:
+    async def _start_relay(self, expire_s: float) -> str:
         if self._directory is None:
             raise StoreClosedError("this agent has ended")
         here = msgspec.msgpack.encode(topology.probe())
-        token = result(await self._controller.open_uplink.call_one(agent, here))
+        token = result(await self._controller.open_uplink.call_one(here, expire_s))
         uplink = _Uplink(self._controller, token)
         directory = self._directory.path
-        relay = Relay(uplink, PrivateDirectory(directory), lost=self._server_gone)
+        private = PrivateDirectory(directory)
+        relay = Relay(uplink, private, lost=self._server_gone, expire_s=expire_s)
         carrier = Carrier(directory, lambda: relay.valid)
         relay.before_close = carrier.idle
         self._relay, self._carrier = relay, carrier
@@ -152,6 +153,19 @@ class HostActor(Actor):
     ) -> tuple[bytes, int | None]:
         """``monarch-rdma``: see ``RdmaServer.move``."""
         return await outcome(_move(volume_id, groups, buffers, write))
+
+    # ---- being part of somebody's process -------------------------------------------------
+
+    @concurrent_endpoint
+    async def adopt(self) -> None:
+        """Have this process make its calls to the store by this actor, see ``finding``."""
+        from torchstore_monarch import finding
+
+        finding.adopt()
+
+    def _handle_undeliverable_message(self, message: object) -> bool:
+        """Who is called may be dead: that must not end this actor, nor the one that owns it."""
+        return True
 
     # ---- the end --------------------------------------------------------------------------
 

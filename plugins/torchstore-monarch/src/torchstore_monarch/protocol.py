@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
+from torchstore_core.server.relaying import EXPIRE_S
 
 __all__ = ["Asked", "Failed", "FoundStore", "Placement", "VolumePlan", "outcome", "result"]
 
@@ -56,19 +57,19 @@ class Placement(msgspec.Struct, frozen=True):
     """What one agent is to do.
 
     Args:
-        agent: its number among the store's agents; -1: a client's own, which nobody counts.
         control: Unix socket to attach volumes to; empty: open a relay, and use that.
         volumes: to start here.
         own: the agent's process was made for the store, and ends with it.
+        expire_s: how long its relay may be silent before it is taken for dead.
     """
 
     store_name: str
-    agent: int
     control: str
     volumes: tuple[VolumePlan, ...]
     block: tuple[str, ...]
     timeout: float
     own: bool = False
+    expire_s: float = EXPIRE_S
 
 
 class Failed(msgspec.Struct, frozen=True):

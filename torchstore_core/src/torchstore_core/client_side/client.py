@@ -339,7 +339,6 @@ class Client(KeyOperations):
                 partial=partial,
                 keep=keep,
                 anonymous=session.anonymous,
-                rank=session.facts.rank,
                 allow_pickle=pickle_too,
             )
             if group is None:

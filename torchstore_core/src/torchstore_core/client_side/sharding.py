@@ -138,11 +138,11 @@ def takes_part(value: DTensor) -> bool:
     return _root_of(value.device_mesh).get_coordinate() is not None
 
 
-def this_rank(known: int | None = None) -> str:
-    """Which rank this process is, ``known`` if nothing in torch says it; empty if it is none."""
+def this_rank() -> str:
+    """Which rank this process is; empty if it is none."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return str(torch.distributed.get_rank())
-    return os.environ.get("RANK", "") if known is None else str(known)
+    return os.environ.get("RANK", "")
 
 
 def _root_of(mesh: Any) -> Any:

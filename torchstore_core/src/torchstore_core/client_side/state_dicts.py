@@ -117,7 +117,6 @@ def plan_put(
     partial: bool,
     keep: int | None,
     anonymous: str,
-    rank: int | None = None,
     allow_pickle: bool,
 ) -> tuple[list[writing.Source], m.Publication | None]:
     """Look at every entry once: what is to be stored, and as part of what; None: of nothing, for
@@ -125,7 +124,6 @@ def plan_put(
 
     Args:
         anonymous: who this process is if it has no rank.
-        rank: that it was told.
 
     Raises:
         ConfigurationError, UnsupportedValueError, LayoutMismatchError, UnsafeObjectError
@@ -188,7 +186,7 @@ def plan_put(
         _check_alone(key, sources)
     who = ""  # one that is alone needs no name: whoever puts next makes the next version
     if participants > 1:
-        who = str(participant) if participant is not None else this_rank(rank)
+        who = str(participant) if participant is not None else this_rank()
         mesh = max(places, key=math.prod, default=())
         who = who or ",".join(map(str, places.get(mesh, ())))
         who = who or f"{anonymous} {_digest(sources)}"

@@ -13,8 +13,8 @@ import msgspec
 from torchstore_core import topology
 from torchstore_core.errors import (
     ConfigurationError,
-    ProtocolError,
     StoreClosedError,
+    StoreFullError,
     StoreTimeoutError,
 )
 from torchstore_core.plugins import Registry
@@ -219,7 +219,7 @@ class Server:
                 f"store {self.options.store_name!r} does not wait for a volume {info.index}"
             )
         if not 4096 <= info.capacity_bytes < 1 << 60:
-            raise ProtocolError(f"a volume cannot have {info.capacity_bytes} bytes")
+            raise StoreFullError(f"a volume cannot have {info.capacity_bytes} bytes")
         allocator = Allocator(info.capacity_bytes)
         record = VolumeRecord(info, AttachedMemory(send, allocator))
         record.allocator = allocator

@@ -66,9 +66,10 @@ ToldList = msgspec.msgpack.Decoder(list[Told])
 class _Relayed:
     """Server side of one relay: a conversation for each of its connections."""
 
-    def __init__(self, server: Server, here: Topology, poll_s: float) -> None:
+    def __init__(self, server: Server, here: Topology, expire_s: float) -> None:
         self._server = server
-        self._poll_s = poll_s
+        self.expire_s = expire_s
+        self._poll_s = expire_s * _POLL
         self.here = here
         self.heard = time.monotonic()
         self._conversations: dict[int, Conversation] = {}
@@ -143,14 +144,17 @@ class Uplinks:
         self._timer: asyncio.TimerHandle | None = None
         self._look()
 
-    def open(self, here: bytes) -> bytes:
+    def open(self, here: bytes, expire_s: float | None = None) -> bytes:
         """A relay announces itself (its Topology, msgpack): the token of its uplink.
+
+        Args:
+            expire_s: a patience of its own; None: that of all.
 
         Raises:
             msgspec.DecodeError: that is no Topology.
         """
         topology = msgspec.msgpack.decode(here, type=Topology)
-        relay = _Relayed(self._server, topology, self._expire_s * _POLL)
+        relay = _Relayed(self._server, topology, expire_s or self._expire_s)
         token = secrets.token_bytes(16)
         self._relays[token] = relay
         return token
@@ -187,11 +191,15 @@ class Uplinks:
             raise StoreClosedError("this relay is unknown here: it was silent for too long")
         return relay
 
-    def _look(self) -> None:
-        """Give up relays that are silent."""
+    def close_silent(self, part: float = 1.0) -> None:
+        """Give up relays that have been silent for that part of their patience."""
         now = time.monotonic()
         for token, relay in list(self._relays.items()):
-            if now - relay.heard > self._expire_s:
+            silent = now - relay.heard
+            if silent > part * relay.expire_s:
                 log.warning("the relay on %s is silent: it is given up", relay.here.hostname)
-                self.close(token, f"its relay was silent for {self._expire_s:g} s")
+                self.close(token, f"its relay was silent for {silent:.1f} s")
+
+    def _look(self) -> None:
+        self.close_silent()
         self._timer = asyncio.get_running_loop().call_later(self._expire_s / 15, self._look)
