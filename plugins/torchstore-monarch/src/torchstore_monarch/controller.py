@@ -127,10 +127,6 @@ class ControllerActor(Actor):
             raise StoreClosedError("this store has ended")
         return self._core, self._uplinks
 
-    def _handle_undeliverable_message(self, message: object) -> bool:
-        """Who asked may be dead: that must not end the store."""
-        return True
-
     # ---- the end --------------------------------------------------------------------------
 
     @concurrent_endpoint

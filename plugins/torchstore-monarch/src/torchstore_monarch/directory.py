@@ -63,11 +63,7 @@ class Directory(Actor):
         self._stores: dict[str, _Store] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
-    def _handle_undeliverable_message(self, message: object) -> bool:
-        """Who is dead is not told: that must not end the directory."""
-        return True
-
-    def __supervise__(self, failure: MeshFailure) -> bool:
+    async def __supervise__(self, failure: MeshFailure) -> bool:
         """A process or actor of a store is gone. The server notices by itself (its line to the
         volume closes); the job goes on.
         """
@@ -198,6 +194,15 @@ class Directory(Actor):
         if store is None or store.found is None:
             return b"", None, None
         return msgspec.msgpack.encode(store.found), store.controller, store.volumes
+
+    @concurrent_endpoint
+    async def guest(self, proc: Any) -> Any:
+        """An actor of the store's own in a process of the job, to ask for stores there.
+
+        It belongs to the directory: what is called may be dead, and that ends who calls, and then
+        who owns that.
+        """
+        return proc.spawn("torchstore_guest", HostActor)
 
     # ---- ending ---------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from monarch.actor import context, get_or_spawn_controller, this_proc
 from torchstore_core import topology
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_monarch.directory import Directory
-from torchstore_monarch.host import HostActor
 from torchstore_monarch.protocol import FoundStore, Placement, result
 
 __all__ = ["adopt", "directory", "end", "find", "in_context", "rank", "volume_actor"]
@@ -29,7 +28,7 @@ _lock = threading.Lock()
 _context: contextvars.Context | None = None
 _rank: int | None = None
 # Relays of this process, by the server they lead to.
-_relays: dict[str, tuple[Any, str]] = {}
+_relays: dict[str, str] = {}
 # The actors that have volumes, by id, of the stores found at each socket.
 _volumes: dict[str, dict[str, Any]] = {}
 
@@ -75,7 +74,8 @@ async def _adopted() -> contextvars.Context:
     """The context of a fresh actor of this process."""
     global _rank
     _rank = int(context().actor_instance.rank.rank)
-    await this_proc().spawn("torchstore_guest", HostActor).adopt.call_one()
+    guest = await (await directory()).guest.call_one(this_proc())
+    await guest.adopt.call_one()
     with _lock:
         if _context is None:
             raise StoreClosedError("this process got no actor of the store")
@@ -129,13 +129,13 @@ def _is_there(address: str) -> bool:
 async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]) -> str:
     """No agent of the store is on this host: this process has one of its own."""
     known = _relays.get(found.address)
-    if known is not None and _is_there(known[1]):
-        return known[1]
-    agent = this_proc().spawn("torchstore_relay", HostActor)
+    if known is not None and _is_there(known):
+        return known
+    agent = await (await directory()).guest.call_one(this_proc())
     wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), 60.0))
     address = result(await agent.begin.call_one(wanted, controller))
     await agent.introduce.call_one(volumes)
-    _relays[found.address] = agent, address
+    _relays[found.address] = address
     return address
 
 

@@ -163,10 +163,6 @@ class HostActor(Actor):
 
         finding.adopt()
 
-    def _handle_undeliverable_message(self, message: object) -> bool:
-        """Who is called may be dead: that must not end this actor, nor the one that owns it."""
-        return True
-
     # ---- the end --------------------------------------------------------------------------
 
     def _server_gone(self) -> None:
