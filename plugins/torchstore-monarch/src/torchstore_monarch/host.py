@@ -76,7 +76,11 @@ class HostActor(Actor):
         if self._core is None:
             self._core = CoreThread("torchstore-host")
         self._controller = controller
-        return await self._core.run(self._start(wanted))
+        try:
+            return await self._core.run(self._start(wanted))
+        except BaseException:
+            await self._core.run(self._close())
+            raise
 
     async def _start(self, wanted: Placement) -> str:
         if self._directory is None:
