@@ -13,9 +13,10 @@ SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model
 	$(addsuffix /pyproject.toml,$(DISTS)) \
 	torchstore_core/setup.py $(wildcard torchstore_core/src/torchstore_core/_native.c)
 
-# Extra arguments: make test PYTEST_ARGS="-k boxes -x", make bench BENCH_ARGS="--quick"
+# Extra arguments: make test PYTEST_ARGS="-k boxes -x" TEST_PROCESSES=0, make bench BENCH_ARGS="--quick"
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+TEST_PROCESSES ?= 2
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test check format bench soak clean
@@ -61,8 +62,9 @@ format: $(STAMP)
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
+# Tests of one file stay in one process, those that make it part of a Monarch job come last.
 test: check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout=3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)

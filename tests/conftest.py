@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file = item.nodeid.partition("::")[0]
         group = f"monarch: {file}" if _is_monarch(item) else file
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish() -> None:
+    """Importing Monarch makes it the default runtime: only tests do, never their modules."""
+    if "monarch" in sys.modules:
+        raise pytest.UsageError("a test module imports monarch when it is collected")
 
 
 def _is_monarch(item: pytest.Item) -> bool:

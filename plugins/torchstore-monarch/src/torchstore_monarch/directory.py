@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from torchstore_core.server.relaying import EXPIRE_S
 from torchstore_core.topology import Topology
 from torchstore_monarch.controller import ControllerActor
 from torchstore_monarch.host import HostActor
+from torchstore_monarch.placing import spread
 from torchstore_monarch.protocol import (
     Asked,
     FoundStore,
@@ -31,7 +30,7 @@ from torchstore_monarch.protocol import (
     result,
 )
 
-__all__ = ["Directory", "spread"]
+__all__ = ["Directory"]
 
 log = logging.getLogger(__name__)
 
@@ -229,24 +228,6 @@ async def _bounded(end: Any) -> None:
         await asyncio.wait_for(end, _END_S)
     except Exception as error:  # noqa: BLE001 - whatever the engine raises
         log.info("while ending a store: %s", type(error).__name__)
-
-
-def spread(hosts: Sequence[str], volumes: int) -> list[int]:
-    """Which agent gets each volume, by the hosts of the agents.
-
-    As many volumes as agents: one each, in order. Fewer: hosts take turns. More: agents get
-    several, in turns.
-
-    >>> spread(["a", "a", "b", "b"], 2), spread(["a", "a", "b", "b"], 4), spread(["a"], 2)
-    ([0, 2], [0, 1, 2, 3], [0, 0])
-    """
-    if volumes >= len(hosts):
-        return [i % len(hosts) for i in range(volumes)]
-    by_host: dict[str, list[int]] = {}
-    for at, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(at)
-    turns = [at for turn in zip_longest(*by_host.values()) for at in turn if at is not None]
-    return turns[:volumes]
 
 
 def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
