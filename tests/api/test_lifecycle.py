@@ -141,6 +141,15 @@ async def test_arguments_that_make_no_sense(arguments):
     assert _server_children() == set()
 
 
+async def test_a_mesh_that_the_runtime_does_not_take():
+    """Else it would be left out without a word."""
+    with pytest.raises(ts.ConfigurationError, match=r"'local' takes no mesh that is a list.*mesh="):
+        await ts.initialize(**{**SMALL, "runtime": "local", "mesh": ["host"]})
+    assert _server_children() == set()
+    async with running_store():  # the name is free
+        assert await ts.keys() == []
+
+
 @pytest.mark.parametrize("arguments", [{"runtime": "no-such"}, {"strategy": "no-such"}], ids=str)
 async def test_plug_ins_that_are_not_there(arguments):
     with pytest.raises(ts.PluginError, match="no-such"):

@@ -14,12 +14,16 @@ from torchstore_core.testing import RuntimeConformance
 class TestLocal(RuntimeConformance):
     """The embedded server."""
 
+    name = "local"
+
     def make(self) -> Runtime:
         return LocalRuntime()
 
 
 class TestMonarch(RuntimeConformance):
     """Actors; this process is the root of the job."""
+
+    name = "monarch"
 
     @pytest.fixture(autouse=True)
     def _job(self) -> None:

@@ -84,7 +84,7 @@ async def _initialize_with_actors() -> None:
 async def test_what_is_no_mesh_is_refused(job: Job) -> None:
     with pytest.raises(ts.ConfigurationError, match="ProcMesh or HostMesh"):
         await job.root(_initialize_with_actors)
-    with pytest.raises(ts.ConfigurationError, match="ProcMesh or HostMesh, or None, not a str"):
+    with pytest.raises(ts.ConfigurationError, match="'monarch' takes no mesh that is a str"):
         await job.root(_initialize_with, "hosts", {"runtime": "monarch"})
     with pytest.raises(ts.PluginError, match="torchstore-monarch"):
         await job.root(_initialize_with, 5, {})

@@ -210,14 +210,16 @@ async def test_cancelled_in_the_middle(agent: _Agent, stage: Backstage, way: str
     await until(lambda: agent.calls > 0)
     task.cancel()
     done, _ = await asyncio.wait([task], timeout=0.2)
-    assert not done  # what has been asked for may still be written
+    # What has been asked to be written may still be; nothing is read into memory here any more, so
+    # that a host that never answers does not hold anybody.
+    assert bool(done) is (way == "read")
+    here = mine.clone()
     stage.call(agent.gate.set)
     with pytest.raises(asyncio.CancelledError):
         await task
     calls = agent.calls
     assert calls <= 3
     stored = agent.half.read([(0, 0, len(mine))])
-    here = mine.clone()
     agent.gate = None
     # The link goes on, and answers are not mixed up.
     other = _random(1000, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from tests.support import running_store, until
 import torchstore_core as ts
 
 AT_ONCE_S = 1.0
+SAYS = r"the server of store 'torchstore' .*is gone.*`await initialize\(\)` the store again"
 
 CALLS: dict[str, Callable[[], Awaitable[Any]]] = {
     "put inline": lambda: ts.put("a", 1),
@@ -68,10 +70,12 @@ async def test_every_call_that_waits_fails_at_once():
             assert time.monotonic() - begun < AT_ONCE_S
             ends = {name: type(call.exception()) for name, call in calls.items()}
             assert ends == dict.fromkeys(CALLS, ts.StoreClosedError)
+            for call in calls.values():
+                assert re.search(SAYS, str(call.exception()))
             assert await other.said(AT_ONCE_S) == ["StoreClosedError"] * 2
-        for call in CALLS.values():
-            with pytest.raises(ts.StoreClosedError):
-                await call()
+        for again in CALLS.values():
+            with pytest.raises(ts.StoreClosedError, match=SAYS):
+                await again()
         assert bool((held == 1).all())
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from time import monotonic_ns
 from typing import Any
 
 import pytest
@@ -42,8 +46,20 @@ class Broken(Strategy, frozen=True, tag="broken"):
             case "random":
                 return everything if next(_count) % 2 else everything[::-1]
             case "hash":
-                first = hash(keys[0]) % len(volumes)
+                first = hash(tuple(keys)) % len(volumes)
                 return [*everything[first:], *everything[:first]]
+            case "clock":
+                return everything if time.time() // 60 % 2 else everything[::-1]
+            case "uptime":
+                return everything if monotonic_ns() // 10**12 % 2 else everything[::-1]
+            case "date":
+                return everything if datetime.now(UTC).day % 2 else everything[::-1]
+            case "seldom":
+                return everything if random.random() < 0.99 else everything[::-1]
+            case "slow":
+                return everything if next(_count) // 10_000 % 2 else everything[::-1]
+            case "first key":
+                return everything if keys[0] else everything[::-1]
             case "fails":
                 raise ZeroDivisionError
             case "changes":
@@ -52,6 +68,8 @@ class Broken(Strategy, frozen=True, tag="broken"):
         return everything
 
     def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
+        if self.how == "choose late":
+            return int(time.monotonic() // 60) % len(copies)
         return len(copies) if self.how == "choose" else 0
 
 
@@ -63,6 +81,7 @@ class Kit(StrategyConformance):
         return Broken(self._how)
 
 
+LATER = "test_the_answer_is_the_same_later"
 PLACES = "test_it_names_volumes_that_are_there_each_once"
 
 
@@ -72,6 +91,13 @@ PLACES = "test_it_names_volumes_that_are_there_each_once"
         ("beyond", PLACES, "no position in a list"),
         ("twice", PLACES, "one of them twice"),
         ("fails", PLACES, "ZeroDivisionError"),
+        ("first key", PLACES, r"keys \[\]\) raised IndexError"),
+        ("clock", LATER, "s on"),
+        ("uptime", LATER, "s on"),
+        ("date", LATER, "s on"),
+        ("seldom", LATER, "s on"),
+        ("choose late", LATER, "choose gave .* s on"),
+        ("slow", LATER, "other questions"),
         ("few", "test_it_names_enough_volumes", "uses_all"),
         ("random", "test_the_same_question_has_the_same_answer", "different answers"),
         ("hash", "test_another_process_gives_the_same_answers", "in another process"),

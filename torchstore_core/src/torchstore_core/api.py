@@ -16,7 +16,7 @@ from torchstore_core.client_side.client import Client
 from torchstore_core.client_side.stores import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import ConfigurationError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.plugins import Registry
 from torchstore_core.ranking import Policy
 from torchstore_core.values import ObjectRef, Request, TensorSlice
@@ -161,17 +161,21 @@ async def initialize_spmd(
     ...     print(await ts.wait(["from 0", "from 1"]))
     ...     await ts.shutdown()
     """
-    from torchstore_core.runtimes.spmd import SPMDRuntime, default_volumes
+    from torchstore_core.runtimes.spmd import SPMDRuntime, default_volumes, tell
     from torchstore_core.runtimes.spmd_env import SPMDEnv
 
     place = SPMDEnv.from_environment() if env is None else env
-    policy = Policy.make(prefer, block)
-    registry = Registry(block=policy.block)
-    placing = starting.strategy(registry, strategy)
-    volumes = num_storage_volumes
-    if volumes is None:
-        volumes = default_volumes(placing, place)
-    starting.check(volumes, store_name, capacity, prefault, timeout)
+    try:
+        policy = Policy.make(prefer, block)
+        registry = Registry(block=policy.block)
+        placing = starting.strategy(registry, strategy)
+        volumes = num_storage_volumes
+        if volumes is None:
+            volumes = default_volumes(placing, place)
+        starting.check(volumes, store_name, capacity, prefault, timeout)
+    except TorchStoreError as error:  # the other ranks would wait for this one
+        await tell(place, store_name, error)
+        raise
     with stores.starting(store_name):
         return await starting.start(
             StoreOptions(

@@ -74,9 +74,15 @@ def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
 
     Raises:
         PluginError: an unknown or broken one, or none that takes ``mesh``.
+        ConfigurationError: the one of that name does not take ``mesh``.
     """
     if name != "auto":
         spec = registry.runtime(name)
+        if mesh is not None and spec.applies(mesh) is None:
+            raise ConfigurationError(
+                f"the runtime {name!r} takes no mesh that is a {type(mesh).__qualname__}; leave "
+                "out mesh=, or leave out runtime= and the one that takes it is found"
+            )
     else:
         ranked = [(spec.applies(mesh), spec) for spec in registry.runtimes()]
         fit = [(rank, spec) for rank, spec in ranked if rank is not None]

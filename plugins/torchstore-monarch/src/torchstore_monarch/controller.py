@@ -130,12 +130,11 @@ class ControllerActor(Actor):
     # ---- the end --------------------------------------------------------------------------
 
     @concurrent_endpoint
-    async def end(self) -> None:
-        """Close everything."""
+    async def end(self) -> list[str]:
+        """Close everything; the volumes that were lost before."""
+        lost = [] if self._server is None else self._server.lost_volumes()
         await self._end()
-
-    async def __cleanup__(self, exc: Exception | None) -> None:
-        await self._end()
+        return lost
 
     async def _end(self) -> None:
         core, self._core = self._core, None

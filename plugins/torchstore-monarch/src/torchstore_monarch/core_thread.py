@@ -15,6 +15,7 @@ __all__ = ["CoreThread"]
 
 T = TypeVar("T")
 _END_S = 1.0
+_TURNS = 3
 
 
 class CoreThread:
@@ -36,6 +37,8 @@ class CoreThread:
             task.cancel()
         if left:
             self.loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
+        for _ in range(_TURNS):  # what was closed last is closed by what runs in the next turns
+            self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:

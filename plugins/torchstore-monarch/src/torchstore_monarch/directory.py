@@ -46,8 +46,11 @@ class _Store:
         self.asked = asked
         self.controller: Any = None
         self.controller_pid = 0
+        self.controller_name = ""  # as the engine calls it
+        self.agents_name = ""
         self.spawned: Any = None  # the agents, in the shape of their processes
         self.hosts: Any = None  # the same in a row
+        self.agents: list[Any] = []  # one by one
         self.procs: list[ProcMesh] = []  # made here, so ended here
         self.own_agents = False  # whether they are in such processes
         self.found: FoundStore | None = None
@@ -60,7 +63,7 @@ class Directory(Actor):
 
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
-        self._telling: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[Any]] = set()
 
     async def __supervise__(self, failure: MeshFailure) -> bool:
         """A process or actor of a store is gone. The server notices by itself (its line to the
@@ -68,10 +71,10 @@ class Directory(Actor):
         """
         log.warning("part of a store has failed: %s", str(failure).partition("\n")[0])
         for store in list(self._stores.values()):
-            if _is_of(failure, store.controller):
+            if failure.mesh_name == store.controller_name:
                 log.error("store %r is gone: its controller has failed", store.asked.store_name)
                 self._stores.pop(store.asked.store_name, None)
-            elif _is_of(failure, store.spawned):
+            elif failure.mesh_name == store.agents_name:
                 self._tell(store)
         return True
 
@@ -131,7 +134,9 @@ class Directory(Actor):
             store.hosts.where.call(),
         )
         host_id, address, store.controller_pid = result(begun)
-        agents = [store.hosts.slice(agent=i) for i in range(len(facts))]
+        store.controller_name = str(await store.controller._name)
+        store.agents_name = str(await store.spawned._name)
+        agents = store.agents = [store.hosts.slice(agent=i) for i in range(len(facts))]
         hosts = [msgspec.msgpack.decode(one, type=Topology).host_id for one in facts.values()]
         relays = await self._begin_hosts(store, host_id, address, agents, hosts)
         return FoundStore(asked.store_name, host_id, address, relays)
@@ -217,17 +222,25 @@ class Directory(Actor):
     async def _discard(self, store: _Store) -> None:
         if self._stores.get(store.asked.store_name) is store:
             del self._stores[store.asked.store_name]
-        ends = [mesh.end.call() for mesh in (store.controller, store.hosts) if mesh is not None]
+        lost: list[str] | None = None
+        if store.controller is not None:
+            lost = await _bounded(store.controller.end.call_one())
+        dead = [agent for volume, agent in store.volumes.items() if volume in (lost or ())]
+        living = [agent for agent in store.agents if agent not in dead]
+        await asyncio.gather(*(_bounded(agent.end.call_one()) for agent in living))
+        ends = [procs.stop() for procs in store.procs]
+        if store.spawned is not None and not store.own_agents:
+            ends.append(store.spawned.stop())
         await asyncio.gather(*(_bounded(end) for end in ends))
-        await asyncio.gather(*(_bounded(procs.stop()) for procs in store.procs))
 
 
-async def _bounded(end: Any) -> None:
-    """Wait for one end; what is dead already has no more to say."""
+async def _bounded(end: Any) -> Any:
+    """What one end gives; None of what is dead already."""
     try:
-        await asyncio.wait_for(end, _END_S)
+        return await asyncio.wait_for(end, _END_S)
     except Exception as error:  # noqa: BLE001 - whatever the engine raises
         log.info("while ending a store: %s", type(error).__name__)
+        return None
 
 
 def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
@@ -250,8 +263,3 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def _is_of(failure: MeshFailure, mesh: Any) -> bool:
-    name = getattr(mesh, "_name", None)
-    return name is not None and str(failure.mesh_name) == str(name.get())

@@ -16,6 +16,7 @@ from monarch.actor import context, get_or_spawn_controller, this_proc
 from torchstore_core import topology
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
 from torchstore_monarch.directory import Directory
+from torchstore_monarch.plugin import is_worker
 from torchstore_monarch.protocol import FoundStore, Placement, result
 
 __all__ = ["adopt", "directory", "end", "find", "in_context", "rank", "volume_actor"]
@@ -24,11 +25,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NAME = "torchstore_directory"
+# The context variable in which Monarch keeps whose endpoint runs.
+_MONARCHS = "monarch.actor_mesh._context"
 _lock = threading.Lock()
 _context: contextvars.Context | None = None
 _rank: int | None = None
 # Relays of this process, by the server they lead to.
-_relays: dict[str, str] = {}
+_relays: dict[str, tuple[Any, str]] = {}
+# Actors of this process whose relay has ended.
+_spare: list[Any] = []
 # The actors that have volumes, by id, of the stores found at each socket.
 _volumes: dict[str, dict[str, Any]] = {}
 
@@ -71,8 +76,18 @@ async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float 
 
 
 async def _adopted() -> contextvars.Context:
-    """The context of a fresh actor of this process."""
+    """The context of a fresh actor of this process.
+
+    Raises:
+        StoreClosedError: the caller is no part of an actor, but the process is of actors.
+    """
     global _rank
+    if is_worker() and not _knows_its_actor():
+        raise StoreClosedError(
+            "this thread does not know which actor's process it is in: make the first call to the "
+            "store in an endpoint (`await ts.client()`, say), or run the thread's function with "
+            "asyncio.to_thread or contextvars.copy_context().run"
+        )
     _rank = int(context().actor_instance.rank.rank)
     guest = await (await directory()).guest.call_one(this_proc())
     await guest.adopt.call_one()
@@ -80,6 +95,11 @@ async def _adopted() -> contextvars.Context:
         if _context is None:
             raise StoreClosedError("this process got no actor of the store")
         return _context
+
+
+def _knows_its_actor() -> bool:
+    found = [value for var, value in contextvars.copy_context().items() if var.name == _MONARCHS]
+    return any(value is not None for value in found)
 
 
 async def _run(work: Callable[[], Coroutine[Any, Any, T]], known: contextvars.Context) -> T:
@@ -118,6 +138,8 @@ async def _find(store_name: str) -> str | None:
         relays = found.relays.get(here, ())
         there = [relay for relay in relays if _is_there(relay)]  # those whose process lives
         address = there[0] if there else await _own_relay(found, controller, volumes)
+    for control in [control for control in _volumes if not _is_there(f"unix:{control}")]:
+        del _volumes[control]
     _volumes[address.partition(":")[2]] = volumes
     return address
 
@@ -128,14 +150,17 @@ def _is_there(address: str) -> bool:
 
 async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]) -> str:
     """No agent of the store is on this host: this process has one of its own."""
-    known = _relays.get(found.address)
-    if known is not None and _is_there(known):
-        return known
-    agent = await (await directory()).guest.call_one(this_proc())
+    for server, (agent, address) in list(_relays.items()):
+        if not _is_there(address):
+            _spare.append(agent)
+            del _relays[server]
+    if found.address in _relays:
+        return _relays[found.address][1]
+    agent = _spare.pop() if _spare else await (await directory()).guest.call_one(this_proc())
     wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), 60.0))
     address = result(await agent.begin.call_one(wanted, controller))
     await agent.introduce.call_one(volumes)
-    _relays[found.address] = address
+    _relays[found.address] = agent, address
     return address
 
 

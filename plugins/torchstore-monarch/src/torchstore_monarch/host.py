@@ -60,6 +60,7 @@ class HostActor(Actor):
         self._relay: Relay | None = None
         self._carrier: Carrier | None = None
         self._controller: Any = None
+        self._own = False
 
     @concurrent_endpoint
     async def where(self) -> bytes:
@@ -98,6 +99,7 @@ class HostActor(Actor):
                 info = await volume.start()
             line = await VolumeLine.open(path, volume, info, self._server_gone, wanted.timeout)
             self._lines.append(line)
+        self._own = wanted.own
         if wanted.own:
             self._look(path)
         return control
@@ -171,15 +173,21 @@ class HostActor(Actor):
 
     def _server_gone(self) -> None:
         """Without its server all of this has no use."""
-        if self._core is not None:
-            self._core.loop.create_task(self._close())
+        core = self._core
+        if core is None:
+            return
+        if not self._own:  # else its loop is needed to end the process
+            self._core = None
+        core.loop.create_task(self._end_alone(core))
+
+    async def _end_alone(self, core: CoreThread) -> None:
+        await self._close()
+        if not self._own:
+            core.close()
 
     @concurrent_endpoint
     async def end(self) -> None:
         """Close everything."""
-        await self._end()
-
-    async def __cleanup__(self, exc: Exception | None) -> None:
         await self._end()
 
     async def _end(self) -> None:

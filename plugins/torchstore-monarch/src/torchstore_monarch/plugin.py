@@ -10,11 +10,19 @@ from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.runtime import RuntimeSpec
 
 
+def is_worker() -> bool:
+    """Whether Monarch has started this process, for actors."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and str(spec.name).startswith("monarch.")
+
+
 def _in_a_job() -> bool:
     """Whether this is an actor's process, or that of a root client; asking would make it one."""
     monarch = sys.modules.get("monarch._src.actor.actor_mesh")
     if monarch is None:
         return False
+    if is_worker():
+        return True
     try:
         return monarch._context.get(None) is not None or monarch._client_context._val is not None
     except AttributeError:  # another version of Monarch keeps it elsewhere

@@ -86,9 +86,12 @@ class Session:
         self._anchor = anchor
         self._anchor.setblocking(True)
         self._unread = FrameReader(m.MAX_FRAME)
+        what_to_do = "; `await initialize()` the store again"
+        if welcome.via is not None:
+            what_to_do = ", or the process of this host that led to it; try again"
         self._gone = (
             f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}, "
-            f"{address}) is gone"
+            f"{address}) is gone{what_to_do}"
         )
         # Touched by finalizers, in any thread, at any moment: atomic operations only, no lock.
         self._busy: set[int] = set()  # puts and gets under way
@@ -187,9 +190,14 @@ class Session:
         for other in list(self._lanes):
             if other.is_closed() and (ended := self._lanes.pop(other, None)) is not None:
                 ended.close()
-        sock, _ = await handshake(
-            self.address, self.welcome.session, self.facts, self.here, timeout
-        )
+        try:
+            sock, _ = await handshake(
+                self.address, self.welcome.session, self.facts, self.here, timeout
+            )
+        except StoreClosedError as error:
+            if isinstance(error.__cause__, OSError):  # nobody there; else the server says why not
+                raise StoreClosedError(self._gone) from error
+            raise
         raced = self.lane_here()
         if raced is not None:
             sock.close()

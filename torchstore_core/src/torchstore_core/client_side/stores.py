@@ -106,7 +106,14 @@ class Membership:
                 f"store {self.store_name!r} was shut down in this process; initialize or connect"
             )
         where = await self._where(timeout)
-        made = await Session.open(where, self.policy, timeout, self.ranks)
+        try:
+            made = await Session.open(where, self.policy, timeout, self.ranks)
+        except StoreClosedError as error:
+            raise StoreClosedError(
+                f"{self._no_server()} ({error.message}); `await initialize()` the store again, or "
+                "`await connect(address)` to where it is",
+                details=error.details,
+            ) from error
         with _lock:
             session = self._session
             if session is not None and session.usable:
@@ -116,6 +123,11 @@ class Membership:
             _sessions.add(made)
         self.observe = _observer(made)
         return made
+
+    def _no_server(self) -> str:
+        if self._session is not None:
+            return f"the server of store {self.store_name!r} is gone"
+        return f"no server of store {self.store_name!r} answers"
 
     async def _where(self, timeout: float | None) -> str:
         """The Unix socket that leads to the server now."""

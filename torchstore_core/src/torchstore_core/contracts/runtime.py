@@ -81,9 +81,13 @@ class RuntimeSpec(msgspec.Struct, frozen=True):
         rank: ``"module:function"``: ``() -> int | None``, which of its kind this process is, asked
             after ``find`` where neither RANK nor LOCAL_RANK is set; it counts as local rank.
         spmd: ``"module:function"``: how ``initialize_spmd`` starts a store over several hosts,
-            called by every rank: ``async (options, env, store, timeout) -> (address, runtime)``.
-            ``env`` is its ``ts.SPMDEnv``, ``store`` a ``torch.distributed.Store`` that all ranks
-            share and nobody else writes to, ``runtime`` what is stopped when it leaves, or None.
+            called by every rank: ``async (options, env, meeting) -> (address, runtime)``.
+            ``env`` is its ``ts.SPMDEnv``; through ``meeting`` (``runtimes.rendezvous.Meeting``)
+            the ranks talk: ``say``, ``hear`` and ``gather`` raise what another rank has failed
+            with, ``left()`` is the seconds there are. What the function raises, all ranks raise;
+            before it cleans up for long it calls ``meeting.fail(error)`` itself. ``runtime`` is
+            what is stopped when this rank leaves, or None. All ranks return from
+            ``initialize_spmd`` once the function has returned on all.
     """
 
     name: str

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -36,7 +36,7 @@ __all__ = ["Meeting"]
 _FIRST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.05
 _SAY_WHY_S = 2.0
-_LAST_WORDS_S = 5.0
+_LAST_WORDS_S = 2.0
 _FAILED = "failed"
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class _Failed(msgspec.Struct, frozen=True):
     rank: int
     code: str
     message: str
+    details: dict[str, Any] = {}
 
 
 # How often this process has met, by (process, rendezvous, name): the ranks call alike, so it is the
@@ -73,6 +74,7 @@ class Meeting:
         self.store = store
         self._deadline = deadline
         self._timeout = timeout
+        self._failing = False
 
     @classmethod
     async def open(cls, env: SPMDEnv, store_name: str, timeout: float) -> Meeting:
@@ -132,13 +134,28 @@ class Meeting:
             raise StoreClosedError(f"rank {rank} said something unreadable: {error}") from error
 
     async def gather(self, what: str) -> None:
-        """Wait until every rank has come to this point, ``what``.
+        """Wait until every rank has come to this point, ``what``; ``"came"``: to :meth:`open`.
 
         Raises: as :meth:`hear`; a time-out names the ranks that are missing.
         """
         await self.say(f"{what}/{self.env.rank}")
         ranks = range(self.env.world_size)
         await self._until_said([f"{what}/{rank}" for rank in ranks], ranks)
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled when another rank fails meanwhile.
+
+        Raises: what ``work`` raises, or what the other rank failed with.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=_LONGEST_POLL_S))[0]:
+                await self._unless_failed([])
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
 
     async def part(self) -> None:
         """The last word. A rank that hosts the store stays until the others need it no more."""
@@ -148,10 +165,17 @@ class Meeting:
             await self._until_parted(range(1, self.env.world_size))
 
     async def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one does not come, if they can be told. Raises nothing."""
+        """Tell the other ranks why this one does not come, if they can be told. Raises nothing.
+
+        What is said first counts: a second call does nothing.
+        """
+        if self._failing:
+            return
+        self._failing = True
         code = error.code if isinstance(error, TorchStoreError) else StoreClosedError.code
         text = str(error) if isinstance(error, TorchStoreError) else f"it gave up: {error!r}"
-        failed = msgspec.json.encode(_Failed(self.env.rank, code, text))
+        details = error.details if isinstance(error, TorchStoreError) else {}
+        failed = msgspec.json.encode(_Failed(self.env.rank, code, text, details))
 
         def tell() -> list[int]:
             # The first failure counts: the later ones are because of it.
@@ -162,7 +186,9 @@ class Meeting:
         self._deadline = time.monotonic() + _SAY_WHY_S
         with contextlib.suppress(TorchStoreError):
             came = await self._aside(tell)
-            if self.env.rank == 0 and not _launcher_hosts(self.env):
+            if self.env.rank != 0:
+                await self.part()
+            elif not _launcher_hosts(self.env):
                 await self._until_parted(came)
 
     async def _until_parted(self, others: Sequence[int]) -> None:
@@ -177,35 +203,45 @@ class Meeting:
     async def _until_said(self, keys: list[str], ranks: Sequence[int]) -> None:
         poll = _FIRST_POLL_S
         while True:
-            failed = await self._aside(lambda: self._look(keys))
-            if isinstance(failed, _Failed):
-                await self.part()
-                raise from_wire(failed.code, f"rank {failed.rank}: {failed.message}", None, {})
-            if failed:
+            if await self._unless_failed(keys):
                 return
             if self.left() <= 0:
-                missing = await _aside(
-                    lambda: [
-                        rank
-                        for key, rank in zip(keys, ranks, strict=True)
-                        if not self.store.check([key])
-                    ],
-                    time.monotonic() + _SAY_WHY_S,
-                    "the rendezvous store does not answer",
-                    self._gone(),
-                )
-                raise StoreTimeoutError(
-                    f"{_named(missing)} of {self.env.world_size} did not come to initialize_spmd "
-                    f"within {self._timeout:g} s; every rank has to call it",
-                    details={"missing_ranks": missing},
-                )
+                raise await self._aside(lambda: self._late(keys, ranks))
             await asyncio.sleep(min(poll, self.left()))
             poll = min(2 * poll, _LONGEST_POLL_S)
+
+    def _late(self, keys: list[str], ranks: Sequence[int]) -> StoreTimeoutError:
+        missing = [
+            rank for key, rank in zip(keys, ranks, strict=True) if not self.store.check([key])
+        ]
+        came = {rank: f"came/{rank}" for rank in range(self.env.world_size)}
+        if not self.store.check(list(came.values())):
+            # Whoever is waited for may wait for them.
+            missing = [rank for rank, key in came.items() if not self.store.check([key])]
+            what = "did not come to initialize_spmd"
+            do = "every rank has to call it"
+        else:
+            what = "came to initialize_spmd but did not get ready"
+            do = "it has died, or needs a longer timeout"
+        return StoreTimeoutError(
+            f"{_named(missing)} of {self.env.world_size} {what} within {self._timeout:g} s; {do}",
+            details={"missing_ranks": missing},
+        )
+
+    async def _unless_failed(self, keys: list[str]) -> bool:
+        """Whether all keys are there. Raises what another rank failed with."""
+        found = await self._aside(lambda: self._look(keys))
+        if isinstance(found, _Failed):
+            self._failing = True  # who failed first has told all
+            await self.part()
+            text = f"rank {found.rank}: {found.message}"
+            raise from_wire(found.code, text, None, found.details)
+        return found
 
     def _look(self, keys: list[str]) -> bool | _Failed:
         if self.store.check([_FAILED]):
             return msgspec.json.decode(self.store.get(_FAILED), type=_Failed)
-        return bool(self.store.check(keys))
+        return bool(not keys or self.store.check(keys))
 
     def _gone(self) -> str:
         return f"the rendezvous store at {self.env.master_addr}:{self.env.master_port} is gone"

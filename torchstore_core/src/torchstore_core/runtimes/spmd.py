@@ -5,22 +5,25 @@ rank 0 starts and which lives until the last rank has left. Several hosts go thr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import msgspec
 
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec, StoreOptions
-from torchstore_core.errors import PluginError
+from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.runtimes.local import LocalRuntime
 from torchstore_core.runtimes.membership import Member
 from torchstore_core.runtimes.rendezvous import Meeting
 from torchstore_core.runtimes.spmd_env import SPMDEnv
+from torchstore_core.strategy_data import encode_strategy
 
-__all__ = ["SPMDEnv", "SPMDRuntime", "default_volumes"]
+__all__ = ["SPMDEnv", "SPMDRuntime", "default_volumes", "tell"]
 
 _SEVERAL_HOSTS = "monarch"
 _END_FAILED_S = 3.0
+_TELL_S = 5.0
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -28,6 +31,32 @@ class _Place(msgspec.Struct, frozen=True):
 
     address: str
     members: str
+
+
+class _Terms(msgspec.Struct, frozen=True):
+    """What all ranks have to ask for alike."""
+
+    strategy: str
+    num_storage_volumes: int
+    capacity: int | None
+    prefault: int | None
+    world_size: int
+    local_world_size: int
+
+    @classmethod
+    def of(cls, options: StoreOptions, env: SPMDEnv) -> _Terms:
+        strategy = "singleton"
+        if options.strategy is not None:
+            name, fields = encode_strategy(options.strategy)
+            strategy = f"{name} {fields.decode()}"
+        return cls(
+            strategy,
+            options.num_storage_volumes,
+            options.capacity,
+            options.prefault,
+            env.world_size,
+            env.local_world_size,
+        )
 
 
 class SPMDRuntime(Runtime):
@@ -49,16 +78,27 @@ class SPMDRuntime(Runtime):
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
         """Meet the other ranks; the address of the server, once all of them have joined it."""
-        several = None if self._env.one_host else _several_hosts(self._registry)
+        several: str | None = None
+        try:
+            terms = _Terms.of(options, self._env)
+            if not self._env.one_host:
+                several = _several_hosts(self._registry)
+        except TorchStoreError as error:
+            await tell(self._env, options.store_name, error)
+            raise
         meeting = await Meeting.open(self._env, options.store_name, options.timeout)
         try:
-            if several is not None:
+            await _agree(terms, meeting)
+            if several is None:
+                address = await self._start_here(options, meeting)
+            else:
                 start = load_class(several)
-                address, inner = await start(options, self._env, meeting.store, meeting.left())
-                self._inner = inner
-                self.local_address = None if inner is None else inner.local_address
-                return str(address)
-            return await self._start_here(options, meeting)
+                address, self._inner = await start(options, self._env, meeting)
+                if self._inner is not None:
+                    self.local_address = self._inner.local_address
+            await meeting.gather("joined")
+            await meeting.part()
+            return str(address)
         except BaseException as error:
             await meeting.fail(error)
             await self.stop(_END_FAILED_S)
@@ -67,7 +107,7 @@ class SPMDRuntime(Runtime):
     async def _start_here(self, options: StoreOptions, meeting: Meeting) -> str:
         if self._env.rank == 0:
             self._server = server = LocalRuntime(members=True)
-            address = await server.start(options, None)
+            address = await meeting.during(server.start(options, None))
             place = _Place(address, server.members_address)
             self._member = await Member.join(place.members, meeting.left())
             self._waiter = server.release()
@@ -75,8 +115,6 @@ class SPMDRuntime(Runtime):
         else:
             place = await meeting.hear("place", 0, _Place)
             self._member = await Member.join(place.members, meeting.left())
-        await meeting.gather("joined")
-        await meeting.part()
         return place.address
 
     async def stop(self, timeout: float) -> None:
@@ -92,6 +130,43 @@ class SPMDRuntime(Runtime):
             await server.stop(timeout)
         if waiter is not None and ended:
             await asyncio.to_thread(waiter.join, timeout)
+
+
+async def _agree(terms: _Terms, meeting: Meeting) -> None:
+    """Refuse arguments that are not those of rank 0.
+
+    Raises:
+        ConfigurationError: names those that differ.
+    """
+    if meeting.env.rank == 0:
+        await meeting.say("terms", terms)
+        return
+    first = await meeting.hear("terms", 0, _Terms)
+    differ = {
+        name: [getattr(first, name), getattr(terms, name)]
+        for name in _Terms.__struct_fields__
+        if getattr(first, name) != getattr(terms, name)
+    }
+    if differ:
+        said = "; ".join(
+            f"{name} is {a!r} on rank 0, {b!r} here" for name, (a, b) in differ.items()
+        )
+        raise ConfigurationError(
+            f"rank {meeting.env.rank} calls initialize_spmd({meeting.env.world_size} ranks) with "
+            f"other arguments than rank 0: {said}. All ranks have to ask for the same store",
+            details={"differ": differ},
+        )
+
+
+async def tell(env: SPMDEnv, store_name: str, error: TorchStoreError) -> None:
+    """Tell the other ranks that this one does not come because of ``error``, which happened before
+    it could meet them. If they cannot be told within a few seconds they are not; raises nothing.
+    """
+    if type(store_name) is not str:
+        return
+    with contextlib.suppress(TorchStoreError):
+        meeting = await Meeting.open(env, store_name, _TELL_S)
+        await meeting.fail(error)
 
 
 def default_volumes(strategy: object | None, env: SPMDEnv) -> int:

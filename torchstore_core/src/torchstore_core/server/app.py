@@ -228,6 +228,11 @@ class Server:
             self._begin([self._attached[i] for i in range(wanted)])
             self._all_attached.set()
 
+    def lost_volumes(self) -> list[str]:
+        """Ids of the volumes that are lost."""
+        there = () if self._controller is None else self._controller.volumes
+        return [volume.info.id for volume in there if volume.lost]
+
     def volume_warmed(self, index: int, message: m.Warm) -> None:
         """A volume in another process says how much of it is warm."""
         memory = self._attached[index].memory

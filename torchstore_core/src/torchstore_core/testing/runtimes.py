@@ -1,32 +1,38 @@
 """What every runtime must do, as tests: subclass and say how to make yours.
 
-They start real stores, so they take a few seconds. Linux only: what is left behind is looked for in
-``/proc``.
+They start real stores, so they take some seconds. Linux only: what is left behind is looked for in
+``/proc``. While a test runs, ``XDG_RUNTIME_DIR`` is a directory of its own, so that the directories of
+other stores of this user are not taken for those of the runtime.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Coroutine
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Sized
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import pytest
 import torch
 
 import torchstore_core as ts
-from torchstore_core.contracts.runtime import Runtime, StoreOptions
+from torchstore_core.contracts.runtime import Runtime, RuntimeSpec, StoreOptions
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import StoreTimeoutError, TorchStoreError
+from torchstore_core.errors import ConfigurationError, StoreTimeoutError, TorchStoreError
+from torchstore_core.plugins import Registry, load_class
+from torchstore_core.testing import leftovers
 
 __all__ = ["RuntimeConformance"]
 
 T = TypeVar("T")
+Left = TypeVar("Left", bound=Sized)
 _MIB = 1 << 20
 _TIMEOUT_S = 60.0
 
@@ -41,18 +47,46 @@ async def main():
 asyncio.run(main())
 """
 
+# The owner of a store, which is killed when it has said "ready".
+_OWNER = """
+import asyncio, json, sys
+import torch
+import torchstore_core as ts
+from torchstore_core.contracts.runtime import StoreOptions
+from torchstore_core.plugins import load_class
+factory, options = json.loads(sys.stdin.readline())
+async def main():
+    runtime = load_class(factory)()
+    address = await runtime.start(StoreOptions(**options), None)
+    client = await ts.connect(address, store_name=options["store_name"])
+    await client.put("large", torch.ones(1 << 20))
+    print("ready", flush=True)
+    sys.stdin.read()
+asyncio.run(main())
+"""
+
 
 class RuntimeConformance:
     """Subclass it in a test module, as ``class TestMine(RuntimeConformance)``.
 
     Attributes:
+        name: the entry-point name of the runtime; None: its package is not installed, and what
+            is about its ``RuntimeSpec`` is skipped, unless :meth:`spec` is overridden.
+        factory: ``"module:Class"``, by which another process makes the runtime; None: that of
+            the spec.
         mesh: what ``initialize`` would be given.
         options: further fields of every ``StoreOptions``.
         gone_within: seconds after ``stop`` in which all that a store made must be gone.
+        ends_within: seconds after the death of the owner in which all must be gone.
+        cycles: how often a store is started and stopped, to see whether this process grows.
     """
 
+    name: str | None = None
+    factory: str | None = None
     mesh: object | None = None
     gone_within: float = 10.0
+    ends_within: float = 30.0
+    cycles: int = 3
     options: ClassVar[dict[str, Any]] = {"prefault": 0}
     _numbers = itertools.count()
 
@@ -61,11 +95,23 @@ class RuntimeConformance:
         raise TypeError(f"{type(self).__name__} must override make()")
 
     def left_behind(self) -> set[str]:
-        """What is there that a store may have made: by default, the processes below this one.
+        """What is there that a store may have made: by default, the processes below this one, and
+        what lies in the runtime directory.
 
         Override it to leave out, or to add, what your engine makes beside the store.
         """
-        return {f"process {pid}: {name}" for pid, name in _descendants(os.getpid())}
+        processes = {f"process {pid}: {name}" for pid, name in leftovers.descendants(os.getpid())}
+        return processes | {f"directory {path}" for path in leftovers.directories()}
+
+    def held(self) -> dict[str, int]:
+        """What this process has, and must not have more of with every store: by default, how many
+        descriptors and threads. Override it as :meth:`left_behind`.
+        """
+        return {"descriptors": leftovers.descriptors(), "threads": leftovers.threads()}
+
+    def spec(self) -> RuntimeSpec | None:
+        """The runtime's descriptor, of the entry point :attr:`name`."""
+        return None if self.name is None else Registry().runtime(self.name)
 
     # ---- helpers --------------------------------------------------------------------------
 
@@ -84,18 +130,32 @@ class RuntimeConformance:
             raise
         return runtime, client
 
+    async def _refused(self, field: str, options: StoreOptions) -> None:
+        """The server refuses to start with a field of these options, if it gets it."""
+        runtime = self.make()
+        try:
+            await runtime.start(options, self.mesh)
+        except TorchStoreError:
+            return
+        finally:
+            await runtime.stop(_TIMEOUT_S)
+        pytest.fail(f"asked for {field}={getattr(options, field)!r}, the server does not know")
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a test; afterwards everything must be as it was."""
-        before = self.left_behind()
-        result = asyncio.run(work)
-        deadline = time.monotonic() + self.gone_within
-        while (left := self.left_behind() - before) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        with leftovers.private_runtime_directory():
+            before = self.left_behind()
+            result = asyncio.run(work)
+            left = _until_empty(lambda: self.left_behind() - before, self.gone_within)
         if left:
-            pytest.fail(
-                f"this was left behind {self.gone_within:.0f} s after stop(): {sorted(left)}"
-            )
+            pytest.fail(f"this was left behind {self.gone_within:g} s after stop(): {sorted(left)}")
         return result
+
+    def _spec(self) -> RuntimeSpec:
+        spec = self.spec()
+        if spec is None:
+            pytest.skip("name is not set: no descriptor")
+        return spec
 
     # ---- tests ----------------------------------------------------------------------------
 
@@ -141,8 +201,16 @@ class RuntimeConformance:
             finally:
                 await runtime.stop(_TIMEOUT_S)
             await ts.shutdown(options.store_name)
-            with pytest.raises(TorchStoreError):  # not installed, so the server cannot find it
-                await self.make().start(self._asked(strategy=strategy), self.mesh)
+            await self._refused("strategy", self._asked(strategy=strategy))  # is not installed
+
+        self._run(work())
+
+    def test_what_is_blocked_is_not_loaded_by_the_server(self) -> None:
+        """``block``: here the strategy that it would use."""
+
+        async def work() -> None:
+            asked = self._asked(strategy=ts.SingletonStrategy(), block=("singleton",))
+            await self._refused("block", asked)
 
         self._run(work())
 
@@ -245,6 +313,163 @@ class RuntimeConformance:
 
         self._run(work())
 
+    def test_this_process_does_not_grow(self) -> None:
+        """Start and stop leave no descriptors and no threads, after the first time."""
+
+        async def work() -> None:
+            options = self._asked()
+            runtime, client = await self._serving(options)
+            try:
+                await client.put("large", torch.ones(_MIB))
+                await client.get("large")
+            finally:
+                await runtime.stop(_TIMEOUT_S)
+            await ts.shutdown(options.store_name)
+
+        def grown() -> dict[str, str]:
+            gc.collect()
+            now = self.held()
+            return {
+                what: f"{count} before, {now[what]} after"
+                for what, count in before.items()
+                if now[what] - count >= self.cycles
+            }
+
+        self._run(work())
+        gc.collect()
+        before = self.held()
+        for _ in range(self.cycles):
+            self._run(work())
+        if left := _until_empty(grown, self.gone_within):
+            pytest.fail(f"{self.cycles} times start() and stop() left this in the process: {left}")
+
+    def test_the_store_ends_when_its_owner_is_killed(self) -> None:
+        """``SIGKILL`` of the process that started it, in use: nothing may be left."""
+        spec = self.spec()
+        factory = self.factory or (None if spec is None else spec.factory)
+        if factory is None:
+            pytest.skip("neither name nor factory is set: no other process can make it")
+        if self.mesh is not None:
+            pytest.skip("a mesh is of this process")
+        options = msgspec.to_builtins(self._asked())
+        del options["strategy"]
+        mark = options["store_name"]
+        with leftovers.private_runtime_directory():
+            before = self.left_behind()
+            paths = os.pathsep.join(filter(None, sys.path))
+            owner = subprocess.Popen(
+                [sys.executable, "-c", _OWNER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env={**_plain(), "PYTHONPATH": paths, leftovers.MARK: mark},
+            )
+
+            def left() -> set[str]:
+                processes = {f"process {pid}: {name}" for pid, name in leftovers.marked(mark)}
+                return processes | (self.left_behind() - before)
+
+            try:
+                _talk(owner, msgspec.json.encode([factory, options]) + b"\n")
+                owner.kill()
+                owner.wait()
+                still = _until_empty(left, self.ends_within)
+            finally:
+                leftovers.kill_marked(mark)
+                owner.communicate()
+        if still:
+            pytest.fail(
+                f"this was left behind {self.ends_within:g} s after its owner was killed: "
+                f"{sorted(still)}"
+            )
+
+    # ---- the descriptor -------------------------------------------------------------------
+
+    def test_its_descriptor_leads_to_it(self) -> None:
+        """It makes this runtime, takes its mesh, and no other."""
+        spec = self._spec()
+        made = type(self.make())
+        if load_class(spec.factory) is not made:
+            pytest.fail(f"the factory {spec.factory!r} does not make a {made.__name__}")
+        if spec.applies(self.mesh) is None:
+            pytest.fail(f"applies({self.mesh!r}) is None: it does not take its own mesh")
+        if spec.applies(object()) is not None:
+            pytest.fail("applies(object()) is not None: it takes what is no mesh at all")
+
+    def test_it_finds_and_ends_stores_by_name(self) -> None:
+        """``find`` and ``end``, of runtimes that have them."""
+        spec = self._spec()
+        if spec.find is None:
+            pytest.skip("it finds no stores")
+        find = load_class(spec.find)
+
+        async def work() -> None:
+            options = self._asked()
+            if await find(options.store_name, _TIMEOUT_S) is not None:
+                pytest.fail("find() knows a store that never was")
+            runtime, client = await self._serving(options)
+            try:
+                await client.put("k", 1)
+                if spec.here is not None and not spec.here():
+                    pytest.fail("here() is False in a process where a store was started")
+                found = await find(options.store_name, _TIMEOUT_S)
+                if found is None:
+                    pytest.fail("find() does not know the store that was started")
+                other = await ts.connect(found, store_name=f"{options.store_name}-found")
+                if await other.get("k") != 1:
+                    pytest.fail("find() leads to another store")
+                await self._ends_by_name(spec, options)
+            finally:
+                await runtime.stop(_TIMEOUT_S)
+            await ts.shutdown(f"{options.store_name}-found")
+            await ts.shutdown(options.store_name)
+            if await find(options.store_name, _TIMEOUT_S) is not None:
+                pytest.fail("find() knows a store that has ended")
+
+        self._run(work())
+
+    async def _ends_by_name(self, spec: RuntimeSpec, options: StoreOptions) -> None:
+        if spec.end is None:
+            return
+        end = load_class(spec.end)
+        if await end(f"{options.store_name}-never-was", _TIMEOUT_S):
+            pytest.fail("end() of a store that never was said that it ended it")
+        if not await end(options.store_name, _TIMEOUT_S):
+            pytest.fail("end() did not know the store that was started")
+        again, client = await self._serving(options)  # the name is free
+        try:
+            if await client.keys():
+                pytest.fail("end() did not end the store: a new one has its keys")
+        finally:
+            await again.stop(_TIMEOUT_S)
+
+    def test_a_shared_name_is_taken_once(self) -> None:
+        """``shared``: the engine refuses a second store of a name, and the first goes on."""
+        if not self.make().shared:
+            pytest.skip("names are of a process, not of the engine")
+
+        async def work() -> None:
+            options = self._asked()
+            runtime, client = await self._serving(options)
+            try:
+                await client.put("k", 1)
+                second = self.make()
+                try:
+                    await second.start(options, self.mesh)
+                except ConfigurationError:
+                    pass
+                else:
+                    pytest.fail("a second store of the same name was started")
+                finally:
+                    await second.stop(_TIMEOUT_S)
+                if await client.get("k") != 1:
+                    pytest.fail("a second start of the name changed the first store")
+            finally:
+                await runtime.stop(_TIMEOUT_S)
+            await ts.shutdown(options.store_name)
+
+        self._run(work())
+
 
 class _NotInstalled(Strategy, frozen=True, tag="conformance-not-installed"):
     """A strategy that no server has."""
@@ -256,24 +481,23 @@ def _plain() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name[:10] != "TORCHSTORE"}
 
 
-def _descendants(root: int) -> list[tuple[int, str]]:
-    """Processes below ``root``, zombies left out: pid and name."""
-    parents: dict[int, list[tuple[int, str]]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            text = (entry / "stat").read_text()
-        except OSError:  # gone meanwhile
-            continue
-        name, _, rest = text.partition("(")[2].rpartition(")")
-        state, parent = rest.split()[:2]
-        if state != "Z":
-            parents.setdefault(int(parent), []).append((int(entry.name), name))
-    found: list[tuple[int, str]] = []
-    todo = [root]
-    while todo:
-        below = parents.get(todo.pop(), [])
-        found += below
-        todo += [pid for pid, _ in below]
-    return found
+def _until_empty(look: Callable[[], Left], seconds: float) -> Left:
+    """What ``look`` still sees when nothing is left, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while (left := look()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _talk(owner: subprocess.Popen[bytes], line: bytes) -> None:
+    """Say ``line`` to the owner of a store, and wait until it says that the store is ready."""
+    if owner.stdin is None or owner.stdout is None:
+        pytest.fail("the owner has no pipes")
+    owner.stdin.write(line)
+    owner.stdin.flush()
+    timer = threading.Timer(_TIMEOUT_S, owner.kill)
+    timer.start()
+    said = owner.stdout.readline()
+    timer.cancel()
+    if said != b"ready\n":
+        pytest.fail(f"another process could not start the store; it said {said!r}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,6 +31,11 @@ _CLIENTS = (
 )
 _KEYS = ("w", "layers/0/weight", "ключ 🔑", "k" * 300)
 _SIZES = (0, 1, 4096, _GIB, 1 << 50)
+
+# Seconds by which clocks are put on, and what random.random() says then.
+_LATER = ((0.6, 0.0), (61.0, 0.999), (3_661.0, 0.5), (90_061.0, 0.25), (40_000_000.0, 0.75))
+# A counter that changes the answer now and then is seen within so many answers, or so many seconds.
+_ANSWERS, _ANSWERS_S = 30_000, 2.0
 
 # What another process answers: with another hash seed, and without torch.
 _ELSEWHERE = """
@@ -76,7 +84,7 @@ def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[V
 
 def questions(strategy: Strategy) -> Iterator[_Question]:
     """What a controller may ask, from one volume to eight, lost and full ones among them."""
-    batches: Sequence[Sequence[str]] = [_KEYS, _KEYS[:1]]
+    batches: Sequence[Sequence[str]] = [_KEYS, _KEYS[:1], ()]
     if strategy.by_key:
         batches = [(key,) for key in _KEYS]
     for count, hosts in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (8, 4)):
@@ -86,7 +94,8 @@ def questions(strategy: Strategy) -> Iterator[_Question]:
         for lost, full in states:
             volumes = _volumes(count, hosts, lost=lost, full=full)
             for client, keys in itertools.product(_CLIENTS, batches):
-                yield _Question(client, volumes, _SIZES[len(keys[0]) % len(_SIZES)], keys)
+                size = _SIZES[sum(map(len, keys[:1])) % len(_SIZES)]
+                yield _Question(client, volumes, size, keys)
 
 
 def own_registry(cls: type[Strategy]) -> Registry:
@@ -97,6 +106,43 @@ def own_registry(cls: type[Strategy]) -> Registry:
             return cls if name == cls.__struct_config__.tag else super().strategy(name)
 
     return Own()
+
+
+def _put_clocks_on(
+    patch: pytest.MonkeyPatch, cls: type[Strategy], seconds: float, number: float
+) -> None:
+    """Other times and random numbers, for whoever asks the standard library; also where a module
+    of the strategy's classes has such a function by ``from time import ...``.
+    """
+
+    class Later(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+            return super().now(tz) + datetime.timedelta(seconds=seconds)
+
+        @classmethod
+        def utcnow(cls) -> Any:
+            return cls.now(datetime.UTC).replace(tzinfo=None)
+
+        @classmethod
+        def today(cls) -> Any:
+            return cls.now()
+
+    changed: list[tuple[Any, str, Any]] = [
+        (datetime, "datetime", Later),
+        (random, "random", lambda: number),
+    ]
+    for name in ("time", "monotonic", "perf_counter", "process_time"):
+        for clock, by in ((name, seconds), (f"{name}_ns", int(seconds * 1e9))):
+            real: Callable[[], float] = getattr(time, clock)
+            changed.append((time, clock, lambda real=real, by=by: real() + by))
+    modules = [vars(sys.modules[c.__module__]) for c in cls.__mro__ if c.__module__ in sys.modules]
+    for owner, name, new in changed:
+        old = getattr(owner, name)
+        for names in modules:
+            for known in [n for n, value in names.items() if value is old]:
+                patch.setitem(names, known, new)
+        patch.setattr(owner, name, new)
 
 
 def _check(holds: bool, what: str) -> None:
@@ -227,6 +273,31 @@ class StrategyConformance:
                 all(answer == answers[0] for answer in answers),
                 f"{question} gave different answers: {answers}",
             )
+
+    def test_the_answer_is_the_same_later(self) -> None:
+        """After many other questions, at other times of day, with other random numbers."""
+        strategy = self.make()
+        asked = list(questions(strategy))
+        first = [list(strategy.place(*question)) for question in asked]
+        chosen = [strategy.choose(question.client, question.volumes) for question in asked]
+
+        def again(question: _Question, place: list[int], choice: int, when: str) -> None:
+            answer = list(strategy.place(*question))
+            _check(answer == place, f"{question} gave {place}, and {answer} {when}")
+            copy = strategy.choose(question.client, question.volumes)
+            _check(copy == choice, f"choose gave {choice}, and {copy} {when}")
+
+        before = list(zip(asked, first, chosen, strict=True))
+        for seconds, number in _LATER:
+            with pytest.MonkeyPatch.context() as patch:
+                _put_clocks_on(patch, type(strategy), seconds, number)
+                for known in reversed(before):
+                    again(*known, f"when the clocks were {seconds:g} s on")
+        ends = time.monotonic() + _ANSWERS_S
+        for count, known in enumerate(itertools.islice(itertools.cycle(before), _ANSWERS)):
+            again(*known, f"after {count} other questions")
+            if time.monotonic() > ends:
+                break
 
     def test_it_changes_nothing_that_it_is_given(self) -> None:
         strategy = self.make()

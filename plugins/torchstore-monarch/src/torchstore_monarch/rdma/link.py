@@ -22,6 +22,9 @@ CHUNK = 64 << 20
 # Smaller pieces are gathered in a buffer of their own: registering each costs more than a copy.
 _SMALL = 256 << 10
 _PIECES = 4096
+# A call to a host that has died may never return.
+_CALL_S = 60.0
+_DROP_S = 10.0
 
 
 class RdmaLink(Link):
@@ -53,22 +56,17 @@ class RdmaLink(Link):
         self._broken = self._broken or "it was closed"
 
     async def _do(self, copies: Sequence[Copy], *, write: bool) -> None:
-        """All of it. What is cancelled asks for nothing more, and waits for what it has asked."""
-        stop = asyncio.Event()
-        work = asyncio.ensure_future(self._transfer(copies, stop, write=write))
+        """All of it. What is cancelled is over when its buffers are registered no more."""
+        work = asyncio.ensure_future(self._transfer(copies, write=write))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
-            stop.set()
-            await asyncio.wait([work])
-            if not work.cancelled():
-                work.exception()
+            work.cancel()
+            await asyncio.wait([work], timeout=_DROP_S)
             raise
 
-    async def _transfer(self, copies: Sequence[Copy], stop: asyncio.Event, *, write: bool) -> None:
+    async def _transfer(self, copies: Sequence[Copy], *, write: bool) -> None:
         for chunk in _chunks(copies):
-            if stop.is_set():
-                return
             if self._broken:
                 raise TransportError(f"the link is broken: {self._broken}")
             try:
@@ -96,7 +94,8 @@ class RdmaLink(Link):
         async def work() -> None:
             buffers = await asyncio.to_thread(_registered, views)
             try:
-                result(await self._actor.move.call_one(self._volume_id, groups, buffers, write))
+                call = self._actor.move.call_one(self._volume_id, groups, buffers, write)
+                result(await asyncio.wait_for(call, _CALL_S))
             finally:
                 for buffer in buffers:
                     await buffer.drop()

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _IN_FLIGHT = 2
 _END_S = 1.0
+# A call to a host that has died may never return.
+_CALL_S = 20.0
 _MAX_FRAME = 1 << 20
 _Answer = tuple[Carried, bytes]
 
@@ -88,6 +90,10 @@ class Carrier:
         finally:
             self._connections.discard(task)
             answering.cancel()
+            while not answers.empty():
+                reading = answers.get_nowait()
+                if reading is not None and reading not in self._writing.get(pid, ()):
+                    reading.cancel()
             writer.close()
 
     def _start(self, pid: int, request: Carry, data: bytes) -> asyncio.Task[_Answer]:
@@ -110,12 +116,16 @@ class Carrier:
             if not self._valid():
                 return Carried("this host has lost the server"), b""
             if request.write:
-                result(await actor.write.call_one(request.volume, request.places, data))
+                call = actor.write.call_one(request.volume, request.places, data)
+                result(await asyncio.wait_for(call, _CALL_S))
                 return Carried(), b""
-            got = result(await actor.read.call_one(request.volume, request.places))
+            call = actor.read.call_one(request.volume, request.places)
+            got = result(await asyncio.wait_for(call, _CALL_S))
             if not self._valid():
                 return Carried("this host has lost the server"), b""
             return Carried(), bytes(got)
+        except TimeoutError:
+            return Carried(f"volume {request.volume} did not answer within {_CALL_S:.0f} s"), b""
         except KeyError:
             return Carried(f"there is no volume {request.volume}"), b""
         except TorchStoreError as error:

@@ -26,23 +26,40 @@ _Batch = tuple[list[Place], list[memoryview], int]
 class RpcLink(Link):
     """Asks the agent beside the control socket, a few chunks at a time."""
 
-    def __init__(self, sock: socket.socket, volume: str) -> None:
-        self._sock = sock
+    def __init__(self, path: str, volume: str) -> None:
+        self._path = path
         self._volume = volume
+        self._sock: socket.socket | None = None
         self._lock = asyncio.Lock()
         self._broken = ""
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RpcLink:
-        path = os.path.join(os.path.dirname(context.control), AGENT)
+        made = cls(os.path.join(os.path.dirname(context.control), AGENT), offer.decode())
+        await made._connected()
+        return made
+
+    async def _connected(self) -> socket.socket:
+        """The connection; made anew if the last transfer was cancelled."""
+        if self._sock is not None:
+            return self._sock
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
-            await asyncio.get_running_loop().sock_connect(sock, path)
+            await asyncio.get_running_loop().sock_connect(sock, self._path)
         except OSError as error:
             sock.close()
-            raise TransportUnavailableError(f"no agent at {path}: {error}") from error
-        return cls(sock, offer.decode())
+            raise TransportUnavailableError(f"no agent at {self._path}: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        self._sock = sock
+        return sock
+
+    def _disconnect(self) -> None:
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
 
     async def write(self, copies: Sequence[Copy]) -> None:
         await self._do(copies, write=True)
@@ -52,18 +69,22 @@ class RpcLink(Link):
 
     def close(self) -> None:
         self._broken = self._broken or "it was closed"
-        self._sock.close()
+        self._disconnect()
 
     # ---- inside ---------------------------------------------------------------------------
 
     async def _do(self, copies: Sequence[Copy], *, write: bool) -> None:
-        """All of it. What is cancelled asks for nothing more, and waits for what it has asked."""
+        """All of it. A read that is cancelled is over at once, with its connection; a write asks
+        for nothing more, and waits for what it has asked: the agent bounds that.
+        """
         stop = asyncio.Event()
         work = asyncio.ensure_future(self._transfer(copies, stop, write=write))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
             stop.set()
+            if not write:
+                work.cancel()
             await asyncio.wait([work])
             if not work.cancelled():
                 work.exception()
@@ -73,51 +94,58 @@ class RpcLink(Link):
         async with self._lock:
             if self._broken:
                 raise TransportError(f"the link to the agent is broken: {self._broken}")
+            sock = await self._connected()
             waiting: deque[list[memoryview]] = deque()
             errors: list[str] = []
             try:
                 for places, views, nbytes in _batches(copies):
                     if stop.is_set() or errors:
                         break
-                    await self._ask(Carry(self._volume, places, nbytes, write), views)
+                    await _ask(sock, Carry(self._volume, places, nbytes, write), views)
                     waiting.append([] if write else views)
                     if len(waiting) >= _IN_FLIGHT:
-                        errors += await self._take(waiting.popleft())
+                        errors += await _take(sock, waiting.popleft())
                 while waiting:
-                    errors += await self._take(waiting.popleft())
+                    errors += await _take(sock, waiting.popleft())
             except (OSError, msgspec.DecodeError) as error:
                 self._broken = str(error) or type(error).__name__
-                self._sock.close()
+                self._disconnect()
                 raise TransportError(f"the agent of this host is gone: {error}") from error
+            except asyncio.CancelledError:
+                self._disconnect()
+                raise
             if errors:
                 raise TransportError(errors[0])
 
-    async def _ask(self, request: Carry, views: list[memoryview]) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._sock, frame(request))
-        if request.write:
-            for view in views:
-                await loop.sock_sendall(self._sock, view)
 
-    async def _take(self, views: list[memoryview]) -> list[str]:
-        header = bytearray(HEADER)
-        await self._fill(memoryview(header))
-        body = bytearray(int.from_bytes(header, "little"))
-        await self._fill(memoryview(body))
-        carried = msgspec.msgpack.decode(body, type=Carried)
-        if carried.error:
-            return [carried.error]
+async def _ask(sock: socket.socket, request: Carry, views: list[memoryview]) -> None:
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(sock, frame(request))
+    if request.write:
         for view in views:
-            await self._fill(view)
-        return []
+            await loop.sock_sendall(sock, view)
 
-    async def _fill(self, view: memoryview) -> None:
-        loop = asyncio.get_running_loop()
-        while view:
-            got = await loop.sock_recv_into(self._sock, view)
-            if not got:
-                raise ConnectionResetError("the agent has closed the connection")
-            view = view[got:]
+
+async def _take(sock: socket.socket, views: list[memoryview]) -> list[str]:
+    header = bytearray(HEADER)
+    await _fill(sock, memoryview(header))
+    body = bytearray(int.from_bytes(header, "little"))
+    await _fill(sock, memoryview(body))
+    carried = msgspec.msgpack.decode(body, type=Carried)
+    if carried.error:
+        return [carried.error]
+    for view in views:
+        await _fill(sock, view)
+    return []
+
+
+async def _fill(sock: socket.socket, view: memoryview) -> None:
+    loop = asyncio.get_running_loop()
+    while view:
+        got = await loop.sock_recv_into(sock, view)
+        if not got:
+            raise ConnectionResetError("the agent has closed the connection")
+        view = view[got:]
 
 
 def _batches(copies: Sequence[Copy]) -> Iterator[_Batch]:

@@ -28,6 +28,7 @@ from torchstore_monarch.spmd.orders import MEMBER, RootOrder, Where
 _POLL_S = 0.2
 _LOOK_S = 1.0
 _END_S = 5.0
+_DETACH_S = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +103,10 @@ async def _until_unused(lane: Lane, left: asyncio.Event) -> None:
 
 async def _end(directory: Any, store_name: str, hosts: Any) -> None:
     """End the store, then the workers; each in bounded time."""
-    for end in (directory.finish.call_one(store_name), hosts.shutdown()):
+    ends = (directory.finish.call_one(store_name), 2 * _END_S), (hosts.shutdown(), _DETACH_S)
+    for end, timeout in ends:
         try:
-            await asyncio.wait_for(end, 2 * _END_S)
+            await asyncio.wait_for(end, timeout)
         except Exception as error:  # noqa: BLE001 - some of it may be dead already
             log.info("while ending: %s", type(error).__name__)
 

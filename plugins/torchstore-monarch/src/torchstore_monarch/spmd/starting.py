@@ -1,18 +1,26 @@
-"""What the ranks do."""
+"""What the ranks do.
+
+**Trusted networks only.** The worker of each host listens on its address towards MASTER_ADDR, at
+a port that the system chooses, and, as Monarch's own workers do with ``trust_all_connections``,
+it asks nobody who he is: whoever reaches that port can make Monarch run code as this user. The port
+is open from ``initialize_spmd`` on until the store ends. The rendezvous store of torch is as open.
+If the ranks are all on one machine it is a port of the loopback, which every user of the machine
+reaches.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,49 +38,50 @@ from torchstore_monarch.protocol import Asked
 from torchstore_monarch.spmd.orders import MEMBER, RootOrder, Where
 
 if TYPE_CHECKING:
-    from torchstore_core.runtimes.spmd import SPMDEnv
+    from torchstore_core.runtimes.rendezvous import Meeting
+    from torchstore_core.runtimes.spmd_env import SPMDEnv
 
 __all__ = ["RankPart", "RootProcess", "start"]
 
 log = logging.getLogger(__name__)
 
 _WHERE = "where"
+_END_FAILED_S = 3.0
+_ANSWER_S = 6.0
+_PORTS = 2
 
 
 async def start(
-    options: StoreOptions, env: SPMDEnv, store: Any, timeout: float
+    options: StoreOptions, env: SPMDEnv, meeting: Meeting
 ) -> tuple[str, Runtime | None]:
     """Start the store, or wait until rank 0 has: the socket of this host, and this rank's part.
 
     Args:
-        store: a torch.distributed.Store that only this start uses.
-        timeout: seconds for all of it.
+        meeting: of the ranks; it also says how long this may take.
 
     Raises:
         StoreTimeoutError: some rank did not come in time.
-        TorchStoreError: rank 0 could not start the store; all ranks get its error.
+        TorchStoreError: what kept any rank from coming; all ranks get it.
     """
-    deadline = time.monotonic() + timeout
-    host = env.rank // env.local_world_size
-    if env.local_rank == 0:
-        await _set(store, f"worker/{host}", await asyncio.to_thread(_start_worker, env, timeout))
     part = RankPart(env)
     try:
+        if env.local_rank == 0:
+            host = env.rank // env.local_world_size
+            try:
+                address = await meeting.during(part.worker.begin(env, meeting.left()))
+            except StoreTimeoutError:
+                await meeting.gather("came")  # that a rank is missing says more
+                raise
+            await meeting.say(f"worker/{host}", address)
         if env.rank == 0:
-            where = await _start_root(part.root, options, env, store, deadline)
-            await _set(store, _WHERE, msgspec.json.encode(where))
+            where = await _start_root(part.root, options, env, meeting)
+            await meeting.say(_WHERE, where)
         else:
-            data = await _get(store, _WHERE, deadline, "rank 0 to start the store")
-            where = msgspec.json.decode(data, type=Where)
-        if where.error:
-            raise from_wire(where.error, where.message, None, {})
-        address = await part.join(where, deadline)
-        await _set(store, f"joined/{env.rank}", b"1")
-        if env.rank == 0:  # if it left before all have joined, the store would end under them
-            for rank in range(env.world_size):
-                await _get(store, f"joined/{rank}", deadline, f"rank {rank} to join the store")
-    except BaseException:
-        await part.stop(0.0)
+            where = await meeting.hear(_WHERE, 0, Where)
+        address = await part.join(where, meeting.left())
+    except BaseException as error:
+        await meeting.fail(error)  # the others need not wait for what is ended here
+        await part.stop(_END_FAILED_S)
         raise
     return address, part
 
@@ -83,6 +92,7 @@ class RankPart(Runtime):
     def __init__(self, env: SPMDEnv) -> None:
         self.ranks = env.rank, env.local_rank
         self.root = RootProcess()
+        self.worker = WorkerProcess()
         self._sock: socket.socket | None = None
         _parts.add(self)
 
@@ -90,7 +100,7 @@ class RankPart(Runtime):
         """Not how it is started: see :func:`start`."""
         raise StoreClosedError("a store over several hosts is started by initialize_spmd")
 
-    async def join(self, where: Where, deadline: float) -> str:
+    async def join(self, where: Where, timeout: float) -> str:
         """Become a member; the socket of this host.
 
         Raises:
@@ -106,12 +116,12 @@ class RankPart(Runtime):
             )
         facts = client_facts({}, here, self.ranks)
         facts = msgspec.structs.replace(facts, role=MEMBER)
-        left = max(0.1, deadline - time.monotonic())
-        self._sock, _ = await handshake(address, b"", facts, here, left)
+        self._sock, _ = await handshake(address, b"", facts, here, max(0.1, timeout))
         return address
 
     async def stop(self, timeout: float) -> None:
         self.close()
+        self.worker.let_go()
         await self.root.stop(timeout)
 
     def close(self) -> None:
@@ -133,17 +143,17 @@ os.register_at_fork(after_in_child=_forked)
 
 
 async def _start_root(
-    root: RootProcess, options: StoreOptions, env: SPMDEnv, store: Any, deadline: float
+    root: RootProcess, options: StoreOptions, env: SPMDEnv, meeting: Meeting
 ) -> Where:
     hosts = env.world_size // env.local_world_size
-    workers: list[str] = []
-    for i in range(hosts):
-        what = f"the worker of host {i} (rank {i * env.local_world_size})"
-        workers.append((await _get(store, f"worker/{i}", deadline, what)).decode())
+    workers = [
+        await meeting.hear(f"worker/{i}", i * env.local_world_size, str) for i in range(hosts)
+    ]
+    await meeting.gather("came")  # if one is missing there is nothing to end again
     name, fields = "singleton", b"{}"
     if options.strategy is not None:
         name, fields = encode_strategy(options.strategy)
-    left = max(0.1, deadline - time.monotonic())
+    left = max(0.1, meeting.left())
     asked = Asked(
         options.store_name,
         options.num_storage_volumes,
@@ -156,7 +166,7 @@ async def _start_root(
     )
     loopback = all(worker.startswith("tcp://127.") for worker in workers)
     order = RootOrder(workers, msgspec.json.encode(asked), loopback)
-    return Where(sockets=await root.begin(order, left))
+    return Where(sockets=await meeting.during(root.begin(order, left)))
 
 
 class RootProcess:
@@ -165,6 +175,8 @@ class RootProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._given_up = False
 
     async def begin(self, order: RootOrder, timeout: float) -> dict[str, str]:
         """Start it and wait for the store: Unix sockets by host id.
@@ -176,7 +188,9 @@ class RootProcess:
         command = [sys.executable, "-P", "-m", "torchstore_monarch.spmd.root"]
         command.append(msgspec.json.encode(order).decode())
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(self._launch, command), timeout)
+            line = await asyncio.wait_for(
+                asyncio.to_thread(self._launch, command, timeout), timeout
+            )
         except TimeoutError as error:
             self._kill()
             raise StoreTimeoutError(
@@ -197,15 +211,18 @@ class RootProcess:
             raise from_wire(where.error, where.message, None, {})
         return where.sockets
 
-    def _launch(self, command: list[str]) -> bytes:
+    def _launch(self, command: list[str], timeout: float) -> bytes:
         """Start it, and wait for its line."""
-        self._process = process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        return _line(process)
+        with self._lock:
+            if self._given_up:
+                return b""
+            self._process = process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        return _line(process, timeout)
 
     async def stop(self, timeout: float) -> None:
         """Leave: the root ends the store once nobody else uses it. Waits for that if it is now."""
@@ -215,6 +232,8 @@ class RootProcess:
         await asyncio.shield(asyncio.to_thread(_leave, process, timeout))
 
     def _kill(self) -> None:
+        with self._lock:
+            self._given_up = True
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -222,16 +241,31 @@ class RootProcess:
             _close(process)
 
 
-def _line(process: subprocess.Popen[bytes]) -> bytes:
-    return b"" if process.stdout is None else process.stdout.readline()
+def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+    """Its next line; what there is of it when it ends, or after ``timeout`` seconds."""
+    if process.stdout is None:
+        return b""
+    fd, said = process.stdout.fileno(), b""
+    deadline = time.monotonic() + timeout
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while not said.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
+        if poll.poll(1000 * left):
+            read = os.read(fd, 65536)
+            if not read:
+                break
+            said += read
+    return said
 
 
 def _leave(process: subprocess.Popen[bytes], timeout: float) -> None:
     if process.stdin is not None:
         process.stdin.close()
-    if _line(process).strip() == b"alone":  # at once: it looks, and says
+    until = time.monotonic() + timeout
+    said = _line(process, min(timeout, _ANSWER_S)).strip()  # at once: it looks, and says
+    if said != b"shared":
         try:
-            process.wait(timeout or None)
+            process.wait(max(0.1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             log.warning("the Monarch root %d does not end by itself; killing it", process.pid)
             process.kill()
@@ -247,31 +281,69 @@ def _close(process: subprocess.Popen[bytes]) -> None:
             stream.close()
 
 
-def _start_worker(env: SPMDEnv, timeout: float) -> bytes:
-    """Start this host's worker: the address where the root finds it.
-
-    Raises:
-        StoreClosedError: it ended at once.
+class WorkerProcess:
+    """The Monarch worker of a host. It ends by itself: when the store has, or when this process
+    lets go of it before the root has used it.
     """
-    ip = _own_address(env.master_addr, env.master_port)
-    with socket.socket() as probe:
-        probe.bind((ip, 0))
-        port = int(probe.getsockname()[1])
-    address = f"tcp://{ip}:{port}"
-    command = [sys.executable, "-P", "-m", "torchstore_monarch.spmd.worker", address, str(timeout)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-    )
-    said = _line(process).strip()
-    _close(process)
-    if said != b"ready":
-        process.wait()
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._let_go = False
+
+    async def begin(self, env: SPMDEnv, timeout: float) -> str:
+        """Start it: the address where the root finds it.
+
+        Raises:
+            StoreClosedError: it could not listen.
+            StoreTimeoutError: it did not within ``timeout`` seconds.
+        """
+        return await asyncio.to_thread(self._begin, env, time.monotonic() + timeout)
+
+    def _begin(self, env: SPMDEnv, deadline: float) -> str:
+        ip = _own_address(env.master_addr, env.master_port)
+        address = ""
+        for _ in range(_PORTS):  # another process may have taken a port meanwhile
+            address = f"tcp://{ip}:{_free_port(ip)}"
+            left = max(0.1, deadline - time.monotonic())
+            command = [sys.executable, "-P", "-m", "torchstore_monarch.spmd.worker"]
+            process = subprocess.Popen(
+                [*command, address, str(left)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            said = _line(process, left).strip()
+            if said == b"ready":
+                if process.stdout is not None:
+                    process.stdout.close()
+                self._process = process
+                _reap(process)
+                with self._lock:
+                    given_up = self._let_go
+                if given_up:  # while it came up
+                    self.let_go()
+                return address
+            process.kill()
+            process.wait()
+            _close(process)
+            if time.monotonic() >= deadline:
+                raise StoreTimeoutError(
+                    "the Monarch worker of this host did not come up within the time; give "
+                    "initialize_spmd a longer timeout"
+                )
         raise StoreClosedError(
             f"the Monarch worker of this host could not listen on {address}; its standard error "
             "says why"
         )
-    _reap(process)  # ends by itself when the store does
-    return address.encode()
+
+    def let_go(self) -> None:
+        """Whether it goes on is up to the root from now on."""
+        with self._lock:
+            self._let_go = True
+            process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
@@ -280,32 +352,25 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 
 def _own_address(master: str, port: int) -> str:
-    """This host's address on the way to the master. Sends nothing."""
-    family, kind, proto, _, where = socket.getaddrinfo(
-        master, port, socket.AF_INET, socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
+    """This host's address on the way to the master. Sends nothing.
 
-
-# ---- the rendezvous store, whose calls block ----------------------------------------------
-
-
-async def _set(store: Any, key: str, value: bytes) -> None:
-    await asyncio.to_thread(store.set, key, value)
-
-
-async def _get(store: Any, key: str, deadline: float, what: str) -> bytes:
-    left = deadline - time.monotonic()
-
-    def wait() -> bytes:
-        store.wait([key], datetime.timedelta(seconds=max(0.1, left)))
-        return bytes(store.get(key))
-
+    Raises:
+        StoreClosedError: there is no way there over IPv4.
+    """
     try:
-        return await asyncio.to_thread(wait)
-    except Exception as error:
-        raise StoreTimeoutError(
-            f"waited in vain for {what}: do all ranks call initialize_spmd?"
+        family, kind, proto, _, where = socket.getaddrinfo(
+            master, port, socket.AF_INET, socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreClosedError(
+            f"this host has no IPv4 address towards MASTER_ADDR {master}: {error}"
         ) from error
+
+
+def _free_port(ip: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((ip, 0))
+        return int(probe.getsockname()[1])

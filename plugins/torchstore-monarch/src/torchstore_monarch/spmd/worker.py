@@ -1,12 +1,16 @@
 """``python -m torchstore_monarch.spmd.worker tcp://ADDRESS:PORT TIMEOUT``: one host's worker.
 
-Prints ``ready`` and serves a Monarch root that attaches to it, until the processes that the root
-started here have ended, or none was started within TIMEOUT seconds.
+Prints ``ready`` once it listens, and serves a Monarch root that attaches to it, until the processes
+that the root started here have ended. If none was started, it ends when its standard input does
+(the rank that started it has given up or died), or after TIMEOUT seconds.
+
+Whoever reaches the port can make Monarch run code here: see ``starting``.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
 from pathlib import Path
@@ -14,6 +18,10 @@ from pathlib import Path
 from monarch.actor import start_worker_loop_forever
 
 _POLL_S = 0.5
+# The root first ends the processes that it started, then the worker; it waits for both.
+_ROOT_ENDS_IT_S = 4.0
+_LISTEN_S = 10.0
+_LISTENING = "0A"
 
 
 def _children() -> list[int]:
@@ -22,20 +30,53 @@ def _children() -> list[int]:
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
+def _listens(port: int) -> bool:
+    """Whether a socket of this process does: the engine does not say that a port is taken."""
+    rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    at_port = {
+        f"socket:[{row[9]}]"
+        for row in rows
+        if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port
+    }
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") in at_port:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _wait_for_listening(port: int, timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while not _listens(port):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S / 50)
+    return True
+
+
 def main() -> int:
     """Entry point of the module."""
     address, timeout = sys.argv[1], float(sys.argv[2])
-    start_worker_loop_forever(ca="trust_all_connections", address=address)
-    os.write(sys.stdout.fileno(), b"ready\n")
     deadline = time.monotonic() + timeout
-    seen = False
+    start_worker_loop_forever(ca="trust_all_connections", address=address)
+    if not _wait_for_listening(int(address.rpartition(":")[2]), min(timeout, _LISTEN_S)):
+        os.write(sys.stderr.fileno(), f"nobody can listen on {address}\n".encode())
+        os._exit(1)  # the engine's own threads would keep the process
+    os.write(sys.stdout.fileno(), b"ready\n")
+    seen, wanted, last = False, True, 0.0
     while True:
-        there = bool(_children())
-        seen = seen or there
-        if (seen and not there) or (not seen and time.monotonic() > deadline):
+        now = time.monotonic()
+        if _children():
+            seen, last = True, now
+        elif now - last > _ROOT_ENDS_IT_S if seen else not wanted or now > deadline:
             break
-        time.sleep(_POLL_S)
-    os._exit(0)  # the engine's own threads would keep the process
+        if wanted:
+            wanted = not select.select([sys.stdin.fileno()], [], [], _POLL_S)[0]
+        else:
+            time.sleep(_POLL_S)
+    os._exit(0)
 
 
 if __name__ == "__main__":
