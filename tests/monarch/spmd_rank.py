@@ -40,8 +40,8 @@ async def get(key: str) -> float:
     return float(got[0])
 
 
-async def leave() -> None:
-    await ts.shutdown()
+async def leave(store_name: str = "torchstore") -> None:
+    await ts.shutdown(store_name)
 
 
 async def main() -> None:

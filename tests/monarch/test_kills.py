@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from tests.monarch import acts
 from tests.monarch.jobs import Job
@@ -175,6 +176,39 @@ async def test_a_client_actor(where: str) -> None:
 async def _books_are(job: Job, *expected: int) -> bool:
     books = await job.root(acts.books)
     return bool(books == expected)
+
+
+async def _get_within(key: str, timeout: float) -> str:
+    """How a get of this very process's ends: "value", or the name of the error."""
+    try:
+        await ts.get(key, timeout=timeout)
+    except ts.TorchStoreError as error:
+        return type(error).__name__
+    return "value"
+
+
+async def test_a_whole_host(own_hosts: Job) -> None:
+    """Nobody is left there who could say so: a get of what lies there ends in its time, and says
+    what has become of it.
+    """
+    await own_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    for worker in (0, 1):
+        await own_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
+    assert await own_hosts.at(0, acts.get_shape, "k1") == ((MB,), [1])
+    host = own_hosts.host_pids()[1]
+    pids = {host, *_below(host)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    begun = time.monotonic()
+    said = await own_hosts.at(0, _get_within, "k1", 3.0)
+    assert said in ("StoreTimeoutError", "TransportUnavailableError", "ObjectLostError")
+    assert time.monotonic() - begun < 3.0 + AT_ONCE_S
+    await until(lambda: _lost(own_hosts, 0, "k1"), 25)
+    assert await own_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
+
+
+def _below(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 async def test_the_controller(own_hosts: Job) -> None:

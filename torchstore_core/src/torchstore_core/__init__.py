@@ -138,26 +138,19 @@ _HOMES = {
 
 # The strategies of torchstore-strategies, by the names that users know them by. They are not in
 # __all__: this package does not depend on that one.
-_STRATEGIES = frozenset(
-    (
-        "ControllerStorageVolumes",
-        "HashStrategy",
-        "HostStrategy",
-        "LocalRankStrategy",
-        "ReplicatedStrategy",
-        "SingletonStrategy",
-        "SpreadStrategy",
-    )
-)
+_STRATEGIES = {
+    "ControllerStorageVolumes": "singleton",
+    "HashStrategy": "hash",
+    "HostStrategy": "host",
+    "LocalRankStrategy": "local-rank",
+    "ReplicatedStrategy": "replicated",
+    "SingletonStrategy": "singleton",
+    "SpreadStrategy": "spread",
+}
 
 
 def _strategy(name: str) -> Any:
-    try:
-        return getattr(importlib.import_module("torchstore_strategies"), name)
-    except ModuleNotFoundError as error:
-        raise PluginError(
-            f"{name} is in a package of its own: pip install torchstore-strategies"
-        ) from error
+    return importlib.import_module("torchstore_core.plugins").Registry().strategy(_STRATEGIES[name])
 
 
 def __getattr__(name: str) -> Any:

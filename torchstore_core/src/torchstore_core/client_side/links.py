@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import warnings
@@ -60,6 +61,8 @@ class VolumeLinks:
         self._lock = threading.Lock()
         self._active = 0
         self._closed = False
+        # Of transfers to another host, and their event loops.
+        self._limits: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}
         #: Why the volume's memory is gone for good; empty while it lives.
         self.lost = info.lost
 
@@ -75,11 +78,33 @@ class VolumeLinks:
             for candidate in self.ranking.order(nbytes, in_band=False):
                 try:
                     link = await self._connected(candidate)
-                    return await action(link, candidate)
+                    if self.context.same_host:
+                        return await action(link, candidate)
+                    return await self._while_it_lives(action(link, candidate))
                 except TransportError as error:
+                    if self.lost:
+                        raise
                     self._drop(candidate, error)
         none_left = self.ranking.unavailable(nbytes)
         raise self._unreachable(none_left.message, none_left.details)
+
+    async def _while_it_lives(self, work: Awaitable[T]) -> T:
+        """Wait for a transfer to another host, which may never end if that has died: until then.
+
+        Raises:
+            TransportUnavailableError: the volume is lost.
+        """
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limits[limit] = asyncio.get_running_loop()
+                try:
+                    return await work
+                finally:
+                    self._limits.pop(limit, None)
+        except TimeoutError:
+            if not (self.lost and limit.expired()):
+                raise
+        raise self._unreachable(self.lost)
 
     def _unreachable(
         self, why: str, details: dict[str, Any] | None = None
@@ -114,6 +139,9 @@ class VolumeLinks:
         was mapped from it stays.
         """
         self.lost = why
+        for limit, loop in list(self._limits.items()):
+            with contextlib.suppress(RuntimeError):  # that loop is closed
+                loop.call_soon_threadsafe(_expire, limit)
         self.close()
 
     def close(self) -> None:
@@ -190,3 +218,10 @@ class VolumeLinks:
             while links:
                 _, link = links.popitem()
                 link.close()
+
+
+def _expire(limit: asyncio.Timeout) -> None:
+    """End what runs under it, if anything still does."""
+    with contextlib.suppress(RuntimeError):
+        if not limit.expired():
+            limit.reschedule(0.0)

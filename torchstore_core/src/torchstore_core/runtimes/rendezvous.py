@@ -177,19 +177,24 @@ class Meeting:
         details = error.details if isinstance(error, TorchStoreError) else {}
         failed = msgspec.json.encode(_Failed(self.env.rank, code, text, details))
 
-        def tell() -> list[int]:
+        def tell() -> None:
             # The first failure counts: the later ones are because of it.
             self.store.compare_set(_FAILED, "", failed.decode())
-            others = [rank for rank in range(self.env.world_size) if rank != self.env.rank]
-            return [rank for rank in others if self.store.check([f"came/{rank}"])]
 
         self._deadline = time.monotonic() + _SAY_WHY_S
         with contextlib.suppress(TorchStoreError):
-            came = await self._aside(tell)
-            if self.env.rank != 0:
-                await self.part()
-            elif not _launcher_hosts(self.env):
-                await self._until_parted(came)
+            await self._aside(tell)
+            await self._part_failed()
+
+    async def _part_failed(self) -> None:
+        """The last word, when some may not have come."""
+        if self.env.rank != 0 or _launcher_hosts(self.env):
+            await self.part()
+            return
+        others = range(1, self.env.world_size)
+        await self._until_parted(
+            await self._aside(lambda: [one for one in others if self.store.check([f"came/{one}"])])
+        )
 
     async def _until_parted(self, others: Sequence[int]) -> None:
         """Wait for the last words of others; whoever does not say them has died."""
@@ -233,7 +238,7 @@ class Meeting:
         found = await self._aside(lambda: self._look(keys))
         if isinstance(found, _Failed):
             self._failing = True  # who failed first has told all
-            await self.part()
+            await self._part_failed()
             text = f"rank {found.rank}: {found.message}"
             raise from_wire(found.code, text, None, found.details)
         return found

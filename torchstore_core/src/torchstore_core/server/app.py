@@ -94,6 +94,7 @@ class Server:
         self._volumes: list[Volume] = []  # in this process
         self._attached: dict[int, VolumeRecord] = {}
         self._all_attached = asyncio.Event()
+        self._when_trimmed: list[Callable[[], None]] = []
         self._controller: Controller | None = None
         self._listener: asyncio.AbstractServer | None = None
         self._stopping = False
@@ -228,6 +229,23 @@ class Server:
             self._begin([self._attached[i] for i in range(wanted)])
             self._all_attached.set()
 
+    def when_trimmed(self, call: Callable[[], None]) -> bool:
+        """If memory is being given back at this moment, ``call`` when it can be used again; whether
+        that is so.
+        """
+        memories = [record.memory for record in self._attached.values()]
+        if not any(
+            isinstance(memory, AttachedMemory) and memory.is_trimming for memory in memories
+        ):
+            return False
+        self._when_trimmed.append(call)
+        return True
+
+    def _trimmed(self) -> None:
+        calls, self._when_trimmed = self._when_trimmed, []
+        for call in calls:
+            self._loop.call_soon(call)
+
     def lost_volumes(self) -> list[str]:
         """Ids of the volumes that are lost."""
         there = () if self._controller is None else self._controller.volumes
@@ -238,6 +256,8 @@ class Server:
         memory = self._attached[index].memory
         if isinstance(memory, AttachedMemory):
             memory.warmed(message)
+        if message.trimmed:
+            self._trimmed()
         if self._controller is not None:
             self._broadcast_warm()
 
@@ -246,6 +266,7 @@ class Server:
         if self._controller is None:
             del self._attached[index]
             return
+        self._trimmed()
         if not self._stopping:
             self._controller.lose_volume(index, why)
             self._to_anchors(m.Lost(index, why))

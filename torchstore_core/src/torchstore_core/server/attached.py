@@ -72,6 +72,11 @@ class AttachedMemory:
         self._send(m.Trim(start, self._warm))
         return given
 
+    @property
+    def is_trimming(self) -> bool:
+        """Whether the volume has not answered yet."""
+        return self._reserved is not None
+
     def read(self, offset: int, nbytes: int) -> None:
         """Not from here: clients read it, under a lease."""
         return None

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
+from torchstore_core.errors import (
+    ProtocolError,
+    StoreClosedError,
+    StoreFullError,
+    TorchStoreError,
+)
 from torchstore_core.server import looking
 from torchstore_core.server.records import SessionRecord, Waiter
 from torchstore_core.topology import Topology
@@ -134,16 +139,26 @@ class Conversation:
             raise StoreClosedError("this session has ended")
         try:
             reply = self._answer(request, self._session)
+        except StoreFullError as error:
+            if self._server.when_trimmed(lambda: self._again(request)):
+                return
+            reply = _failure(request, error)
         except TorchStoreError as error:
-            reply = m.Failure(
-                getattr(request, "id", 0), error.code, error.message, error.key, error.details
-            )
+            reply = _failure(request, error)
         except Exception:
             log.exception("request failed: %s", type(request).__name__)
             text = f"the server failed on {type(request).__name__}; its log has the traceback"
             reply = m.Failure(getattr(request, "id", 0), TorchStoreError.code, text)
         if reply is not None:
             self.send(reply)
+
+    def _again(self, request: m.Request) -> None:
+        """Answer a request that had to wait."""
+        if self in self._server.conversations:
+            try:
+                self._handle(request)
+            except StoreClosedError as error:
+                self.refuse(error.message, error.code)
 
     def _hello(self, hello: m.Hello) -> None:
         self._check_first("client", hello.protocol)
@@ -243,3 +258,8 @@ class Conversation:
         waiter = self._server.controller.waiting.add(request.keys, request.min_version, reply)
         if waiter is not None:
             self._waiters[request.id] = waiter
+
+
+def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:
+    number: int = getattr(request, "id", 0)
+    return m.Failure(number, error.code, error.message, error.key, error.details)

@@ -9,8 +9,10 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
+from typing import TypeVar
 
 from torchstore_core.server.directories import runtime_directory
 
@@ -23,7 +25,10 @@ __all__ = [
     "marked",
     "private_runtime_directory",
     "threads",
+    "until_empty",
 ]
+
+T = TypeVar("T", bound=Sized)
 
 #: Environment variable by which processes are found again whose parent has died.
 MARK = "CONFORMANCE_RUN"
@@ -110,3 +115,11 @@ def private_runtime_directory() -> Iterator[None]:
             del os.environ[_RUNTIME_DIRECTORY]
         else:
             os.environ[_RUNTIME_DIRECTORY] = before
+
+
+def until_empty(look: Callable[[], T], seconds: float) -> T:
+    """What ``look`` still sees when nothing is left, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while (left := look()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left

@@ -1,8 +1,8 @@
 """What every runtime must do, as tests: subclass and say how to make yours.
 
-They start real stores, so they take some seconds. Linux only: what is left behind is looked for in
-``/proc``. While a test runs, ``XDG_RUNTIME_DIR`` is a directory of its own, so that the directories of
-other stores of this user are not taken for those of the runtime.
+They start real stores, so they take some seconds. Linux only: they look into ``/proc``.
+While a test runs, ``XDG_RUNTIME_DIR`` is a directory of its own, so that what other stores of this
+user have is not taken for something left behind.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Coroutine, Sized
+from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -28,11 +26,11 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, StoreTimeoutError, TorchStoreError
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.testing import leftovers
+from torchstore_core.testing.owners import plain_environment, start_owner
 
 __all__ = ["RuntimeConformance"]
 
 T = TypeVar("T")
-Left = TypeVar("Left", bound=Sized)
 _MIB = 1 << 20
 _TIMEOUT_S = 60.0
 
@@ -44,24 +42,6 @@ async def main():
     await ts.connect(sys.argv[1])
     got = await ts.get("large")
     await ts.put("answer", float(got.sum()))
-asyncio.run(main())
-"""
-
-# The owner of a store, which is killed when it has said "ready".
-_OWNER = """
-import asyncio, json, sys
-import torch
-import torchstore_core as ts
-from torchstore_core.contracts.runtime import StoreOptions
-from torchstore_core.plugins import load_class
-factory, options = json.loads(sys.stdin.readline())
-async def main():
-    runtime = load_class(factory)()
-    address = await runtime.start(StoreOptions(**options), None)
-    client = await ts.connect(address, store_name=options["store_name"])
-    await client.put("large", torch.ones(1 << 20))
-    print("ready", flush=True)
-    sys.stdin.read()
 asyncio.run(main())
 """
 
@@ -146,7 +126,7 @@ class RuntimeConformance:
         with leftovers.private_runtime_directory():
             before = self.left_behind()
             result = asyncio.run(work)
-            left = _until_empty(lambda: self.left_behind() - before, self.gone_within)
+            left = leftovers.until_empty(lambda: self.left_behind() - before, self.gone_within)
         if left:
             pytest.fail(f"this was left behind {self.gone_within:g} s after stop(): {sorted(left)}")
         return result
@@ -206,10 +186,10 @@ class RuntimeConformance:
         self._run(work())
 
     def test_what_is_blocked_is_not_loaded_by_the_server(self) -> None:
-        """``block``: here the strategy that it would use."""
+        """``block``: here the strategy that it uses by default."""
 
         async def work() -> None:
-            asked = self._asked(strategy=ts.SingletonStrategy(), block=("singleton",))
+            asked = self._asked(strategy=None, block=("singleton",))
             await self._refused("block", asked)
 
         self._run(work())
@@ -226,7 +206,7 @@ class RuntimeConformance:
                 await client.put("large", torch.ones(_MIB))
                 command = [sys.executable, "-c", _JOIN, runtime.local_address or address]
                 await asyncio.to_thread(
-                    subprocess.run, command, check=True, timeout=_TIMEOUT_S, env=_plain()
+                    subprocess.run, command, check=True, timeout=_TIMEOUT_S, env=plain_environment()
                 )
                 if await client.get("answer") != float(_MIB):
                     pytest.fail("the other process did not see the same bytes")
@@ -340,7 +320,7 @@ class RuntimeConformance:
         before = self.held()
         for _ in range(self.cycles):
             self._run(work())
-        if left := _until_empty(grown, self.gone_within):
+        if left := leftovers.until_empty(grown, self.gone_within):
             pytest.fail(f"{self.cycles} times start() and stop() left this in the process: {left}")
 
     def test_the_store_ends_when_its_owner_is_killed(self) -> None:
@@ -356,27 +336,18 @@ class RuntimeConformance:
         mark = options["store_name"]
         with leftovers.private_runtime_directory():
             before = self.left_behind()
-            paths = os.pathsep.join(filter(None, sys.path))
-            owner = subprocess.Popen(
-                [sys.executable, "-c", _OWNER],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                env={**_plain(), "PYTHONPATH": paths, leftovers.MARK: mark},
-            )
 
             def left() -> set[str]:
                 processes = {f"process {pid}: {name}" for pid, name in leftovers.marked(mark)}
                 return processes | (self.left_behind() - before)
 
             try:
-                _talk(owner, msgspec.json.encode([factory, options]) + b"\n")
+                owner = start_owner(factory, options, mark, _TIMEOUT_S)
                 owner.kill()
-                owner.wait()
-                still = _until_empty(left, self.ends_within)
+                owner.communicate()
+                still = leftovers.until_empty(left, self.ends_within)
             finally:
                 leftovers.kill_marked(mark)
-                owner.communicate()
         if still:
             pytest.fail(
                 f"this was left behind {self.ends_within:g} s after its owner was killed: "
@@ -475,29 +446,3 @@ class _NotInstalled(Strategy, frozen=True, tag="conformance-not-installed"):
     """A strategy that no server has."""
 
     note: str = ""
-
-
-def _plain() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name[:10] != "TORCHSTORE"}
-
-
-def _until_empty(look: Callable[[], Left], seconds: float) -> Left:
-    """What ``look`` still sees when nothing is left, or the time is over."""
-    deadline = time.monotonic() + seconds
-    while (left := look()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
-
-
-def _talk(owner: subprocess.Popen[bytes], line: bytes) -> None:
-    """Say ``line`` to the owner of a store, and wait until it says that the store is ready."""
-    if owner.stdin is None or owner.stdout is None:
-        pytest.fail("the owner has no pipes")
-    owner.stdin.write(line)
-    owner.stdin.flush()
-    timer = threading.Timer(_TIMEOUT_S, owner.kill)
-    timer.start()
-    said = owner.stdout.readline()
-    timer.cancel()
-    if said != b"ready\n":
-        pytest.fail(f"another process could not start the store; it said {said!r}")

@@ -9,6 +9,7 @@ Whoever reaches the port can make Monarch run code here: see ``starting``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -19,7 +20,7 @@ from monarch.actor import start_worker_loop_forever
 
 _POLL_S = 0.5
 # The root first ends the processes that it started, then the worker; it waits for both.
-_ROOT_ENDS_IT_S = 4.0
+_ROOT_ENDS_IT_S = 2.0
 _LISTEN_S = 10.0
 _LISTENING = "0A"
 
@@ -30,8 +31,10 @@ def _children() -> list[int]:
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
-def _listens(port: int) -> bool:
-    """Whether a socket of this process does: the engine does not say that a port is taken."""
+def _listens(port: int) -> bool | None:
+    """Whether this process does, or another one (False), or nobody (None): the engine itself does
+    not say that a port is taken.
+    """
     rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     at_port = {
         f"socket:[{row[9]}]"
@@ -39,21 +42,17 @@ def _listens(port: int) -> bool:
         if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port
     }
     for fd in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{fd}") in at_port:
                 return True
-        except OSError:
-            continue
-    return False
+    return False if at_port else None
 
 
 def _wait_for_listening(port: int, timeout: float) -> bool:
     deadline = time.monotonic() + timeout
-    while not _listens(port):
-        if time.monotonic() > deadline:
-            return False
+    while (listens := _listens(port)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_S / 50)
-    return True
+    return bool(listens)
 
 
 def main() -> int:
@@ -62,7 +61,7 @@ def main() -> int:
     deadline = time.monotonic() + timeout
     start_worker_loop_forever(ca="trust_all_connections", address=address)
     if not _wait_for_listening(int(address.rpartition(":")[2]), min(timeout, _LISTEN_S)):
-        os.write(sys.stderr.fileno(), f"nobody can listen on {address}\n".encode())
+        os.write(sys.stderr.fileno(), f"cannot listen on {address}\n".encode())
         os._exit(1)  # the engine's own threads would keep the process
     os.write(sys.stdout.fileno(), b"ready\n")
     seen, wanted, last = False, True, 0.0

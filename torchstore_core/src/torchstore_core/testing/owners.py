@@ -1,0 +1,77 @@
+"""Another process that starts a store by its runtime's factory, to be killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from torchstore_core.testing.leftovers import MARK
+
+__all__ = ["plain_environment", "start_owner"]
+
+_OWNER = """
+import asyncio, json, sys
+import torch
+import torchstore_core as ts
+from torchstore_core.contracts.runtime import StoreOptions
+from torchstore_core.plugins import load_class
+factory, options = json.loads(sys.stdin.readline())
+async def main():
+    runtime = load_class(factory)()
+    address = await runtime.start(StoreOptions(**options), None)
+    client = await ts.connect(address, store_name=options["store_name"])
+    await client.put("large", torch.ones(1 << 20))
+    print("ready", flush=True)
+    sys.stdin.read()
+asyncio.run(main())
+"""
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment of this process, without what it says about stores."""
+    return {name: value for name, value in os.environ.items() if name[:10] != "TORCHSTORE"}
+
+
+def start_owner(
+    factory: str, options: dict[str, Any], mark: str, timeout: float
+) -> subprocess.Popen[bytes]:
+    """A process that has started a store, put a tensor into it, and holds it.
+
+    Args:
+        factory: ``"module:Class"`` of the runtime.
+        options: the fields of its ``StoreOptions``, as plain data.
+        mark: what its environment, and that of all below it, has as ``leftovers.MARK``.
+        timeout: seconds after which it is a failure.
+    """
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={
+            **plain_environment(),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            MARK: mark,
+        },
+    )
+    said = b""
+    if owner.stdin is not None and owner.stdout is not None:
+        owner.stdin.write(msgspec.json.encode([factory, options]) + b"\n")
+        owner.stdin.flush()
+        timer = threading.Timer(timeout, owner.kill)
+        timer.start()
+        said = owner.stdout.readline()
+        timer.cancel()
+    if said != b"ready\n":
+        owner.kill()
+        owner.communicate()
+        pytest.fail(
+            f"another process could not start the store; its standard error says why: {said!r}"
+        )
+    return owner
