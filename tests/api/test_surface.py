@@ -177,7 +177,7 @@ async def test_every_operation_by_store_name_and_on_a_client():
             await client.keys()
 
 
-async def test_status_tells_what_is_going_on(store):
+async def test_status_tells_what_is_going_on(store, runtime):
     await ts.put_batch({"t": torch.ones(300_000), "o": 1})
     status = await ts.status()
     assert status.store_name == "torchstore"
