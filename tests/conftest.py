@@ -17,6 +17,8 @@ import torchstore_core as ts
 # What a developer's shell says about stores is not about the tests.
 for _name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
     del os.environ[_name]
+for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
+    os.environ.pop(_name, None)
 
 _API = Path(__file__).parent / "api"
 

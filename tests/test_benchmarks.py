@@ -190,6 +190,7 @@ async def test_a_tiny_run_verifies_reports_and_cleans_up(tmp_path: Path) -> None
     await _check_nothing_is_left(report)
 
 
+@pytest.mark.soak
 async def test_state_dicts_of_a_named_model_are_measured_in_every_layout_and_verified(
     tmp_path: Path,
 ) -> None:
@@ -219,6 +220,7 @@ async def test_state_dicts_of_a_named_model_are_measured_in_every_layout_and_ver
     await _check_nothing_is_left(report)
 
 
+@pytest.mark.soak
 async def test_what_a_publish_costs_beside_its_bytes_is_measured_and_verified(
     tmp_path: Path,
 ) -> None:

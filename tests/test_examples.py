@@ -129,6 +129,7 @@ async def test_generators_hold_whole_versions_and_see_them_change() -> None:
     assert all(0 < times["median_s"] <= times["max_s"] for times in timed)
 
 
+@pytest.mark.soak
 async def test_a_wrong_checksum_is_noticed_by_every_generator() -> None:
     with example(TRAINER, "--steps", "2", "--json", "--corrupt") as process:
         status, out, err = await output(process)
@@ -162,6 +163,7 @@ async def test_tensor_parallel_ranks_hold_what_fsdp_ranks_have_published() -> No
     assert all(0 < times["median_s"] <= times["max_s"] for times in timed)
 
 
+@pytest.mark.soak
 async def test_wrong_weights_are_noticed_by_every_tensor_parallel_rank_and_said() -> None:
     with example(FSDP, "--steps", "2", "--corrupt") as process:
         status, out, err = await output(process)

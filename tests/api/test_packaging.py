@@ -127,7 +127,9 @@ async def _live(client: ts.Client) -> None:
     await client.delete("large")
 
 
-async def test_the_server_process_never_maps_torch(store):
+async def test_the_server_process_never_maps_torch(store, runtime):
+    if runtime == "monarch":
+        pytest.skip("the engine itself is in the controller's process, and larger")
     await _live(store)
     pid = (await ts.status()).controller_pid
     libraries = re.compile(r"libtorch|libc10|numpy|/_pickle\.")
@@ -149,7 +151,9 @@ async def test_the_server_process_never_imports_what_is_forbidden(monkeypatch, c
     assert not [name for name in sorted(imported) if FORBIDDEN.fullmatch(name)]
 
 
-async def test_an_empty_server_is_small(store):
+async def test_an_empty_server_is_small(store, runtime):
+    if runtime == "monarch":
+        pytest.skip("the engine itself is in the controller's process, and larger")
     pid = (await ts.status()).controller_pid
     status = Path(f"/proc/{pid}/status").read_text()
     (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", status)

@@ -34,7 +34,12 @@ async def _end(job: Job, how: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("how", "status"), [("normally", 0), ("exception", 1), ("kill -9", -signal.SIGKILL)]
+    ("how", "status"),
+    [
+        ("normally", 0),
+        pytest.param("exception", 1, marks=pytest.mark.soak),
+        ("kill -9", -signal.SIGKILL),
+    ],
 )
 async def test_one_host(how: str, status: int) -> None:
     shared = set(os.listdir("/dev/shm"))

@@ -144,7 +144,7 @@ def four() -> Iterator[Ranks]:
     [
         ("local-rank", [0, 1, 2, 3], {f"torchstore-{rank} host{rank // 2}" for rank in _RANKS}),
         ("host", [3, 2, 1, 0], {"torchstore-0 host0", "torchstore-1 host1"}),
-        (None, [1, 0, 3, 2], {"torchstore-0 host0"}),
+        pytest.param(None, [1, 0, 3, 2], {"torchstore-0 host0"}, marks=pytest.mark.soak),
     ],
 )
 async def test_what_one_host_puts_the_other_gets_whoever_leaves_first(

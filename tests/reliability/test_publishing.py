@@ -60,7 +60,7 @@ async def nothing_is_left(kind: str, server: int, before: Account, descriptors: 
 # ---- while all goes well ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "seconds"), [("state dict", 10.0), ("one tensor", 3.0)])
+@pytest.mark.parametrize(("kind", "seconds"), [("state dict", 5.0), ("one tensor", 3.0)])
 async def test_readers_of_another_layout_see_whole_versions_in_order(
     server: int, kind: str, seconds: float
 ):

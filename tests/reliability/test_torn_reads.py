@@ -11,7 +11,7 @@ from tests.support import until
 import torchstore_core as ts
 
 ELEMENTS = 16 * MB  # int32: 64 MB
-SECONDS = 10.0
+SECONDS = 5.0
 # Far below what two slow cores do, far above what a stuck reader does.
 MIN_READS = 10
 

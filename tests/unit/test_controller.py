@@ -596,7 +596,7 @@ def first_fits(taken: list[bool], pieces: Sequence[int]) -> list[int] | None:
 
 
 ControllerMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None
+    max_examples=150, stateful_step_count=40, deadline=None
 )
 # When it fails, hypothesis takes its time to find a short example.
 TestControllerMachine = pytest.mark.timeout(600)(ControllerMachine.TestCase)

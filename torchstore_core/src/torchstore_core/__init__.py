@@ -150,7 +150,12 @@ _STRATEGIES = {
 
 
 def _strategy(name: str) -> Any:
-    return importlib.import_module("torchstore_core.plugins").Registry().strategy(_STRATEGIES[name])
+    registry = importlib.import_module("torchstore_core.plugins").Registry()
+    try:
+        return registry.strategy(_STRATEGIES[name])
+    except PluginError as error:
+        hint = f"{name} is in a package of its own: pip install torchstore-strategies"
+        raise PluginError(f"{hint} ({error.message})") from error
 
 
 def __getattr__(name: str) -> Any:
