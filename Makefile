@@ -16,7 +16,8 @@ SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model
 # Extra arguments: make test PYTEST_ARGS="-k boxes -x" TEST_PROCESSES=0, make bench BENCH_ARGS="--quick"
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
-TEST_PROCESSES ?= 2
+# More than there are cores: many tests wait for processes.
+TEST_PROCESSES ?= 3
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test check format bench soak clean

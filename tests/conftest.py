@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Monarch last: once it runs, a process is part of a job, which changes the default. What is of
     one file stays together where several processes share the tests.
     """
-    items.sort(key=_is_monarch)
+    # Whole jobs before the many short ones, so that both processes are busy to the end.
+    items.sort(key=lambda item: (_is_monarch(item), "tests/api" in item.nodeid))
     for item in items:
         file = item.nodeid.partition("::")[0]
         group = f"monarch: {file}" if _is_monarch(item) else file

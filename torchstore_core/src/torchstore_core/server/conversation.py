@@ -107,6 +107,9 @@ class Conversation:
         if self not in self._server.conversations:
             return
         self._server.conversations.discard(self)
+        # The pipe refers to this and this to the pipe: what was held is free at once, not when the
+        # collector comes.
+        self.send, self.end = _to_nobody, _nothing
         for waiter in self._waiters.values():
             self._server.controller.waiting.forget(waiter)
         self._waiters.clear()
@@ -258,6 +261,14 @@ class Conversation:
         waiter = self._server.controller.waiting.add(request.keys, request.min_version, reply)
         if waiter is not None:
             self._waiters[request.id] = waiter
+
+
+def _to_nobody(message: m.Message) -> None:
+    """The pipe is gone."""
+
+
+def _nothing() -> None:
+    """It is closed already."""
 
 
 def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:
