@@ -43,6 +43,8 @@ async def test_in_processes_of_the_user(job: Job, volumes: int) -> None:
 
 
 async def test_no_mesh_is_processes_of_their_own_on_this_host(job: Job) -> None:
+    for worker in (0, 1):  # the engine starts them when they are first asked for something
+        await job.at(worker, acts.pid)
     before = job.processes()
     status = await _started(job, "initialize", num_storage_volumes=2)
     try:

@@ -142,7 +142,7 @@ def test_loops_in_threads_at_once():
         seen = await account()
         return seen.sessions == 1 and seen.leased == seen.unfinished == 0 and await lanes() <= 2
 
-    asyncio.run(until(quiet))
+    asyncio.run(until(quiet, 15))
 
 
 def test_threads_join_at_once():
@@ -163,7 +163,7 @@ def test_threads_join_at_once():
         async def quiet() -> bool:
             return (await account()).sessions == 1 and await open_fds() <= before
 
-        asyncio.run(until(quiet))
+        asyncio.run(until(quiet, 15))
 
 
 async def open_fds() -> int:
@@ -236,7 +236,7 @@ def test_resetting_while_others_work():
             await open_fds() <= before
         )
 
-    asyncio.run(until(quiet))
+    asyncio.run(until(quiet, 15))
 
 
 SIDE = 7168
@@ -359,6 +359,6 @@ async def _as_before(fds_before: int) -> None:
             and await open_fds() <= fds_before
         )
 
-    await until(quiet, 3)
+    await until(quiet, 15)
     assert children.uniform(await ts.get("a")) in (3, 4)
     await ts.put("a", torch.zeros(LARGE, dtype=torch.uint8))

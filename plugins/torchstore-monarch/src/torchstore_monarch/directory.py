@@ -239,7 +239,7 @@ async def _bounded(end: Any) -> Any:
     try:
         return await asyncio.wait_for(end, _END_S)
     except Exception as error:  # noqa: BLE001 - whatever the engine raises
-        log.info("while ending a store: %s", type(error).__name__)
+        log.info("while ending a store: %r", error)
         return None
 
 
