@@ -55,7 +55,6 @@ class _Store:
         self.own_agents = False  # whether they are in such processes
         self.found: FoundStore | None = None
         self.volumes: dict[str, Any] = {}  # the agents that have them, by volume id
-        self.ready = asyncio.Event()
 
 
 class Directory(Actor):
@@ -115,7 +114,6 @@ class Directory(Actor):
         except BaseException:
             await self._discard(store)
             raise
-        store.ready.set()
         return msgspec.msgpack.encode(store.found)
 
     async def _start(self, store: _Store, mesh: Any) -> FoundStore:
