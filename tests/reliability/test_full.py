@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +45,61 @@ async def test_what_was_dropped_makes_room_at_once():
             await ts.put("f", value)
             await ts.delete_batch(await ts.keys())
         await settled(Account(1, 0))
+
+
+@asynccontextmanager
+async def slow_anchor(address: str, path: Path, seconds: float) -> AsyncIterator[str]:
+    """An address that leads to the server. What comes on its first connection, which gives leases
+    back, arrives later.
+    """
+    anchor: list[asyncio.StreamReader] = []
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                if anchor == [reader]:
+                    loop.call_later(seconds, writer.write, data)
+                else:
+                    writer.write(data)
+        finally:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not anchor:
+            anchor.append(reader)
+        from_server, to_server = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+        tasks.add(asyncio.ensure_future(carry(reader, to_server)))
+        tasks.add(asyncio.ensure_future(carry(from_server, writer)))
+
+    loop = asyncio.get_running_loop()
+    listener = await asyncio.start_unix_server(serve, path)
+    try:
+        yield f"unix:{path}"
+    finally:
+        listener.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_what_was_dropped_makes_room_however_late_it_arrives(tmp_path: Path):
+    async with running_store(capacity=2 * VALUE) as owner:
+        async with slow_anchor(owner.address, tmp_path / os.urandom(4).hex(), 0.3) as address:
+            await ts.connect(address, store_name="slow")
+            for number in range(3):
+                await ts.put("a", full_of(number), store_name="slow")
+                held = [await ts.get("a", store_name="slow")]
+                await ts.delete("a", store_name="slow")
+                held.pop()
+                await ts.put("b", torch.zeros(2 * VALUE, dtype=torch.uint8), store_name="slow")
+                await ts.delete("b", store_name="slow")
+            await ts.put("a", full_of(1), store_name="slow")
+            tensor = await ts.get("a", store_name="slow")
+            with pytest.raises(ts.StoreFullError):  # it is full, not slow
+                await ts.put("b", torch.zeros(2 * VALUE, dtype=torch.uint8), store_name="slow")
+            del tensor
+            await ts.shutdown("slow")
 
 
 async def test_views_and_copies_of_views_hold_the_memory():

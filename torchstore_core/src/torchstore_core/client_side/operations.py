@@ -263,7 +263,8 @@ async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], cloc
     except StoreFullError as full:
         if not full.details.get("leased_bytes"):
             raise
-    await session.let_go()
+        if not await session.let_go(clock.left()):
+            raise
     again = msgspec.structs.replace(put, id=lane.next_id())
     return await lane.call(again, expect, clock.left())
 

@@ -34,8 +34,8 @@ __all__ = ["Session"]
 
 log = logging.getLogger(__name__)
 
-_LET_GO_S = 0.1
 Held = tuple[int, list[int] | None]  # a lease, and which of its entries (None: all)
+Asking = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class _ForkGuard:
@@ -101,7 +101,8 @@ class Session:
         self._anchor_says: deque[m.Message] = deque()
         self._keeps_memory = False
         self._waking = False
-        self._asking: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._asking: deque[Asking] = deque()
+        self._asked: dict[int, list[Asking]] = {}  # by the id of the request that was sent
         self._deferred: list[tuple[int, Held]] = []
         self._guards: list[_ForkGuard] = []
         self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
@@ -249,13 +250,18 @@ class Session:
             self.abort(txn)
             self.end(txn)
 
-    async def let_go(self) -> None:
-        """Wait until the leases of tensors that have died so far are on their way back."""
+    async def let_go(self, timeout: float | None) -> bool:
+        """Wait until the server has back the leases of tensors that have died so far; whether it
+        has, after ``timeout`` seconds.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._asking.append((loop, done))
         self._wake()
-        await asyncio.wait([done], timeout=_LET_GO_S)
+        if self.lost:  # looked at only now: the janitor may have ended before it saw this
+            return False
+        await asyncio.wait([done], timeout=timeout)
+        return done.done()
 
     def keep_memory(self) -> None:
         """Before page-locking pool memory: see ``messages.Keep``."""
@@ -282,6 +288,7 @@ class Session:
         except (OSError, ProtocolError, msgspec.DecodeError) as error:
             log.debug("anchor: %s", error)
         self.lost = True
+        _tell([*self._asking, *itertools.chain(*self._asked.values())])
         for volume in self.volumes:  # or memory of a store that has ended would stay taken
             volume.close()
         for sock in (self._anchor, self._wake_read, self._wake_write):
@@ -308,9 +315,10 @@ class Session:
             self._deferred.clear()
         asking = [self._asking.popleft() for _ in range(len(self._asking))]
         self._send_dead()
-        for loop, done in asking:
-            with contextlib.suppress(RuntimeError):  # that loop is closed
-                loop.call_soon_threadsafe(done.cancel)
+        if asking:  # the server answers in order: when it has said this, it has what came before
+            asked = m.Exists(self.next_id(), [])
+            self._asked[asked.id] = asking
+            self._anchor.sendall(encode(asked))
         self._fill_page_tables()
         holds = self._busy or self._held or self._deferred or self._dead
         return not self._retiring or bool(holds)
@@ -329,6 +337,8 @@ class Session:
                 self._warm = list(message.warm)
             elif isinstance(message, m.Lost) and message.volume < len(self.volumes):
                 self.volumes[message.volume].lose(message.reason)
+            elif isinstance(message, m.Flags):
+                _tell(self._asked.pop(message.id, []))
         return True
 
     def _send_dead(self) -> None:
@@ -421,6 +431,12 @@ class Session:
         elif not self.lost:
             self._anchor.close()
         self.lost = True
+
+
+def _tell(asking: list[Asking]) -> None:
+    for loop, done in asking:
+        with contextlib.suppress(RuntimeError):  # that loop is closed
+            loop.call_soon_threadsafe(done.cancel)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
