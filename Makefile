@@ -65,7 +65,7 @@ format: $(STAMP)
 
 # Tests of one file stay in one process, those that make it part of a Monarch job come last.
 test: check
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout=3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support import RUNTIMES, running_store, start_store
@@ -49,15 +50,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Monarch last: once it runs, a process is part of a job, which changes the default. What is of
-    one file stays together where several processes share the tests.
+    """Monarch last: once it runs, a process is part of a job, which changes the default. Before
+    that, and among its tests, the files that take long before those of many short tests, so that
+    all processes of the tests are busy to the end.
     """
-    # Whole jobs before the many short ones, so that both processes are busy to the end.
-    items.sort(key=lambda item: (_is_monarch(item), "tests/api" in item.nodeid))
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = f"monarch: {file}" if _is_monarch(item) else file
-        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (_is_monarch(item.nodeid), "tests/api" in item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """What is of one file stays together where several processes share the tests; what makes it
+    part of a Monarch job, apart from the rest.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return f"monarch: {file}" if _is_monarch(nodeid) else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -66,8 +79,8 @@ def pytest_collection_finish() -> None:
         raise pytest.UsageError("a test module imports monarch when it is collected")
 
 
-def _is_monarch(item: pytest.Item) -> bool:
-    return "monarch" in item.nodeid.lower()
+def _is_monarch(nodeid: str) -> bool:
+    return "monarch" in nodeid.lower()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -84,22 +83,25 @@ async def slow_anchor(address: str, path: Path, seconds: float) -> AsyncIterator
 
 
 async def test_what_was_dropped_makes_room_however_late_it_arrives(tmp_path: Path):
-    async with running_store(capacity=2 * VALUE) as owner:
-        async with slow_anchor(owner.address, tmp_path / os.urandom(4).hex(), 0.3) as address:
-            await ts.connect(address, store_name="slow")
-            for number in range(3):
-                await ts.put("a", full_of(number), store_name="slow")
-                held = [await ts.get("a", store_name="slow")]
-                await ts.delete("a", store_name="slow")
-                held.pop()
-                await ts.put("b", torch.zeros(2 * VALUE, dtype=torch.uint8), store_name="slow")
-                await ts.delete("b", store_name="slow")
-            await ts.put("a", full_of(1), store_name="slow")
-            tensor = await ts.get("a", store_name="slow")
-            with pytest.raises(ts.StoreFullError):  # it is full, not slow
-                await ts.put("b", torch.zeros(2 * VALUE, dtype=torch.uint8), store_name="slow")
-            del tensor
-            await ts.shutdown("slow")
+    path = tmp_path / "control"
+    async with (
+        running_store(capacity=2 * VALUE) as owner,
+        slow_anchor(owner.address, path, 0.3) as address,
+    ):
+        await ts.connect(address, store_name="slow")
+        for number in range(3):
+            await ts.put("a", full_of(number), store_name="slow")
+            held = [await ts.get("a", store_name="slow")]
+            await ts.delete("a", store_name="slow")
+            held.pop()
+            await ts.put("b", torch.zeros(2 * VALUE, dtype=torch.uint8), store_name="slow")
+            await ts.delete("b", store_name="slow")
+        await ts.put("a", full_of(1), store_name="slow")
+        tensor = await ts.get("a", store_name="slow")
+        with pytest.raises(ts.StoreFullError):  # it is full, not slow
+            await ts.put("b", torch.zeros(2 * VALUE, dtype=torch.uint8), store_name="slow")
+        del tensor
+        await ts.shutdown("slow")
 
 
 async def test_views_and_copies_of_views_hold_the_memory():
