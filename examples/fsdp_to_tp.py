@@ -164,7 +164,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def worker_main(
     connection: Connection, role: str, rank: int, options: argparse.Namespace, folder: str
 ) -> None:
-    """Entry point of the spawned processes. TORCHSTORE_ADDRESS leads them to the store."""
+    """Entry point of the worker processes. TORCHSTORE_ADDRESS leads them to the store."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * RANKS)))
     meet = f"file://{folder}/{role}"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS)

@@ -91,7 +91,7 @@ async def generate(report: Report, options: argparse.Namespace, rank: int) -> No
 
 
 def worker_main(connection: Connection, rank: int | None, options: argparse.Namespace) -> None:
-    """Entry point of the spawned processes. TORCHSTORE_ADDRESS leads them to the store."""
+    """Entry point of the worker processes. TORCHSTORE_ADDRESS leads them to the store."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 + options.generators)))
     if rank is None:
         asyncio.run(train(connection.send, options))

@@ -24,6 +24,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+# Imported once, by a process that all workers are forked from.
+_HEAVY = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+]
+
 PATIENCE_S = 120.0  # another process has to load its model first, or to train
 Report = Callable[[dict[str, Any]], None]
 
@@ -42,7 +51,8 @@ def start(name: str, target: Callable[..., None], *arguments: Any) -> Worker:
     """Start a process that calls ``target(connection, *arguments)``; it reports dicts with a
     ``"step"`` over the connection. Ctrl-C is for this process, not for it.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_HEAVY)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(theirs, *arguments), name=name)
     resource_tracker.ensure_running()  # its own start would unblock the signal

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +27,11 @@ __all__ = [
     "Script",
     "bits",
     "free_port",
+    "halt",
     "run_script",
     "running_store",
     "start_store",
+    "turn",
     "until",
 ]
 
@@ -57,6 +62,22 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         if time.monotonic() > deadline:
             raise AssertionError(f"not true within {timeout} s: {predicate!r} gave {value!r}")
         await asyncio.sleep(_POLL_S)
+
+
+async def halt(pid: int) -> None:
+    """Stop a process (SIGSTOP), and wait until none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> list[str]:
+        files = Path(f"/proc/{pid}/task").glob("*/stat")
+        return [file.read_text().rpartition(")")[2].split()[0] for file in files]
+
+    await until(lambda: set(states()) == {"T"})
+
+
+async def turn() -> None:
+    """Let everything else on this event loop have its turn, once."""
+    await asyncio.sleep(0)
 
 
 def free_port() -> int:

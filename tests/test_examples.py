@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,8 +46,9 @@ def example(
     )
     try:
         yield process
-        if process.returncode is not None:
-            assert not left_over(mark)
+        deadline = time.monotonic() + 5
+        while process.returncode is not None and left_over(mark):  # a fork server ends by itself
+            assert time.monotonic() < deadline, left_over(mark)
     finally:
         children = descendants(process.pid)
         process.kill()
@@ -77,11 +79,12 @@ def left_over(mark: str) -> list[psutil.Process]:
 
 
 def workers(pid: int) -> list[psutil.Process]:
-    """Its children that multiprocessing has spawned: trainers and generators."""
+    """What its fork server has forked: trainers and generators."""
     found = []
     for child in descendants(pid):
         try:
-            if "--multiprocessing-fork" in child.cmdline():
+            parent = child.parent()
+            if parent and parent.pid != pid and "forkserver" in str(parent.cmdline()):
                 found.append(child)
         except psutil.Error:
             continue
@@ -175,7 +178,11 @@ async def test_wrong_weights_are_noticed_by_every_tensor_parallel_rank_and_said(
     assert re.search(r"^verified +2 times the weights were wrong$", out, re.M)
 
 
-@pytest.mark.parametrize("name", [TRAINER, FSDP])
+# The other one starts and ends its workers with the same code.
+both = pytest.mark.parametrize("name", [TRAINER, pytest.param(FSDP, marks=pytest.mark.soak)])
+
+
+@both
 async def test_a_killed_worker_ends_the_job_with_an_error(name: str) -> None:
     with example(name, "--steps", "1000", "--json") as process:
         started = await until(lambda: workers(process.pid)[2:] and descendants(process.pid), 60)
@@ -187,7 +194,7 @@ async def test_a_killed_worker_ends_the_job_with_an_error(name: str) -> None:
         await until(lambda: not alive(started))
 
 
-@pytest.mark.parametrize("name", [TRAINER, FSDP])
+@both
 async def test_ctrl_c_ends_everything_without_a_traceback(name: str) -> None:
     with example(name, "--steps", "1000", "--json") as process:
         started = await until(lambda: workers(process.pid)[2:] and descendants(process.pid), 60)
@@ -209,7 +216,7 @@ async def test_two_lines_carry_a_module_to_another_process() -> None:
     assert reader == writer.replace("writer", "reader")
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.soak), 2])
 async def test_rollouts_never_come_from_weights_that_are_too_old(lag: int) -> None:
     with example("bounded_staleness.py", "--lag", str(lag), "--steps", "60") as process:
         status, out, err = await output(process)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import bits, until
+from tests.support import bits, turn, until
 
 import torchstore_core as ts
 
@@ -213,7 +213,7 @@ async def test_two_event_loop_tasks_never_show_a_mixture(shared, key):
     async def rank(box: ts.TensorSlice) -> None:
         for number in range(1, count + 1):
             await ts.put(key, torch.full(box.local_shape, float(number)), box)
-            await asyncio.sleep(0)
+            await turn()
 
     publishing = asyncio.gather(*(rank(box) for box in boxes))
     await ts.wait(key)

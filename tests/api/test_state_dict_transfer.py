@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import bits, run_script, running_store, until
+from tests.support import bits, halt, run_script, running_store, turn, until
 from tests.trees import assert_same
 
 import torchstore_core as ts
@@ -343,14 +343,14 @@ async def test_a_cancelled_await_does_not_stop_the_commit():
     async with running_store(store_name="stopped") as client:
         pid = (await client.status()).controller_pid
         pending = await client.put_state_dict({"w": torch.ones(300_000)}, "k", blocking=False)
-        os.kill(pid, signal.SIGSTOP)
+        await halt(pid)
         try:
 
             async def wait_for_it() -> None:
                 await pending
 
             task = asyncio.create_task(wait_for_it())
-            await asyncio.sleep(0)
+            await turn()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

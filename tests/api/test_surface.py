@@ -11,7 +11,7 @@ import time
 import msgspec
 import pytest
 import torch
-from tests.support import running_store
+from tests.support import halt, running_store
 
 import torchstore_core as ts
 
@@ -228,7 +228,7 @@ async def test_timeouts_hold_when_the_server_hangs(store):
     await ts.put_batch({"t": tensor, "o": 1})
     held = await ts.get("t")
     pid = (await ts.status()).controller_pid
-    os.kill(pid, signal.SIGSTOP)
+    await halt(pid)
     try:
         start = time.monotonic()
         calls = asyncio.gather(
@@ -277,7 +277,7 @@ async def test_the_default_timeout_is_the_one_of_initialize():
     async with running_store(timeout=5.0) as client:
         quick = await ts.connect(client.address, store_name="quick", timeout=0.2)
         pid = (await client.status()).controller_pid
-        os.kill(pid, signal.SIGSTOP)
+        await halt(pid)
         try:
             start = time.monotonic()
             with pytest.raises(ts.StoreTimeoutError):

@@ -9,7 +9,7 @@ import pickle
 import msgspec
 import pytest
 import torch
-from tests.support import run_script
+from tests.support import run_script, turn
 
 import torchstore_core as ts
 
@@ -90,7 +90,7 @@ async def test_versions_that_never_were(store):
 async def test_malformed_refs_are_refused_without_harm_to_others(store):
     await ts.put("k", 1)
     waiting = asyncio.create_task(ts.wait("later", timeout=30))
-    await asyncio.sleep(0)
+    await turn()
     for ref in (ts.ObjectRef("k", "1"), ts.ObjectRef(5, 1), ts.ObjectRef("", 1)):
         with pytest.raises(ts.UnsupportedValueError):
             await ts.get(ref)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.monarch import acts
 from tests.monarch.jobs import Job
-from tests.support import until
+from tests.support import turn, until
 
 import torchstore_core as ts
 
@@ -102,7 +102,7 @@ async def test_a_dtensor_across_both_hosts(hosts_store: Job, tmp_path: Path) -> 
 
 async def test_a_wait_for_another_host(hosts_store: Job) -> None:
     waiting = asyncio.create_task(hosts_store.at(1, acts.wait, "awaited"))
-    await asyncio.sleep(0)
+    await turn()
     await hosts_store.at(0, acts.put, "awaited", 5)
     await waiting
     with pytest.raises(ts.StoreTimeoutError):

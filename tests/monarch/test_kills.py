@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -243,6 +242,5 @@ async def _can_initialise(job: Job) -> bool:
     try:
         await job.root(acts.initialize_on_hosts, {"strategy": "host"})
     except ts.ConfigurationError:
-        await asyncio.sleep(0.2)
         return False
     return True

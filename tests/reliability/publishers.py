@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from tests.reliability.children import told, uniform
+from tests.support import turn
 
 import torchstore_core as ts
 from torchstore_core.client_side.operations import Clock, Putting
@@ -381,7 +382,7 @@ async def publish_and_end(pipe: Connection, address: str, number: int, moment: s
     value = torch.full(WHOLE, number, dtype=torch.int32)
     await ts.put_state_dict({"w": value, "number": number}, KEY, blocking=False)
     if moment == "killed a step later":
-        await asyncio.sleep(0)
+        await turn()
     if moment != "ends":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -419,38 +420,38 @@ async def publish_cycle(pipe: Connection, address: str, cycles: int) -> None:
         value = {"w": [mine, {"of": (rank, "object")}], f"stage{rank}": large}
         return await ts.put_state_dict(value, KEY, participants=2, participant=rank, **how)
 
-    for turn in range(cycles):
+    for cycle in range(cycles):
         for shard in shards:
-            shard.fill_(turn)
-        version = 2 * turn + 1
+            shard.fill_(cycle)
+        version = 2 * cycle + 1
         commit = await publish(0, version=version, keep=2, blocking=False)
         assert (await publish(1, version=version, keep=2)).version == version
         assert (await commit).version == version
         held = await ts.get_state_dict(KEY, version=version)
         mine = {"w": [ts.TensorShard(columns, part), {"of": None}], "stage0": None, "stage1": None}
         await ts.get_state_dict(KEY, mine, min_version=version)
-        assert columns[0, 0] == columns[-1, -1] == held["w"][0][0, 0] == turn
-        await ts.put(f"tensor{turn % 3}", shards[0], parts[0])
-        await ts.put(f"tensor{turn % 3}", shards[1], parts[1])
-        assert (await ts.get(f"tensor{turn % 3}", None, part))[-1, -1] == turn
+        assert columns[0, 0] == columns[-1, -1] == held["w"][0][0, 0] == cycle
+        await ts.put(f"tensor{cycle % 3}", shards[0], parts[0])
+        await ts.put(f"tensor{cycle % 3}", shards[1], parts[1])
+        assert (await ts.get(f"tensor{cycle % 3}", None, part))[-1, -1] == cycle
         # One that is never finished; keys that come and go, one of them not whole.
-        await publish(turn % 2, version=version + 1)
-        await ts.put_state_dict({"a": large, "b": turn}, f"dict{turn}")
-        await ts.put_state_dict({"b": -turn}, f"dict{turn}", partial=True, keep=3)
-        assert await ts.get(f"dict{turn}/b") == -turn
-        await ts.put(f"half{turn}", shards[0], parts[0])
-        for missing in (f"half{turn}", f"{KEY}/never"):
+        await publish(cycle % 2, version=version + 1)
+        await ts.put_state_dict({"a": large, "b": cycle}, f"dict{cycle}")
+        await ts.put_state_dict({"b": -cycle}, f"dict{cycle}", partial=True, keep=3)
+        assert await ts.get(f"dict{cycle}/b") == -cycle
+        await ts.put(f"half{cycle}", shards[0], parts[0])
+        for missing in (f"half{cycle}", f"{KEY}/never"):
             with suppress(ts.KeyNotFoundError):
                 await ts.get(missing)
-        await ts.delete_batch([f"dict{turn}", f"half{turn}"])
-        if turn % 10 == 0:
+        await ts.delete_batch([f"dict{cycle}", f"half{cycle}"])
+        if cycle % 10 == 0:
             await fail(columns)
             held = await ts.get_state_dict(KEY)
             await ts.delete_batch([KEY, "tensor1"])
         del held, mine  # what was None in it became zero-copy tensors
-        if turn + 1 in (cycles // 5, cycles):
+        if cycle + 1 in (cycles // 5, cycles):
             gc.collect()
-            pipe.send(turn + 1)
+            pipe.send(cycle + 1)
             await told(pipe)
 
 
@@ -463,7 +464,7 @@ async def fail(columns: torch.Tensor) -> None:
     with suppress(ts.StoreTimeoutError):
         await ts.put_state_dict({"w": columns}, "never", timeout=1e-4, blocking=False)
     waiting = asyncio.ensure_future(ts.wait(["never", KEY], min_version=1 << 40))
-    await asyncio.sleep(0)
+    await turn()
     waiting.cancel()
     with suppress(asyncio.CancelledError):
         await waiting

@@ -23,7 +23,7 @@ from tests.reliability.harness import (
     rss,
     settled,
 )
-from tests.support import running_store, until
+from tests.support import halt, running_store, until
 
 import torchstore_core as ts
 from torchstore_core import topology
@@ -140,7 +140,7 @@ async def test_a_client_that_is_stopped():
         await ts.put("a", torch.zeros(16 * MB, dtype=torch.uint8))
         with Child(children.read_for_ever, client.address, "a") as child:
             assert await child.said() == "begins"
-            os.kill(child.pid, signal.SIGSTOP)
+            await halt(child.pid)
             await work_of_others()
             os.kill(child.pid, signal.SIGCONT)
             await work_of_others()

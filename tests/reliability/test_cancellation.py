@@ -25,7 +25,7 @@ from tests.reliability.harness import (
     fds,
     settled,
 )
-from tests.support import running_store, until
+from tests.support import running_store, turn, until
 
 import torchstore_core as ts
 
@@ -40,13 +40,13 @@ async def pause(seconds: float) -> None:
     """A sleep that is exact: an event loop's own timers tick in milliseconds."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        await asyncio.sleep(0)
+        await turn()
 
 
 async def cancel(begin: Begin, seconds: float) -> Any:
     """``task.cancel()`` after so many seconds; None if it hit."""
     task = asyncio.ensure_future(begin())
-    await asyncio.sleep(0)
+    await turn()
     await pause(seconds)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from multiprocessing.connection import Connection
 
 import torch
@@ -240,20 +239,18 @@ async def test_a_killed_parents_unfinished_put_goes_though_its_child_lives_on():
             parent.kill()
             parent.wait()
 
-            async def unfinished() -> int:
-                return (await ts.status()).volumes[0].unfinished_bytes
+            async def given_up() -> bool:
+                return (await ts.status()).volumes[0].unfinished_bytes == 0
 
-            deadline = time.monotonic() + 1
-            while await unfinished() and time.monotonic() < deadline:
-                await asyncio.sleep(0.01)
-            assert await unfinished() == 0
+            await until(given_up, 1)
             assert (await ts.status()).volumes[0].leased_bytes == 4 << 20
         finally:
             os.kill(child, signal.SIGKILL)
             parent.kill()
             parent.wait()
             parent.stdout.close()
-        deadline = time.monotonic() + 5
-        while (await ts.status()).volumes[0].leased_bytes:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+
+        async def given_back() -> bool:
+            return not (await ts.status()).volumes[0].leased_bytes
+
+        await until(given_back)

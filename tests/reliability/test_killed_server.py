@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +27,7 @@ from tests.reliability.harness import (
     is_running,
     kill,
 )
-from tests.support import running_store, until
+from tests.support import halt, running_store, until
 
 import torchstore_core as ts
 
@@ -60,7 +59,7 @@ async def test_every_call_that_waits_fails_at_once():
         pid = (await ts.status()).controller_pid
         with Child(children.wait_for_ever, client.address) as other:
             assert await other.said() == "begins"
-            os.kill(pid, signal.SIGSTOP)  # so that nothing is answered any more
+            await halt(pid)  # so that nothing is answered any more
             calls = {name: asyncio.ensure_future(call()) for name, call in CALLS.items()}
             done, _ = await asyncio.wait(calls.values(), timeout=0.1)
             assert not done
@@ -145,7 +144,7 @@ async def test_the_next_server_tidies_up_what_nobody_else_could():
     with Child(children.own, "alone") as owner:
         server, address, _ = await owner.said()
         directory = directory_of(address)
-        os.kill(owner.pid, signal.SIGSTOP)
+        await halt(owner.pid)
         kill(server)
         owner.kill()
     async with running_store():

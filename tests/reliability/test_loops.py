@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.reliability import children
 from tests.reliability.harness import MB, Account, Child, account, fds, settled
-from tests.support import SMALL, until
+from tests.support import SMALL, turn, until
 
 import torchstore_core as ts
 
@@ -40,9 +40,9 @@ LOOPS = [
 @pytest.fixture(autouse=True, scope="module")
 def _both_kinds_have_run() -> None:
     """The first loop of libuv opens a pipe that the process keeps: not what tests count."""
-    run(lambda: asyncio.sleep(0))
+    run(turn)
     if importlib.util.find_spec("uvloop") is not None:
-        run(lambda: asyncio.sleep(0), _uvloop)
+        run(turn, _uvloop)
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_loops_in_threads_at_once():
         mine = torch.full((MB,), number, dtype=torch.uint8)
         small = torch.full((64,), number, dtype=torch.uint8)
         held: list[torch.Tensor] = []
-        for turn in range(20):
+        for step in range(20):
             await ts.put_batch({f"{number}": mine, f"{number} small": small, f"{number} o": number})
             got = await ts.get_batch([f"{number}", f"{number} small", f"{number} o", "shared"])
             assert children.uniform(got[f"{number}"]) == number
@@ -132,7 +132,7 @@ def test_loops_in_threads_at_once():
             tensor = torch.empty(MB, dtype=torch.uint8)
             await asyncio.gather(ts.get(f"{number}", tensor), ts.put("shared", mine))
             assert children.uniform(tensor) == number
-            await ts.wait("shared", min_version=turn)
+            await ts.wait("shared", min_version=step)
         assert all(children.uniform(tensor) == number for tensor in held)
         return number
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import gc
-import os
 import random
 import signal
 import threading
@@ -35,7 +34,7 @@ from tests.reliability.ranks import run_of
 from tests.reliability.test_cancellation import Way, cancel, give_up, leave, moments
 from tests.reliability.test_loops import LOOPS, NewLoop, open_fds
 from tests.reliability.test_steady import MAPS_GROWTH, RSS_GROWTH, Sample, nothing_is_held
-from tests.support import running_store, until
+from tests.support import halt, running_store, turn, until
 
 import torchstore_core as ts
 
@@ -249,7 +248,7 @@ async def test_every_call_under_way_fails_at_once_when_the_server_is_killed(addr
     held = await ts.get_state_dict(KEY)
     server = (await ts.status()).controller_pid
     begun = await ts.put_state_dict({"w": torch.ones(MB)}, "other", blocking=False)
-    os.kill(server, signal.SIGSTOP)  # before the commit: nothing is answered any more
+    await halt(server)  # before the commit: nothing is answered any more
     tasks = {name: asyncio.ensure_future(call()) for name, call in calls().items()}
     tasks["commit"] = asyncio.ensure_future(begun._result())
     done, _ = await asyncio.wait(tasks.values(), timeout=0.1)
@@ -426,7 +425,7 @@ async def test_a_get_of_a_version_that_does_not_come_gives_up_and_writes_nothing
     assert await account() == before
     getting = asyncio.ensure_future(mine.get(min_version=there + 1))
     waiting = asyncio.ensure_future(ts.wait(f"{KEY}/all", min_version=there + 1))
-    await asyncio.sleep(0)
+    await turn()
     await Publisher("state dict", 1).put(there + 1)
     assert mine.number_of(await getting) == there + 1
     assert (await waiting)[f"{KEY}/all"].version == there + 1

@@ -15,7 +15,7 @@ from tests.reliability import publishers
 from tests.reliability.harness import MB, Account, Child, account, fds, settled
 from tests.reliability.publishers import KEY, KINDS, RANKS, pending, publish_all, published
 from tests.reliability.ranks import Readers
-from tests.support import running_store, until
+from tests.support import halt, running_store, until
 
 import torchstore_core as ts
 
@@ -148,7 +148,7 @@ async def killed(child: Child, rank: int, chance: random.Random, *, writing: boo
     """
     while True:
         await asyncio.sleep(chance.uniform(0, 0.02))
-        os.kill(child.pid, signal.SIGSTOP)
+        await halt(child.pid)
         if any(str(rank) in p.writing for p in await pending()):
             child.kill()
             return True

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.hostile import Raw
-from tests.support import until
+from tests.support import turn, until
 from tests.unit.relays import Backstage
 
 import torchstore_core as ts
@@ -285,4 +285,4 @@ async def test_a_line_carries_nothing_else(
         await until(lambda: made.gone == [0])
         await client.put("k", torch.ones(MB))
         assert int((await client.get("k")).sum()) == MB
-        await asyncio.sleep(0)
+        await turn()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support import turn
 
 from torchstore_core.client_side.writing import together
 from torchstore_core.errors import TransportError
@@ -27,7 +28,7 @@ async def test_when_one_fails_the_others_have_stopped_and_its_error_is_raised() 
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # a link that needs a moment to stop
+            await turn()  # a link that needs a moment to stop
             stopped.append(True)
 
     async def fails() -> None:
@@ -51,7 +52,7 @@ async def test_when_the_put_is_cancelled_all_have_stopped() -> None:
 
     task = asyncio.create_task(together([writes(), writes()]))
     await begun.wait()
-    await asyncio.sleep(0)
+    await turn()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
