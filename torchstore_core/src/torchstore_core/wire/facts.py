@@ -1,4 +1,7 @@
-"""What messages tell of volumes, sessions and keys; :mod:`.messages` names them, too."""
+"""What all messages share: their base, and what they tell of volumes, sessions and keys.
+
+:mod:`.messages` names all of it, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ import msgspec
 from torchstore_core.topology import Topology
 from torchstore_core.values import ValueMeta
 
-__all__ = ["Listed", "Pending", "SessionStatus", "VolumeInfo", "VolumeStatus"]
+__all__ = ["Listed", "Message", "Pending", "SessionStatus", "VolumeInfo", "VolumeStatus"]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all messages."""
 
 
 class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):

@@ -18,10 +18,17 @@ from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.topology import Topology
 from torchstore_core.values import TensorSlice, ValueMeta
 from torchstore_core.wire.facts import Listed as Listed
+from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import Pending as Pending
 from torchstore_core.wire.facts import SessionStatus as SessionStatus
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.facts import VolumeStatus as VolumeStatus
+from torchstore_core.wire.memory import Attach as Attach
+from torchstore_core.wire.memory import Lost as Lost
+from torchstore_core.wire.memory import Prefault as Prefault
+from torchstore_core.wire.memory import Trim as Trim
+from torchstore_core.wire.memory import Warm as Warm
+from torchstore_core.wire.memory import Warmed as Warmed
 
 PROTOCOL_VERSION = 3
 
@@ -36,10 +43,6 @@ MAX_INLINE = 1 << 20
 #: Most entries of one Listing, and most characters of keys in it: keeps the reply at a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of all messages."""
 
 
 # ---- client to server ---------------------------------------------------------------------
@@ -187,7 +190,7 @@ class Delete(Message, frozen=True, tag="delete"):
 
 
 class Exists(Message, frozen=True, tag="exists"):
-    """Reply :class:`Flags`, one per key."""
+    """Reply :class:`Flags`, one per key. (Of no keys, it says that all that came before is done.)"""
 
     id: int
     keys: list[str]
@@ -244,26 +247,6 @@ class Status(Message, frozen=True, tag="status"):
     """Reply :class:`StatusReport`."""
 
     id: int
-
-
-class Attach(Message, frozen=True, tag="attach"):
-    """First message of a volume in another process. Reply :class:`Done`.
-
-    Then the server sends :class:`Prefault` and :class:`Trim`, the volume :class:`Warm`.
-    """
-
-    id: int
-    protocol: int
-    info: VolumeInfo
-
-
-class Warm(Message, frozen=True, tag="warm"):
-    """No reply. From a volume: its first ``nbytes`` bytes are warm. ``trimmed``: this answers a
-    :class:`Trim`; from there on nothing is.
-    """
-
-    nbytes: int
-    trimmed: bool = False
 
 
 class Shutdown(Message, frozen=True, tag="shutdown"):
@@ -473,37 +456,6 @@ class Done(Message, frozen=True, tag="done"):
     """Done; nothing to say."""
 
     id: int
-
-
-class Warmed(Message, frozen=True, tag="warmed"):
-    """Unasked, to anchors: pool memory became warm.
-
-    Each item: volume, segment, bytes from the segment's start.
-    """
-
-    warm: list[tuple[int, int, int]]
-
-
-class Prefault(Message, frozen=True, tag="prefault"):
-    """Unasked, to a volume: make its first ``nbytes`` bytes warm in the background."""
-
-    nbytes: int
-
-
-class Trim(Message, frozen=True, tag="trim"):
-    """Unasked, to a volume: give the pages from ``start`` on back to the system. Clients have
-    written up to ``warm``. Answered by :class:`Warm`.
-    """
-
-    start: int
-    warm: int
-
-
-class Lost(Message, frozen=True, tag="lost"):
-    """Unasked, to anchors: the memory of a volume is gone for good, and ``reason`` says why."""
-
-    volume: int
-    reason: str
 
 
 class Failure(Message, frozen=True, tag="failure"):
