@@ -190,7 +190,7 @@ class Delete(Message, frozen=True, tag="delete"):
 
 
 class Exists(Message, frozen=True, tag="exists"):
-    """Reply :class:`Flags`, one per key. (Of no keys, it says that all that came before is done.)"""
+    """Reply :class:`Flags`, one per key. Of no keys, it says that what came before is done."""
 
     id: int
     keys: list[str]
