@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -70,6 +71,31 @@ async def test_who_writes_to_another_host(rdma: Job) -> None:
     await rdma.root(_put_many, 7)
     assert await rdma.at(0, _many_are_right, 7)
     assert await rdma.root(_many_are_right, 7)
+
+
+async def _cancel_puts(moments: int) -> list[int]:
+    """Cancel large puts, and put small values where they were being written; what those hold."""
+    large = torch.full((32 * MB,), 7, dtype=torch.uint8)
+    small = torch.full((2 * MB,), 1, dtype=torch.uint8)
+    seen: set[int] = set()
+    for moment in range(moments):
+        task = asyncio.ensure_future(ts.put("cancelled", large))
+        await asyncio.wait([task], timeout=moment * 5e-3)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await ts.put_batch({f"{i}": small for i in range(4)})
+        for i in range(4):
+            seen.update((await ts.get(f"{i}")).unique().tolist())
+        await ts.delete_batch([key for key in await ts.keys() if key in {"cancelled", *"0123"}])
+    return sorted(seen)
+
+
+async def test_a_cancelled_put_writes_no_more(rdma: Job) -> None:
+    assert await rdma.root(_cancel_puts, 12) == [1]
+    for entry in await rdma.root(acts.explain):
+        bids = {bid["transport"] for bid in entry["bids"]}
+        assert "monarch-rdma" in bids  # the link is as good as before
 
 
 async def test_it_says_that_there_is_no_hardware(rdma: Job) -> None:

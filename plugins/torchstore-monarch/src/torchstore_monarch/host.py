@@ -213,14 +213,14 @@ class HostActor(Actor):
 
 
 async def _read(volume_id: str, places: Sequence[Place]) -> bytes:
-    return RpcServer.hosted[volume_id].read(places)
+    return RpcServer.of(volume_id).read(places)
 
 
 async def _move(
     volume_id: str, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], write: bool
 ) -> int:
-    return await RdmaServer.hosted[volume_id].move(groups, buffers, write=write)
+    return await RdmaServer.of(volume_id).move(groups, buffers, write=write)
 
 
 async def _write(volume_id: str, places: Sequence[Place], data: bytes) -> int:
-    return RpcServer.hosted[volume_id].write(places, data)
+    return RpcServer.of(volume_id).write(places, data)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
-from torchstore_core.errors import TransportError
+from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
+from torchstore_core.errors import TransportError, TransportUnavailableError
 
-__all__ = ["Hosted", "hosting", "is_hosting"]
+__all__ = ["HostedServer", "hosting", "is_hosting"]
 
-T = TypeVar("T")
 _lock = threading.Lock()
 _count = 0
 
@@ -35,28 +36,50 @@ def is_hosting() -> bool:
     return _count > 0
 
 
-class Hosted(Generic[T]):
-    """Server halves of one transport, by volume id."""
+class HostedServer(TransportServer):
+    """A server half that works through the endpoints of the actor that hosts its volume."""
 
-    def __init__(self) -> None:
-        self._halves: dict[str, T] = {}
+    _here: ClassVar[dict[str, Any]]
 
-    def add(self, volume_id: str, half: T) -> None:
-        """From now on it is found."""
-        self._halves[volume_id] = half
+    def __init_subclass__(cls) -> None:
+        cls._here = {}
 
-    def remove(self, volume_id: str, half: T) -> None:
-        """It is not found any more. Does nothing if another one took its place."""
-        if self._halves.get(volume_id) is half:
-            del self._halves[volume_id]
-
-    def __getitem__(self, volume_id: str) -> T:
-        """The one of a volume of this process.
+    @classmethod
+    def of(cls, volume_id: str) -> Self:
+        """That of a volume of this process.
 
         Raises:
             TransportError: it is not here.
         """
-        found = self._halves.get(volume_id)
+        found: Self | None = cls._here.get(volume_id)
         if found is None:
             raise TransportError(f"volume {volume_id} is not in this process")
+        return found
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}
+        self._volume_id = ""
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        if not is_hosting():
+            raise TransportUnavailableError("this server is not hosted by a Monarch actor")
+        self._segments = {segment.id: segment for segment in segments}
+        self._volume_id = context.volume_id
+        self._here[context.volume_id] = self
+        return context.volume_id.encode()
+
+    async def close(self) -> None:
+        if self._here.get(self._volume_id) is self:  # else another one took its place
+            del self._here[self._volume_id]
+        self._segments = {}
+
+    def checked(self, segment: int, offset: int, nbytes: int) -> Segment:
+        """The segment, if these bytes are in it.
+
+        Raises:
+            TransportError: they are not.
+        """
+        found = self._segments.get(segment)
+        if found is None or offset < 0 or nbytes < 0 or offset + nbytes > found.nbytes:
+            raise TransportError(f"{nbytes} bytes at {offset} are not in segment {segment}")
         return found

@@ -62,7 +62,7 @@ class RdmaLink(Link):
             await asyncio.shield(work)
         except asyncio.CancelledError:
             work.cancel()
-            await asyncio.wait([work], timeout=_DROP_S)
+            await asyncio.wait([work], timeout=2 * _DROP_S)
             raise
 
     async def _transfer(self, copies: Sequence[Copy], *, write: bool) -> None:
@@ -93,18 +93,30 @@ class RdmaLink(Link):
 
         async def work() -> None:
             buffers = await asyncio.to_thread(_registered, views)
+            call = asyncio.ensure_future(self._ask(groups, buffers, write=write))
             try:
-                call = self._actor.move.call_one(self._volume_id, groups, buffers, write)
-                result(await asyncio.wait_for(call, _CALL_S))
+                result(await asyncio.shield(call))
             finally:
                 for buffer in buffers:
                     await buffer.drop()
+                # Without its buffers a transfer fails. The memory that a cancelled put was writing
+                # is given to others next: the volume must have said that it is over.
+                done, _ = await asyncio.wait([call], timeout=_DROP_S)
+                if done and not call.cancelled():
+                    call.exception()  # else it would be reported as never looked at
 
         await finding.in_context(work, None)
         if small and not write:
             rest = memoryview(gathered)
             for copy in small:
                 _memory(copy)[:], rest = rest[: copy.nbytes], rest[copy.nbytes :]
+
+    async def _ask(
+        self, groups: list[list[Place]], buffers: list[RDMABuffer], *, write: bool
+    ) -> tuple[bytes, int | None]:
+        call = self._actor.move.call_one(self._volume_id, groups, buffers, write)
+        answer: tuple[bytes, int | None] = await asyncio.wait_for(call, _CALL_S)
+        return answer
 
 
 def _registered(views: list[memoryview]) -> list[RDMABuffer]:

@@ -3,47 +3,56 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
-from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.errors import TransportError
 from torchstore_core.virtual_memory import map_shared, unmap
-from torchstore_monarch.hosting import Hosted, is_hosting
+from torchstore_monarch.hosting import HostedServer
 from torchstore_monarch.rpc.wire import Place
 
 __all__ = ["RdmaServer"]
 
-log = logging.getLogger(__name__)
-
 _TIMEOUT_S = 60
 
 
-class RdmaServer(TransportServer):
+class RdmaServer(HostedServer):
     """Moves bytes between segments and buffers that clients have registered."""
 
-    hosted: Hosted[RdmaServer] = Hosted()
-
     def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
-        self._addresses: dict[int, int] = {}
-        self._volume_id = ""
-
-    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
-        if not is_hosting():
-            raise TransportUnavailableError("this server is not hosted by a Monarch actor")
-        self._segments = {segment.id: segment for segment in segments}
-        self._volume_id = context.volume_id
-        self.hosted.add(context.volume_id, self)
-        return context.volume_id.encode()
+        super().__init__()
+        self._mapped: dict[int, tuple[int, int]] = {}  # address and bytes, by segment
+        # Moves run on the actor's event loop, close on the volume's.
+        self._lock = threading.Lock()
+        self._moves = 0
+        self._closed = False
 
     async def close(self) -> None:
-        self.hosted.remove(self._volume_id, self)
-        addresses, self._addresses = self._addresses, {}
-        for segment, address in addresses.items():
-            unmap(address, self._segments[segment].nbytes)
-        self._segments = {}
+        await super().close()
+        with self._lock:
+            self._closed = True
+            self._unmap_if_idle()
+
+    def _unmap_if_idle(self) -> None:
+        if self._closed and not self._moves:
+            while self._mapped:
+                unmap(*self._mapped.popitem()[1])
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """The engine may touch the memory: it stays mapped."""
+        with self._lock:
+            if self._closed:
+                raise TransportError("this volume has ended")
+            self._moves += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._moves -= 1
+                self._unmap_if_idle()
 
     async def move(
         self, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], *, write: bool
@@ -54,6 +63,12 @@ class RdmaServer(TransportServer):
         Raises:
             TransportError: a place is not in its segment, or the transfer failed.
         """
+        with self._moving():
+            return await self._move(groups, buffers, write=write)
+
+    async def _move(
+        self, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], *, write: bool
+    ) -> int:
         from monarch.rdma import RDMAAction  # heavy; only where it is used
 
         action = RDMAAction()
@@ -83,10 +98,8 @@ class RdmaServer(TransportServer):
         return total
 
     def _memory(self, segment: int, offset: int, nbytes: int) -> memoryview:
-        found = self._segments.get(segment)
-        if found is None or offset < 0 or nbytes <= 0 or offset + nbytes > found.nbytes:
-            raise TransportError(f"{nbytes} bytes at {offset} are not in segment {segment}")
-        address = self._addresses.get(segment)
-        if address is None:
-            address = self._addresses[segment] = map_shared(found.fd, found.nbytes, 0)
-        return memoryview((ctypes.c_char * nbytes).from_address(address + offset)).cast("B")
+        found = self.checked(segment, offset, nbytes)
+        if segment not in self._mapped:
+            self._mapped[segment] = map_shared(found.fd, found.nbytes, 0), found.nbytes
+        address = self._mapped[segment][0] + offset
+        return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
