@@ -10,6 +10,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ _HEAVY = [
 
 PATIENCE_S = 120.0  # another process has to load its model first, or to train
 Report = Callable[[dict[str, Any]], None]
+_interrupted, _interrupt = socket.socketpair()
 
 
 @dataclass
@@ -56,20 +58,24 @@ def start(name: str, target: Callable[..., None], *arguments: Any) -> Worker:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(theirs, *arguments), name=name)
     resource_tracker.ensure_running()  # its own start would unblock the signal
-    # A child inherits the mask. A Ctrl-C that comes meanwhile, to whichever thread, has to wait:
-    # a child that was started halfway would complain.
-    interrupted: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    _expect_ctrl_c()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a child inherits the mask
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        signal.signal(signal.SIGINT, handler)
     theirs.close()
-    if interrupted:
-        raise KeyboardInterrupt
     return Worker(name, process, ours)
+
+
+def _expect_ctrl_c() -> None:
+    """From now on Ctrl-C is something that :func:`follow` waits for: as an exception in the middle
+    of anything, it could leave a lock taken.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _interrupt.setblocking(False)
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.set_wakeup_fd(_interrupt.fileno())
 
 
 def stop() -> None:
@@ -89,7 +95,8 @@ def follow(
     console: Console,
     note: Callable[[Worker, dict[str, Any]], str],
 ) -> None:
-    """Show progress until all workers have ended; SystemExit as soon as one of them fails.
+    """Show progress until all workers have ended; SystemExit as soon as one of them fails,
+    KeyboardInterrupt at Ctrl-C.
 
     Args:
         note: what to say of a report, beside the worker's bar.
@@ -105,7 +112,9 @@ def follow(
     with Progress(*columns, console=console) as progress:
         bars = {w.name: progress.add_task(w.name, total=steps, note="") for w in workers}
         while running:
-            for connection in wait(list(running)):
+            for connection in wait([*running, _interrupted]):
+                if connection is _interrupted:
+                    raise KeyboardInterrupt
                 worker = running[connection]
                 try:
                     report = worker.connection.recv()
