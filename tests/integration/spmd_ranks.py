@@ -94,6 +94,19 @@ async def stay() -> None:
     say("done")
 
 
+async def meet() -> None:
+    """Join, or say why not; use the store once, when told to."""
+    try:
+        await ts.initialize_spmd(**SMALL)
+    except ts.TorchStoreError as error:
+        say("error", code=error.code, message=str(error))
+        return
+    say("server", pid=await server(), address=await ts.address())
+    await told()
+    await exchange()
+    await ts.shutdown()
+
+
 async def end_without_shutdown() -> None:
     await ts.initialize_spmd(**SMALL)
     await exchange()

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import SMALL, free_port, until
+from tests.support import SMALL, free_port, running_store, until
+from torch.distributed import TCPStore
 
 import torchstore_core as ts
 
@@ -66,10 +67,18 @@ def variables(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def job(act: str, *, torchrun: bool = False, ranks: int = 2) -> Iterator[Job]:
+def job(
+    act: str,
+    *,
+    torchrun: bool = False,
+    ranks: int = 2,
+    port: int | None = None,
+    leave_out: Sequence[int] = (),
+    **more: str,
+) -> Iterator[Job]:
     """Ranks that do ``act``: processes of their own, or one torchrun; they do not outlive it."""
-    port = free_port()
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    port = free_port() if port is None else port
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **more}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     commands = [launch] if torchrun else [[sys.executable]] * ranks
     processes = [
@@ -81,6 +90,7 @@ def job(act: str, *, torchrun: bool = False, ranks: int = 2) -> Iterator[Job]:
             env=environment if torchrun else environment | variables(rank, ranks, port),
         )
         for rank, command in enumerate(commands)
+        if rank not in leave_out
     ]
     try:
         yield Job(processes)
@@ -129,6 +139,100 @@ async def test_a_store_ends_when_all_ranks_end_without_shutdown() -> None:
         said = await ranks.end()
     assert len(said) == 2
     await until(lambda: nothing_left(said[0]))
+
+
+async def use(ranks: Job) -> None:
+    """They have joined; now they use the store, and leave it."""
+    for index in range(len(ranks.processes)):
+        ranks.tell(index)
+    assert await ranks.end() == []
+
+
+async def test_jobs_of_one_port_do_not_mix() -> None:
+    """As two `mp.spawn` with the port of an example would be."""
+    port = free_port()
+    with job("meet", port=port) as first:
+        servers = [await first.line(index) for index in (0, 1)]
+        assert servers[0]["pid"] == servers[1]["pid"]
+        with job("meet", port=port) as second:
+            errors = await second.end()
+        assert [error.get("code") for error in errors] == ["configuration"] * 2
+        for error in errors:
+            assert "Another job uses this MASTER_PORT" in error["message"]
+        await use(first)
+
+
+async def test_a_rank_that_is_given_twice_is_refused_by_all() -> None:
+    port = free_port()
+    with (
+        job("meet", port=port, ranks=3, leave_out=[2]) as first,  # they wait for rank 2
+        job("meet", port=port, ranks=3, leave_out=[0, 2]) as twin,
+    ):
+        errors = [*await twin.end(), *await first.end()]
+    assert [error["code"] for error in errors] == ["configuration"] * 3
+    assert all("rank 1 is there already" in error["message"] for error in errors)
+
+
+async def test_ranks_come_again_to_a_rendezvous_that_stays() -> None:
+    """torchrun's agents keep theirs when hosts come and go, and count that as no restart."""
+    port = free_port()
+    kept = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with job("meet", port=port, **agent) as ranks:
+        before = await ranks.line()
+        await ranks.line(1)
+        for process in ranks.processes:
+            process.kill()
+    with job("meet", port=port, ranks=3, **agent) as ranks:  # more of them
+        said = [await ranks.line(index) for index in range(3)]
+        assert {line["pid"] for line in said} == {said[0]["pid"]} != {before["pid"]}
+        await use(ranks)
+    with job("cannot_start", port=port, **agent) as ranks:  # what failed then does not fail now
+        assert [line["say"] for line in await ranks.end()].count("done") == 2
+    with job("meet", port=port, **agent) as ranks:
+        assert await ranks.line() != await ranks.line(1)
+        await use(ranks)
+    del kept
+
+
+async def test_a_rank_that_has_the_name_already_tells_the_others() -> None:
+    port = free_port()
+    begun = time.monotonic()
+    async with running_store():
+        with job("meet", port=port, leave_out=[0]) as other:
+            env = ts.SPMDEnv(0, 0, 2, 2, "127.0.0.1", port)
+            with pytest.raises(ts.ConfigurationError, match="initialized in this process already"):
+                await ts.initialize_spmd(env=env, **SMALL)
+            (error,) = await other.end()
+    assert error["code"] == "configuration"
+    assert "rank 0: store 'torchstore' is initialized in this process already" in error["message"]
+    assert time.monotonic() - begun < 25
+
+
+async def test_what_fails_at_the_very_end_of_a_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHSTORE_ADDRESSES", "no JSON")
+    before = set(Path("/proc/self/task").glob("*/children"))
+    for start in (
+        lambda: ts.initialize(store_name="other", **SMALL),
+        lambda: ts.initialize_spmd(env=alone(0, 1), store_name="other", **SMALL),
+    ):
+        with pytest.raises(ts.ConfigurationError, match="TORCHSTORE_ADDRESSES"):
+            await start()
+    assert "torchstore_core.server" not in commands(
+        pid for path in before for pid in path.read_text().split()
+    )
+    monkeypatch.setenv("TORCHSTORE_ADDRESSES", '{"other": "unix:/inherited"}')
+    await ts.initialize(store_name="other", **SMALL)
+    assert "/inherited" not in os.environ["TORCHSTORE_ADDRESSES"]
+    await ts.shutdown("other")
+    assert json.loads(os.environ["TORCHSTORE_ADDRESSES"]) == {"other": "unix:/inherited"}
+
+
+async def test_what_is_no_environment_is_refused() -> None:
+    with pytest.raises(ts.ConfigurationError, match="env is an SPMDEnv"):
+        await ts.initialize_spmd(env={"rank": 0})  # type: ignore[arg-type]
 
 
 async def test_all_ranks_are_told_why_the_server_does_not_start() -> None:

@@ -69,17 +69,28 @@ async def test_the_error_names_the_package(arguments: str) -> None:
     assert imported == "False"
 
 
-async def test_a_job_of_monarch_without_the_plugin_has_local_stores() -> None:
-    """``mesh=None`` is no wish for Monarch, though Monarch is imported."""
+async def test_a_job_of_monarch_without_the_plugin_is_told_what_it_lacks() -> None:
+    """``mesh=None`` is no wish for Monarch: a warning; who finds nothing gets an error."""
     printed = await run_script(
         f"""{_WITHOUT}
+    import os, warnings
     import monarch.actor
-    client = await ts.initialize(capacity=64 << 20, prefault=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        client = await ts.initialize(capacity=64 << 20, prefault=0)
+    print(*[w.message for w in caught if "pip install torchstore-monarch" in str(w.message)])
     print((await ts.address()).partition(":")[0])
     await ts.shutdown()
+    try:
+        await ts.get("k")
+    except ts.StoreClosedError as error:
+        print(error)
     """
     )
-    assert printed == "unix\n"
+    warned, address, error, _ = printed.split("\n")
+    assert warned.startswith("this store is for this process and its children")
+    assert address == "unix"
+    assert "pip install torchstore-monarch" in error
 
 
 def test_descriptors_do_not_import_monarch() -> None:

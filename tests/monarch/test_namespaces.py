@@ -5,14 +5,23 @@ Nothing goes over the loopback between them, so what would only work there fails
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.monarch import acts
-from tests.monarch.jobs import Job
+from tests.monarch.jobs import Job, running
+from tests.support import until
 
 MB = 1 << 20
 
@@ -67,6 +76,78 @@ def apart(spaces: list[tuple[str, str]]) -> Iterator[Job]:
         transport="tcp://10.213.77.1:26600",
     ) as made:
         yield made
+
+
+@pytest.mark.parametrize("own", ["its address", "127.0.1.1"])
+async def test_ranks_over_networks(spaces: list[tuple[str, str]], tmp_path: Path, own: str) -> None:
+    """``initialize_spmd``; some hosts take their own name for an address of the loopback."""
+    master = spaces[0][1]
+    mark = f"TORCHSTORE_TEST_JOB={os.urandom(8).hex()}"
+    base = Path(tempfile.mkdtemp(prefix="ts-net-", dir="/tmp"))  # short, for sockets
+    ranks = []
+    try:
+        for rank, (space, _) in enumerate(spaces):
+            names = tmp_path / f"hosts{rank}"
+            first = own if rank == 0 and own.startswith("127.") else master
+            names.write_text(f"127.0.0.1 localhost\n{first} rank-0-host\n")
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": 0,
+                "WORLD_SIZE": 2,
+                "LOCAL_WORLD_SIZE": 1,
+                "MASTER_ADDR": "rank-0-host",
+                "MASTER_PORT": 26500,
+                "TORCHSTORE_HOST_ID": f"host{rank}",
+                "XDG_RUNTIME_DIR": base,
+                "PYTHONPATH": Path(__file__).parents[2],
+            }
+            ranks.append(
+                subprocess.Popen(
+                    [
+                        *("ip", "netns", "exec", space, "unshare", "-m", "sh", "-c"),
+                        'mount --bind "$0" /etc/hosts && exec "$@"',
+                        *(str(names), "env", mark, *(f"{k}={v}" for k, v in variables.items())),
+                        *(sys.executable, str(Path(__file__).with_name("spmd_rank.py"))),
+                    ],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+
+        async def tell(*calls: list[object]) -> list[dict[str, Any]]:
+            for rank, call in zip(ranks, calls, strict=True):
+                print(json.dumps(call), file=rank.stdin, flush=True)
+            lines = (asyncio.to_thread(rank.stdout.readline) for rank in ranks)
+            return [json.loads(line) for line in await asyncio.gather(*lines)]
+
+        arguments = {"strategy": "local-rank", "timeout": 40.0}
+        assert [a["error"] for a in await tell(*[["start", [arguments]]] * 2)] == [["", ""]] * 2
+        put = await tell(["put", ["k0"]], ["put", ["k1"]])
+        assert [answer["value"].split()[1] for answer in put] == ["host0", "host1"]
+        got = await tell(["get", ["k1"]], ["get", ["k0"]])
+        assert [answer["value"] for answer in got] == [1.0, 0.0]
+        await tell(*[["leave", []]] * 2)
+        await until(lambda: not _marked(mark, {rank.pid for rank in ranks}), 20)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            print(rank.communicate()[1], file=sys.stderr)
+        for pid in _marked(mark, set()):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(base)
+
+
+def _marked(mark: str, without: set[int]) -> set[int]:
+    """Running processes that have it in their environment."""
+    found = set()
+    for pid in running() - without:
+        with contextlib.suppress(OSError):
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(pid)
+    return found
 
 
 async def test_a_store_over_networks(apart: Job) -> None:

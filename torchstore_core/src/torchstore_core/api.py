@@ -7,6 +7,7 @@ none.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -165,34 +166,34 @@ async def initialize_spmd(
     from torchstore_core.runtimes.spmd_env import SPMDEnv
 
     place = SPMDEnv.from_environment() if env is None else env
-    try:
-        policy = Policy.make(prefer, block)
-        registry = Registry(block=policy.block)
-        placing = starting.strategy(registry, strategy)
-        volumes = num_storage_volumes
-        if volumes is None:
-            volumes = default_volumes(placing, place)
-        starting.check(volumes, store_name, capacity, prefault, timeout)
-    except TorchStoreError as error:  # the other ranks would wait for this one
-        await tell(place, store_name, error)
-        raise
-    with stores.starting(store_name):
-        return await starting.start(
-            StoreOptions(
-                store_name=store_name,
-                num_storage_volumes=volumes,
-                strategy=placing,
-                capacity=capacity,
-                prefault=prefault,
-                timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
-                block=policy.block,
-            ),
-            SPMDRuntime(place, registry),
-            None,
-            policy,
-            timeout,
-            stores.allow_pickle_default() if allow_pickle is None else allow_pickle,
+    if not isinstance(place, SPMDEnv):
+        raise ConfigurationError(f"env is an SPMDEnv, or None, not {place!r}")
+    with contextlib.ExitStack() as reserved:
+        try:
+            policy = Policy.make(prefer, block)
+            registry = Registry(block=policy.block)
+            placing = starting.strategy(registry, strategy)
+            volumes = num_storage_volumes
+            if volumes is None:
+                volumes = default_volumes(placing, place)
+            starting.check(volumes, store_name, capacity, prefault, timeout)
+            if allow_pickle is None:
+                allow_pickle = stores.allow_pickle_default()
+            reserved.enter_context(stores.starting(store_name))
+        except TorchStoreError as error:  # the other ranks would wait for this one
+            await tell(place, store_name, error)
+            raise
+        options = StoreOptions(
+            store_name=store_name,
+            num_storage_volumes=volumes,
+            strategy=placing,
+            capacity=capacity,
+            prefault=prefault,
+            timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+            block=policy.block,
         )
+        host = SPMDRuntime(place, registry)
+        return await starting.start(options, host, None, policy, timeout, allow_pickle)
 
 
 async def connect(

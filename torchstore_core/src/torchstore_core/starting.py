@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torchstore_core.client_side import stores
 from torchstore_core.client_side.client import Client
 from torchstore_core.client_side.stores import Membership
@@ -14,6 +16,7 @@ from torchstore_core.ranking import Policy
 __all__ = ["STOP_TIMEOUT_S", "check", "runtime", "start", "strategy"]
 
 STOP_TIMEOUT_S = 10.0
+_LONGEST_NAME = 200  # the system's names of memory have 249
 
 
 async def start(
@@ -29,11 +32,12 @@ async def start(
     membership = Membership(options.store_name, where, policy, timeout, allow_pickle, host)
     try:
         await membership.session(timeout)
+        stores.publish(options.store_name, host.local_address or where)
     except BaseException:
+        membership.close()
         await host.stop(STOP_TIMEOUT_S)
         raise
     stores.add(membership)
-    stores.publish(options.store_name, host.local_address or where)
     return Client(membership)
 
 
@@ -52,6 +56,10 @@ def check(
         raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
     if type(store_name) is not str or not store_name:
         raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
+    if len(store_name.encode()) > _LONGEST_NAME:
+        raise ConfigurationError(
+            f"store_name has at most {_LONGEST_NAME} bytes, not {len(store_name.encode())}"
+        )
     if capacity is not None and capacity < 4096 * volumes:
         raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")
     if prefault is not None and prefault < 0:
@@ -92,5 +100,8 @@ def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
                 "pip install torchstore-monarch"
             )
         spec = max(fit, key=lambda item: item[0])[1]
+        if hint := stores.missing_engine():
+            text = f"this store is for this process and its children{hint}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
     made: Runtime = load_class(spec.factory)()
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -181,6 +182,8 @@ def _observer(session: Session) -> Callable[[Operation], None] | None:
 _lock = threading.RLock()
 _memberships: dict[str, Membership] = {}
 _starting: set[str] = set()
+# Addresses that this process was started with, of stores whose names it has given to its own.
+_inherited: dict[str, str | None] = {}
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -219,7 +222,7 @@ def find(store_name: str) -> Membership:
     if address is None:
         raise StoreClosedError(
             f"there is no store {store_name!r} in this process: `await initialize()` one, "
-            f"`await connect(address)`, or set {ADDRESS}"
+            f"`await connect(address)`, or set {ADDRESS}{missing_engine()}"
         )
     with _lock:
         return _memberships.setdefault(
@@ -228,6 +231,15 @@ def find(store_name: str) -> Membership:
                 store_name, address, Policy.make(), DEFAULT_TIMEOUT_S, allow_pickle_default()
             ),
         )
+
+
+def missing_engine() -> str:
+    """What to say to a process of a Monarch job that lacks the package for stores of jobs; empty
+    for all others.
+    """
+    if "monarch" not in sys.modules or "monarch" in Registry().names("torchstore.runtimes"):
+        return ""
+    return ". This process uses Monarch: for stores of its job, pip install torchstore-monarch"
 
 
 def _of_job(store_name: str) -> str | None:
@@ -304,9 +316,15 @@ def inherited_address(store_name: str) -> str | None:
 
 
 def publish(store_name: str, address: str | None) -> None:
-    """Put an address into the environment, for children; None takes it out."""
+    """Put an address into the environment, for children; None brings back what was there before.
+
+    Raises:
+        ConfigurationError: what is there is unreadable.
+    """
     with _lock:
-        _publish(store_name, address)
+        if address is not None:
+            _inherited.setdefault(store_name, inherited_address(store_name))
+        _publish(store_name, _inherited.pop(store_name, None) if address is None else address)
 
 
 def _publish(store_name: str, address: str | None) -> None:

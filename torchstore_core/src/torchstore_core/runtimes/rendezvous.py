@@ -1,5 +1,9 @@
 """How the ranks of one ``initialize_spmd`` meet: through the TCPStore that a launcher provides.
 
+Rank 0 announces a *meeting*, with a random id, and each rank claims its place in it. The store may
+be older than these ranks, or of another job: what a meeting of dead processes has left there is
+passed over, and a place that another living process holds is an error on every rank.
+
 Values are JSON, nothing is pickled. Calls of a TCPStore block, and may block for ever when the
 other side hangs, whatever their time-out; so each runs in a daemon thread, and the wait for it is
 bounded.
@@ -10,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,11 +25,13 @@ from urllib.parse import quote
 import msgspec
 
 from torchstore_core.errors import (
+    ConfigurationError,
     StoreClosedError,
     StoreTimeoutError,
     TorchStoreError,
     from_wire,
 )
+from torchstore_core.runtimes.claims import Who
 from torchstore_core.runtimes.spmd_env import SPMDEnv
 
 if TYPE_CHECKING:
@@ -38,6 +44,7 @@ _LONGEST_POLL_S = 0.05
 _SAY_WHY_S = 2.0
 _LAST_WORDS_S = 2.0
 _FAILED = "failed"
+_CURRENT = "current"
 T = TypeVar("T")
 
 
@@ -50,9 +57,15 @@ class _Failed(msgspec.Struct, frozen=True):
     details: dict[str, Any] = {}
 
 
-# How often this process has met, by (process, rendezvous, name): the ranks call alike, so it is the
-# same number on all of them, and no address of an earlier store is ever read.
-_meetings: Counter[tuple[int, str, int, str]] = Counter()
+class _Announced(msgspec.Struct, frozen=True):
+    """What rank 0 announces: the meeting's id, and who it is."""
+
+    meeting: str
+    who: Who
+
+
+# Ranks of this process, and meetings that they have been at: they wait for the next one.
+_been_at: set[tuple[int, str]] = set()
 # The TCPStores that this process hosts. They stay: others may be connecting to the port already,
 # for `init_process_group`, say.
 _hosted: dict[tuple[int, int], Store] = {}
@@ -81,16 +94,14 @@ class Meeting:
         """Reach the rendezvous store; rank 0 hosts it unless the launcher does.
 
         Raises:
-            StoreTimeoutError: nobody answers there within ``timeout`` seconds.
+            StoreTimeoutError: nobody answers there within ``timeout`` seconds, or rank 0 does not
+                come.
             StoreClosedError: it cannot be hosted, or what answers is no rendezvous store.
+            ConfigurationError: another process has this rank's place.
         """
         deadline = time.monotonic() + timeout
-        with _lock:
-            who = (os.getpid(), env.master_addr, env.master_port, store_name)
-            _meetings[who] += 1
-            number = _meetings[who]
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"torchstore/{quote(store_name, safe='')}/{quote(attempt, safe='')}/{number}"
+        prefix = f"torchstore/{quote(store_name, safe='')}/{quote(attempt, safe='')}"
         hosts = env.rank == 0 and not _launcher_hosts(env)
         where = f"{env.master_addr}:{env.master_port}"
         if not hosts:
@@ -101,9 +112,102 @@ class Meeting:
             f"the rendezvous store at {where} did not answer within {timeout} s",
             f"no rendezvous store at {where}",
         )
-        meeting = cls(env, _prefixed(prefix, store), deadline, timeout)
-        await meeting.say(f"came/{env.rank}")
+        lobby = cls(env, _prefixed(prefix, store), deadline, timeout)
+        name = await (lobby._announce() if env.rank == 0 else lobby._next())
+        _been_at.add((env.rank, name))
+        meeting = cls(env, _prefixed(f"{prefix}/{name}", store), deadline, timeout)
+        try:
+            await meeting._claim()
+        except ConfigurationError as error:
+            await meeting.fail(error)
+            raise
         return meeting
+
+    # ---- coming to it ---------------------------------------------------------------------
+
+    async def _announce(self) -> str:
+        """Begin a meeting; its id.
+
+        Raises:
+            ConfigurationError: another process is rank 0, and lives.
+        """
+        before = await self._announced()
+        made = _Announced(secrets.token_hex(8), Who.me())
+        if before is not None and before.who.lives and not before.who.is_me:
+            error = self._taken(before.who)
+            other = Meeting(
+                self.env, _prefixed(before.meeting, self.store), self._deadline, self._timeout
+            )
+            await other.fail(error)
+            raise error
+        await self.say(_CURRENT, made)
+        return made.meeting
+
+    async def _next(self) -> str:
+        """The id of a meeting that this process has not been at, and that is surely not an old one:
+        if that cannot be known, after half of the time.
+
+        Raises:
+            StoreTimeoutError: rank 0 has announced none.
+        """
+        poll = _FIRST_POLL_S
+        half = self.left() / 2
+        while self.left() > 0:
+            found = await self._announced()
+            if found is not None and (self.env.rank, found.meeting) not in _been_at:
+                lives = found.who.lives
+                if lives or (lives is None and (self.left() < half or not await self._old(found))):
+                    return found.meeting
+            await asyncio.sleep(min(poll, self.left()))
+            poll = min(2 * poll, _LONGEST_POLL_S)
+        raise StoreTimeoutError(
+            f"rank 0 of {self.env.world_size} did not come to initialize_spmd within "
+            f"{self._timeout:g} s; every rank has to call it",
+            details={"missing_ranks": [0]},
+        )
+
+    async def _old(self, found: _Announced) -> bool:
+        """Whether it seems that this meeting, begun on another host, is not for this process."""
+        holder = await self._holder(f"{found.meeting}/came/{self.env.rank}")
+        return found.who.long_before_me or (holder is not None and holder.lives is False)
+
+    async def _announced(self) -> _Announced | None:
+        return await self._aside(lambda: self._there(_CURRENT, _Announced))
+
+    async def _holder(self, key: str) -> Who | None:
+        return await self._aside(lambda: self._there(key, Who))
+
+    def _there(self, key: str, kind: type[T]) -> T | None:
+        if not self.store.check([key]):
+            return None
+        return msgspec.json.decode(self.store.get(key), type=kind)
+
+    async def _claim(self) -> None:
+        """Take this rank's place.
+
+        Raises:
+            ConfigurationError: another process has it, and may live.
+        """
+        key, me = f"came/{self.env.rank}", Who.me()
+        mine = msgspec.json.encode(me)
+
+        def claim() -> Who:
+            return msgspec.json.decode(self.store.compare_set(key, "", mine.decode()), type=Who)
+
+        holder = await self._aside(claim)
+        if holder.nonce == me.nonce:
+            return
+        if holder.lives is not False:
+            raise self._taken(holder)
+        await self._aside(lambda: self.store.set(key, mine.decode()))  # it was restarted alone
+
+    def _taken(self, holder: Who) -> ConfigurationError:
+        return ConfigurationError(
+            f"rank {self.env.rank} is there already: {holder} has that RANK at "
+            f"{self.env.master_addr}:{self.env.master_port}. Another job uses this MASTER_PORT, or "
+            "two processes were given the same RANK",
+            details={"rank": self.env.rank, "pid": holder.pid},
+        )
 
     def left(self) -> float:
         """Seconds to the deadline."""
@@ -138,7 +242,8 @@ class Meeting:
 
         Raises: as :meth:`hear`; a time-out names the ranks that are missing.
         """
-        await self.say(f"{what}/{self.env.rank}")
+        if what != "came":
+            await self.say(f"{what}/{self.env.rank}")
         ranks = range(self.env.world_size)
         await self._until_said([f"{what}/{rank}" for rank in ranks], ranks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from torchstore_monarch.rpc.wire import Place
 __all__ = ["RdmaServer"]
 
 _TIMEOUT_S = 60
+_SETTLE_S = 2.0
 
 
 class RdmaServer(HostedServer):
@@ -28,6 +30,9 @@ class RdmaServer(HostedServer):
         self._lock = threading.Lock()
         self._moves = 0
         self._closed = False
+        # Of a transfer that fails, the engine may go on with the rest: what it may still touch
+        # stays mapped.
+        self._failed = False
 
     async def close(self) -> None:
         await super().close()
@@ -36,7 +41,7 @@ class RdmaServer(HostedServer):
             self._unmap_if_idle()
 
     def _unmap_if_idle(self) -> None:
-        if self._closed and not self._moves:
+        if self._closed and not self._moves and not self._failed:
             while self._mapped:
                 unmap(*self._mapped.popitem()[1])
 
@@ -90,8 +95,12 @@ class RdmaServer(HostedServer):
                 action.write_remote(buffer, memory)
         try:
             await action.submit(timeout=_TIMEOUT_S)
-        except Exception as error:
-            raise TransportError(f"the transfer failed: {error}") from error
+        except BaseException as error:
+            self._failed = True
+            if isinstance(error, Exception):
+                await asyncio.sleep(_SETTLE_S)  # what is on its way comes before this is answered
+                raise TransportError(f"the transfer failed: {error}") from error
+            raise
         for parts, memory in spread if write else ():
             for part in parts:
                 part[:], memory = memory[: len(part)], memory[len(part) :]

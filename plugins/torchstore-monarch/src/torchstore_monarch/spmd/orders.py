@@ -27,8 +27,10 @@ class RootOrder(msgspec.Struct, frozen=True):
         workers: where the hosts' workers listen.
         asked: the store, an encoded ``protocol.Asked``.
         loopback: all workers are on this machine's loopback interface.
+        address: where the root itself listens (``tcp://ip:port``), if they are not.
     """
 
     workers: list[str]
     asked: bytes
     loopback: bool
+    address: str

@@ -38,8 +38,7 @@ async def _main(order: RootOrder) -> int:
     loop = asyncio.get_running_loop()
     left = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), _read_stdin, loop, left)
-    transport = ChannelTransport.TcpWithLocalhost if order.loopback else ChannelTransport.Tcp
-    enable_transport(transport)
+    enable_transport(ChannelTransport.TcpWithLocalhost if order.loopback else order.address)
     hosts = attach_to_workers(ca="trust_all_connections", workers=order.workers)
     try:
         async with asyncio.timeout(asked.timeout):

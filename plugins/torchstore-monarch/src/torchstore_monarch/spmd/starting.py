@@ -68,7 +68,8 @@ async def start(
         if env.local_rank == 0:
             host = env.rank // env.local_world_size
             try:
-                address = await meeting.during(part.worker.begin(env, meeting.left()))
+                towards = await _towards(env, meeting)
+                address = await meeting.during(part.worker.begin(towards, meeting.left()))
             except StoreTimeoutError:
                 await meeting.gather("came")  # that a rank is missing says more
                 raise
@@ -164,9 +165,35 @@ async def _start_root(
         left,
         options.block,
     )
-    loopback = all(worker.startswith("tcp://127.") for worker in workers)
-    order = RootOrder(workers, msgspec.json.encode(asked), loopback)
+    loopback = all(_is_loopback(worker) for worker in workers)
+    ip = _ip(workers[0])  # of this host
+    order = RootOrder(workers, msgspec.json.encode(asked), loopback, f"tcp://{ip}:{_free_port(ip)}")
     return Where(sockets=await meeting.during(root.begin(order, left)))
+
+
+async def _towards(env: SPMDEnv, meeting: Meeting) -> tuple[str, int]:
+    """What the worker of this host has to be reachable from: an address, and any port there.
+
+    On rank 0's own host its name is often an address of the loopback (Debian's 127.0.1.1), where
+    no other host gets; then it is the address of another host.
+    """
+    master = env.master_addr, env.master_port
+    if env.rank == 0 and env.world_size > env.local_world_size:
+        own = await asyncio.to_thread(_own_address, *master)
+        if own.startswith("127."):
+            other = await meeting.hear("worker/1", env.local_world_size, str)
+            if not _is_loopback(other):
+                return _ip(other), master[1]
+    return master
+
+
+def _ip(worker: str) -> str:
+    """Of ``tcp://ip:port``."""
+    return worker.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _is_loopback(worker: str) -> bool:
+    return _ip(worker).startswith("127.")
 
 
 class RootProcess:
@@ -291,17 +318,17 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._let_go = False
 
-    async def begin(self, env: SPMDEnv, timeout: float) -> str:
-        """Start it: the address where the root finds it.
+    async def begin(self, towards: tuple[str, int], timeout: float) -> str:
+        """Start it, to be reached from there: the address where the root finds it.
 
         Raises:
             StoreClosedError: it could not listen.
             StoreTimeoutError: it did not within ``timeout`` seconds.
         """
-        return await asyncio.to_thread(self._begin, env, time.monotonic() + timeout)
+        return await asyncio.to_thread(self._begin, towards, time.monotonic() + timeout)
 
-    def _begin(self, env: SPMDEnv, deadline: float) -> str:
-        ip = _own_address(env.master_addr, env.master_port)
+    def _begin(self, towards: tuple[str, int], deadline: float) -> str:
+        ip = _own_address(*towards)
         address = ""
         for _ in range(_PORTS):  # another process may have taken a port meanwhile
             address = f"tcp://{ip}:{_free_port(ip)}"
