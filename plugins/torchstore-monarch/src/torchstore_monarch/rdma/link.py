@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,9 +14,12 @@ from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TorchStoreError, TransportError, TransportUnavailableError
 from torchstore_monarch import finding
 from torchstore_monarch.protocol import result
+from torchstore_monarch.rdma.bouncing import is_direct, keep
 from torchstore_monarch.rpc.wire import Place
 
 __all__ = ["RdmaLink"]
+
+log = logging.getLogger(__name__)
 
 #: Bytes of one endpoint call.
 CHUNK = 64 << 20
@@ -24,7 +28,7 @@ _SMALL = 256 << 10
 _PIECES = 4096
 # A call to a host that has died may never return.
 _CALL_S = 60.0
-_DROP_S = 10.0
+_DROP_S = 3.0
 
 
 class RdmaLink(Link):
@@ -79,36 +83,41 @@ class RdmaLink(Link):
                 raise TransportError(f"the volume's actor failed: {self._broken}") from error
 
     async def _move(self, chunk: list[Copy], *, write: bool) -> None:
-        small = [copy for copy in chunk if copy.nbytes < _SMALL]
-        large = [copy for copy in chunk if copy.nbytes >= _SMALL]
-        groups: list[list[Place]] = [[_place(copy)] for copy in large]
-        views = [_memory(copy) for copy in large]
+        direct = [copy for copy in chunk if copy.nbytes >= _SMALL and is_direct()]
+        others = [copy for copy in chunk if copy.nbytes < _SMALL or not is_direct()]
+        groups: list[list[Place]] = [[_place(copy)] for copy in direct]
+        views = [_memory(copy) for copy in direct]
         gathered = bytearray()
-        if small:
-            groups.append([_place(copy) for copy in small])
-            gathered = bytearray(sum(copy.nbytes for copy in small))
+        if others:
+            groups.append([_place(copy) for copy in others])
             if write:
-                gathered = bytearray().join(_memory(copy) for copy in small)
+                gathered = bytearray().join(_memory(copy) for copy in others)
+            else:
+                gathered = bytearray(sum(copy.nbytes for copy in others))
             views.append(memoryview(gathered))
 
         async def work() -> None:
             buffers = await asyncio.to_thread(_registered, views)
             call = asyncio.ensure_future(self._ask(groups, buffers, write=write))
+            done = False
             try:
                 result(await asyncio.shield(call))
+                done = True
             finally:
-                for buffer in buffers:
-                    await buffer.drop()
-                # Without its buffers a transfer fails. The memory that a cancelled put was writing
-                # is given to others next: the volume must have said that it is over.
-                done, _ = await asyncio.wait([call], timeout=_DROP_S)
-                if done and not call.cancelled():
+                if not done:
+                    keep(gathered)
+                await _drop(buffers)
+                # The memory that a cancelled put was writing is given to others next: the volume
+                # must have said that it is over.
+                if not call.done():
+                    await asyncio.wait([call], timeout=_DROP_S)
+                if call.done() and not call.cancelled():
                     call.exception()  # else it would be reported as never looked at
 
         await finding.in_context(work, None)
-        if small and not write:
+        if others and not write:
             rest = memoryview(gathered)
-            for copy in small:
+            for copy in others:
                 _memory(copy)[:], rest = rest[: copy.nbytes], rest[copy.nbytes :]
 
     async def _ask(
@@ -120,8 +129,26 @@ class RdmaLink(Link):
 
 
 def _registered(views: list[memoryview]) -> list[RDMABuffer]:
-    """Blocks."""
-    return [RDMABuffer(view) for view in views]
+    """Blocks.
+
+    Raises:
+        TransportError: the engine's part for it in this process has ended.
+    """
+    try:
+        return [RDMABuffer(view) for view in views]
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the engine panics
+        raise TransportError(f"the engine cannot register memory: {error}") from error
+
+
+async def _drop(buffers: Sequence[RDMABuffer]) -> None:
+    for buffer in buffers:
+        try:
+            await asyncio.wait_for(buffer.drop(), _DROP_S)
+        except TimeoutError:
+            log.warning("the engine does not drop a buffer")
+            return
 
 
 def _place(copy: Copy) -> Place:

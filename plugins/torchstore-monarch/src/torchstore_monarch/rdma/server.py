@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,12 +11,12 @@ from typing import Any
 from torchstore_core.errors import TransportError
 from torchstore_core.virtual_memory import map_shared, unmap
 from torchstore_monarch.hosting import HostedServer
+from torchstore_monarch.rdma.bouncing import is_direct, keep
 from torchstore_monarch.rpc.wire import Place
 
 __all__ = ["RdmaServer"]
 
 _TIMEOUT_S = 60
-_SETTLE_S = 2.0
 
 
 class RdmaServer(HostedServer):
@@ -86,7 +85,7 @@ class RdmaServer(HostedServer):
                 raise TransportError(f"a buffer of {buffer.size()} bytes for {nbytes}")
             total += nbytes
             memory = parts[0]
-            if len(parts) > 1:
+            if len(parts) > 1 or (write and not is_direct()):
                 memory = memoryview(bytearray(nbytes) if write else b"".join(parts))
                 spread.append((parts, memory))
             if write:
@@ -97,8 +96,8 @@ class RdmaServer(HostedServer):
             await action.submit(timeout=_TIMEOUT_S)
         except BaseException as error:
             self._failed = True
+            keep(spread)
             if isinstance(error, Exception):
-                await asyncio.sleep(_SETTLE_S)  # what is on its way comes before this is answered
                 raise TransportError(f"the transfer failed: {error}") from error
             raise
         for parts, memory in spread if write else ():
