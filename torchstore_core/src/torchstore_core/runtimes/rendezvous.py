@@ -109,7 +109,7 @@ class Meeting:
         store = await _aside(
             lambda: _tcp_store(env, hosts, deadline - time.monotonic()),
             deadline,
-            f"the rendezvous store at {where} did not answer within {timeout} s",
+            f"the rendezvous store at {where} did not answer within {timeout} s; is it one?",
             f"no rendezvous store at {where}",
         )
         lobby = cls(env, _prefixed(prefix, store), deadline, timeout)
