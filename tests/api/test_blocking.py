@@ -19,6 +19,7 @@ from tests.support import SMALL, until
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
+from torchstore_core import thread_loops
 
 LARGE = torch.arange(300_000.0)
 
@@ -44,6 +45,11 @@ def test_the_names_are_the_same() -> None:
     different = {"Client", "PendingPut", *_calls(ts)}
     for name in set(ts.__all__) - different:
         assert getattr(blocking, name) is getattr(ts, name)
+    for name in ("__version__", *ts._STRATEGIES):
+        assert getattr(blocking, name) is getattr(ts, name)
+    for module in (blocking, ts):
+        with pytest.raises(AttributeError, match="has no attribute 'none_such'"):
+            module.none_such  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -192,6 +198,59 @@ def test_ctrl_c_cancels_the_operation_under_way(bare: blocking.Client) -> None:
         process.wait()
     assert not err
     assert out == "interrupted True\ntensor(300000.)\n"
+
+
+@pytest.fixture
+def plain_ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+async def _done_when_it_comes(*signums: int) -> int:
+    """The signals come after the task's end, and before its loop is told to stop."""
+    for signum in signums:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signum)
+    return 1
+
+
+async def _one() -> int:
+    await asyncio.sleep(0)
+    return 1
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_at_the_end_of_a_call_does_not_reach_the_next(
+    plain_ctrl_c: None, presses: int
+) -> None:
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            thread_loops.run(_done_when_it_comes(*[signal.SIGINT] * presses), "get")
+        assert thread_loops.run(_one(), "get") == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_handler_raises_at_the_end_of_a_call_does_not_reach_the_next() -> None:
+    def refuse(signum: int, frame: object) -> None:
+        raise SystemExit(3)
+
+    before = signal.signal(signal.SIGUSR1, refuse)
+    try:
+        with pytest.raises(SystemExit):
+            thread_loops.run(_done_when_it_comes(signal.SIGUSR1), "get")
+        assert thread_loops.run(_one(), "get") == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_ctrl_c_counts_for_more_than_an_error_that_it_meets(plain_ctrl_c: None) -> None:
+    async def fails() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ts.StoreClosedError("gone")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        thread_loops.run(fails(), "get")
+    assert isinstance(caught.value.__cause__, ts.StoreClosedError)
 
 
 @pytest.mark.local_only

@@ -174,9 +174,15 @@ async def test_what_a_forced_transport_cannot_serve_fails_and_says_why() -> None
             await client.put("large", data(1, 8 << 20))
         assert caught.value.details["forced"] == "inline"
         assert await client.keys() == ["small"]
-    async with running_store(strategy=HashStrategy(transport="carrier-pigeon")) as client:
-        with pytest.raises(ts.TransportUnavailableError, match="carrier-pigeon: not installed"):
-            await client.put("k", data(1))
+
+
+@pytest.mark.parametrize("transport", ["carrier-pigeon", ("shm", "carrier-pigeon"), ""])
+async def test_a_transport_that_nobody_has_is_refused_at_once(transport: Any) -> None:
+    with pytest.raises(ts.ConfigurationError, match="transport="):
+        await ts.initialize(strategy=HashStrategy(transport=transport), **SMALL)
+    env = ts.SPMDEnv(0, 0, 1, 1, "127.0.0.1", 29_599)
+    with pytest.raises(ts.ConfigurationError, match="transport="):
+        await ts.initialize_spmd(env=env, strategy=HashStrategy(transport=transport), **SMALL)
 
 
 async def test_what_the_user_blocks_stays_blocked() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.integration.hostile import Raw
@@ -17,13 +20,18 @@ from tests.support import turn, until
 from tests.unit.relays import Backstage
 
 import torchstore_core as ts
+from torchstore_core import topology
+from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.plugins import Registry
 from torchstore_core.server.allocator import Allocator
 from torchstore_core.server.app import Server, ServerOptions
 from torchstore_core.server.attached import AttachedMemory, VolumeLine
+from torchstore_core.server.processes import Process, pid_namespace
+from torchstore_core.server.relaying import Said, Uplinks
 from torchstore_core.server.volume import Volume
+from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import encode
+from torchstore_core.wire.framing import HEADER, encode
 
 MB = 1 << 20
 CAPACITY = 64 * MB
@@ -286,3 +294,134 @@ async def test_a_line_carries_nothing_else(
         await client.put("k", torch.ones(MB))
         assert int((await client.get("k")).sum()) == MB
         await turn()
+
+
+# ---- orphans: sessions of a relay that is gone ----------------------------------------------
+
+
+class _Orphaned:
+    """A process, and a session said to be its own that leases ``k0`` and ``k1``, each of 1 MB on a
+    volume of its own, and comes through a relay: :meth:`cut_off` ends that.
+    """
+
+    def __init__(self, made: _Attached, stage: Backstage, host_id: str) -> None:
+        self._stage = stage
+        self._made = made
+        command = [sys.executable, "-c", "import os; os.read(0, 1)"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        here = msgspec.structs.replace(topology.probe(), host_id=host_id)
+        self._uplinks = stage.call(Uplinks, made.server)
+        self._token = self._uplinks.open(msgspec.msgpack.encode(here))
+        process = Process(self.process.pid, pid_namespace())
+        facts = ClientFacts(self.process.pid, here.host_id, here.hostname)
+        said = [
+            m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts),
+            m.Locate(2, 5, [m.Want("k0"), m.Want("k1")], -1),
+            m.Put(3, 6, [m.PutItem("new", TensorMeta("uint8", (MB,)), MB)]),
+        ]
+        bodies = [Said(1, bytes(encode(one)[HEADER:]), process=process) for one in said]
+        stage.call(self._uplinks.exchange, self._token, msgspec.msgpack.encode(bodies))
+
+    def cut_off(self) -> None:
+        self._stage.call(self._uplinks.close, self._token)
+
+    def books(self) -> tuple[int, list[int], int]:
+        """Sessions of that process; leased bytes of each volume; unfinished ones of all."""
+        status = self._stage.call(self._made.server.status, 0)
+        pids = [session.pid for session in status.sessions]
+        volumes = status.volumes
+        unfinished = sum(v.unfinished_bytes for v in volumes)
+        return pids.count(self.process.pid), [v.leased_bytes for v in volumes], unfinished
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self._stage.call(self._uplinks.close)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+@asynccontextmanager
+async def _orphaned(
+    stage: Backstage, base: Path, host_id: str = ""
+) -> AsyncIterator[tuple[_Attached, _Orphaned]]:
+    async with _attached(stage, base, 2) as made:
+        stage.do(made.attach(0))
+        stage.do(made.attach(1))
+        client = await _client(made)
+        for i in range(2):
+            await client.put(f"k{i}", torch.full((MB,), i, dtype=torch.uint8))
+        orphaned = _Orphaned(made, stage, host_id or topology.probe().host_id)
+        try:
+            assert orphaned.books() == (1, [MB, MB], MB)
+            yield made, orphaned
+        finally:
+            orphaned.close()
+
+
+async def test_leases_of_an_orphan_stay_until_a_volume_sees_its_process_die(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    async with _orphaned(stage, tmp_path) as (made, orphaned):
+        orphaned.cut_off()
+        assert orphaned.books() == (1, [MB, MB], 0)
+        # What a volume says of others changes nothing.
+        stage.call(made.lines[0]._send, m.Died(b"somebody"))
+        client = await _client(made)
+        await client.delete_batch(["k0", "k1"])
+        assert orphaned.books() == (1, [MB, MB], 0)
+        orphaned.kill()
+        await until(lambda: orphaned.books() == (0, [0, 0], 0))
+        assert [v.used_bytes for v in (await client.status()).volumes] == [0, 0]
+
+
+async def test_an_orphan_whose_process_is_dead_ends_at_once(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    async with _orphaned(stage, tmp_path) as (_, orphaned):
+        orphaned.kill()
+        assert orphaned.books() == (1, [MB, MB], MB)
+        orphaned.cut_off()
+        await until(lambda: orphaned.books() == (0, [0, 0], 0))
+
+
+@pytest.mark.parametrize("order", ["volume first", "relay first"])
+async def test_an_orphan_needs_nothing_of_volumes_that_are_lost(
+    stage: Backstage, tmp_path: Path, order: str
+) -> None:
+    """Nor anything at all when all of its host are: it ends, whatever its process does."""
+    async with _orphaned(stage, tmp_path) as (made, orphaned):
+        if order == "relay first":
+            orphaned.cut_off()
+        stage.call(made.lines[0].close)
+        await until(lambda: orphaned.books()[1] == [0, MB])
+        if order == "volume first":
+            orphaned.cut_off()
+        assert orphaned.books() == (1, [0, MB], 0)
+        stage.call(made.lines[1].close)
+        await until(lambda: orphaned.books() == (0, [0, 0], 0))
+        assert orphaned.process.poll() is None
+
+
+async def test_the_other_volume_of_the_host_sees_an_orphan_die(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    async with _orphaned(stage, tmp_path) as (made, orphaned):
+        orphaned.cut_off()
+        stage.call(made.lines[0].close)
+        await until(lambda: orphaned.books() == (1, [0, MB], 0))
+        orphaned.kill()
+        await until(lambda: orphaned.books() == (0, [0, 0], 0))
+
+
+async def test_what_lies_on_other_hosts_is_given_back_with_the_relay(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    """It can only be copied from there, and a dead relay's clients are not served any more."""
+    async with _orphaned(stage, tmp_path, "elsewhere") as (_, orphaned):
+        orphaned.cut_off()
+        assert orphaned.books() == (0, [0, 0], 0)
+        assert orphaned.process.poll() is None

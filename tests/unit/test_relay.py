@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from tests.integration.hostile import HELLO, Raw
-from tests.support import until
+from tests.support import turn, until
 from tests.unit.relays import Backstage, Relayed
 
 import torchstore_core as ts
+from torchstore_core.server import relay
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 
@@ -257,14 +260,95 @@ async def test_a_bad_client_ends_alone(relayed: Relayed, sent: bytes) -> None:
 # ---- relays that end ----------------------------------------------------------------------
 
 
-async def test_a_silent_relay_frees_what_its_clients_held(impatient: Relayed) -> None:
+async def test_a_silent_relay_frees_what_its_clients_cannot_have_mapped(
+    impatient: Relayed,
+) -> None:
+    """Their leases stay until their processes end: these may still read the volume's memory."""
     await _put_one(impatient)
-    with await _holding(impatient):
+    with await _holding(impatient) as holder:
         impatient.uplink.silent = True
         await until(lambda: not impatient.relay.valid)
         assert impatient.books() == (1, MB, 2 * MB)  # the relay gives up first
+        await until(lambda: impatient.books() == (1, MB, 0))
+        (session,) = impatient.stage.call(impatient.server.status, 0).sessions
+        assert (session.pid, session.role, session.leased_bytes) == (holder.pid, "orphan", MB)
+        holder.kill()
         await until(lambda: impatient.books() == (0, 0, 0))
     assert impatient.losses == 1
+
+
+async def test_what_a_client_of_a_dead_relay_has_mapped_is_not_used_again(
+    impatient: Relayed,
+) -> None:
+    block = ("inprocess",)  # it maps nothing
+    client = await ts.connect(impatient.address, store_name=impatient.address, block=block)
+    await client.put("k", torch.full((16 * MB,), 7, dtype=torch.uint8))
+    held = await client.get("k")
+    await client.delete("k")
+    impatient.uplink.silent = True
+    await until(lambda: impatient.losses == 1)
+    await until(lambda: [s.role for s in _sessions(impatient)] == ["orphan"])
+    async with _direct(impatient) as other:
+        with pytest.raises(ts.StoreFullError) as caught:
+            await other.put("other", torch.ones(50 * MB, dtype=torch.uint8))
+        assert caught.value.details["holders"] == [
+            {"pid": os.getpid(), "leased": 16 * MB, "unfinished": 0}
+        ]
+        for i in range(3):
+            await other.put(f"other{i}", torch.ones(15 * MB, dtype=torch.uint8))
+        assert held.unique().tolist() == [7]
+    await ts.shutdown(impatient.address)
+    del held
+
+
+async def test_a_process_that_died_with_its_relay_holds_nothing(impatient: Relayed) -> None:
+    await _put_one(impatient)
+    with await _holding(impatient) as holder:
+        impatient.uplink.silent = True
+        holder.kill()
+        assert impatient.books() == (1, MB, 2 * MB)  # nobody has heard of it
+        await until(lambda: impatient.books() == (0, 0, 0))
+
+
+@pytest.mark.parametrize("how", ["namespace", "child"])
+async def test_an_unseen_process_is_not_taken_for_dead(
+    stage: Backstage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What has that pid in another namespace may live, and so may a forked child, which reads what
+    it inherited.
+    """
+    if how == "namespace":
+        monkeypatch.setattr(relay, "pid_namespace", lambda: 1)
+    with Relayed(stage, tmp_path) as relayed:
+        await _put_one(relayed)
+        with await _holding(relayed, "fork" if how == "child" else "") as holder:
+            if how == "child":
+                holder.kill()
+                await until(lambda: relayed.books() == (1, MB, 0))
+            stage.call(relayed.uplinks.close, relayed.uplink.token)
+            assert relayed.books() == (1, MB, 0)
+            holder.kill()
+            await _turns(stage)
+            assert relayed.books() == (1, MB, 0)
+
+
+async def _turns(stage: Backstage) -> None:
+    """Whatever the loop of the server could know by now, it has acted upon."""
+    for _ in range(5):
+        stage.do(turn())
+
+
+def _sessions(relayed: Relayed) -> list[m.SessionStatus]:
+    return relayed.stage.call(relayed.server.status, 0).sessions
+
+
+@asynccontextmanager
+async def _direct(relayed: Relayed) -> AsyncIterator[ts.Client]:
+    """A client of the server's own host."""
+    try:
+        yield await ts.connect(relayed.direct, store_name="direct")
+    finally:
+        await ts.shutdown("direct")
 
 
 async def test_a_server_that_says_nothing_is_given_up(impatient: Relayed) -> None:

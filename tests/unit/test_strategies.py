@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
-from torchstore_core.errors import PluginError
+from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins import Registry
-from torchstore_core.strategy_data import decode_strategy, encode_strategy
+from torchstore_core.strategy_data import check_transport, decode_strategy, encode_strategy
 from torchstore_strategies import (
     HashStrategy,
     HostStrategy,
@@ -206,21 +207,48 @@ def test_replicated_passes_on_what_its_base_says() -> None:
     assert (made.copies, made.by_key, made.transport) == (3, True, ("a", "b"))
     assert ReplicatedStrategy(HashStrategy(transport="a"), transport="b").transport == "b"
     assert (HashStrategy().copies, HostStrategy().by_key) == (1, False)
-    with pytest.raises(ValueError, match="at least 1"):
-        ReplicatedStrategy(copies=0)
+
+
+class Doubled(Strategy, frozen=True, tag="doubled"):
+    """Makes copies by itself."""
+
+    @property
+    def copies(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"copies": 0}, "at least 1, not 0"),
+        ({"copies": "2"}, "whole number and at least 1, not '2'"),
+        ({"copies": 2.0}, "whole number"),
+        ({"copies": True}, "whole number"),
+        ({"base": "hash"}, r"ReplicatedStrategy\(HashStrategy\(\)\), not 'hash'"),
+        ({"base": HashStrategy}, "base is a strategy"),
+        ({"base": None}, "base is a strategy"),
+        ({"base": ReplicatedStrategy(HashStrategy(), 3)}, "makes copies itself"),
+        ({"base": ReplicatedStrategy(copies=1)}, "makes copies itself"),
+        ({"base": Doubled()}, "makes copies itself"),
+    ],
+)
+def test_replicated_refuses_what_makes_no_sense(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        ReplicatedStrategy(**fields)
 
 
 # ---- as data ------------------------------------------------------------------------------
 
-NESTED = ReplicatedStrategy(ReplicatedStrategy(HashStrategy(transport="shm"), 2), 4, transport="x")
-
 
 def test_nested_strategies_cross_processes_as_data() -> None:
-    name, fields = encode_strategy(NESTED)
-    made = decode_strategy(name, fields, Registry())
-    assert made == NESTED
-    assert type(made.base.base) is HashStrategy  # type: ignore[attr-defined]
-    assert hash(made) == hash(NESTED)
+    nested = Several(
+        maybe=ReplicatedStrategy(HashStrategy(transport="shm"), 4, transport="x"), transport="y"
+    )
+    name, fields = encode_strategy(nested)
+    made = decode_strategy(name, fields, Known())
+    assert made == nested
+    assert type(made.maybe.base) is HashStrategy  # type: ignore[attr-defined]
+    assert hash(made.maybe) == hash(nested.maybe)  # type: ignore[attr-defined]
 
 
 class Several(Strategy, frozen=True, tag="several"):
@@ -233,9 +261,17 @@ class Several(Strategy, frozen=True, tag="several"):
     raw: bytes = b""
 
 
+class Picky(Strategy, frozen=True, tag="picky"):
+    """Checks itself, and raises what it likes."""
+
+    def __post_init__(self) -> None:
+        raise AttributeError("not today")
+
+
 class Known(Registry):
     def strategy(self, name: str) -> type[Strategy]:
-        return Several if name == "several" else super().strategy(name)
+        known: dict[str, type[Strategy]] = {"several": Several, "picky": Picky}
+        return known[name] if name in known else super().strategy(name)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +296,8 @@ def test_all_kinds_of_fields_come_back(made: Strategy) -> None:
         ("hash", b'{"colour": 1}', "it has no 'colour'"),
         ("hash", b'{"transport": 1}', "bad fields"),
         ("replicated", b'{"copies": 0}', "at least 1"),
+        ("replicated", b'{"base": {"type": "replicated"}}', "makes copies itself"),
+        ("picky", b"{}", "not today"),
         ("replicated", b'{"base": {}}', "without its name"),
         ("replicated", b'{"base": {"type": "none-such"}}', "none-such"),
         ("replicated", b'{"base": {"type": "hash", "x": 1}}', "it has no 'x'"),
@@ -295,3 +333,33 @@ class Unplain(Strategy, frozen=True, tag="unplain"):
 def test_what_is_no_plain_strategy_does_not_leave(made: object, says: str) -> None:
     with pytest.raises(PluginError, match=says):
         encode_strategy(made)
+
+
+# ---- transports ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", [5, "", ("shm", ""), ("shm", None), b"shm"])
+def test_a_transport_is_a_name_or_some(transport: Any) -> None:
+    strategy = HashStrategy(transport=transport)
+    for check in (encode_strategy, lambda s: check_transport(s, Registry())):
+        with pytest.raises(ConfigurationError, match="it is the name of a transport"):
+            check(strategy)
+
+
+def test_a_transport_that_nobody_has_is_refused() -> None:
+    for transport in ("nonsense", ("shm", "nonsense")):
+        with pytest.raises(
+            ConfigurationError, match=r"HashStrategy: no.* is called 'nonsense' \(.*inline.*, shm"
+        ):
+            check_transport(HashStrategy(transport=transport), Registry())
+    with pytest.raises(ConfigurationError, match="'nonsense'"):
+        check_transport(ReplicatedStrategy(HashStrategy(transport="nonsense")), Registry())
+    with pytest.raises(ConfigurationError, match=r"'shm' \(installed: none\)"):
+        check_transport(HashStrategy(transport="shm"), Registry([]))
+
+
+def test_transports_that_are_installed_are_not_refused() -> None:
+    """Blocked ones neither: who blocks one wants the strategy to do without it."""
+    for transport in (None, (), "shm", ("inline", "shm")):
+        check_transport(HashStrategy(transport=transport), Registry(block=["shm"]))
+    check_transport(None, Registry())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
 import random
+import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
@@ -16,6 +20,7 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 from torchstore_core.testing import StrategyConformance
 
 _count = itertools.count()
+_remembered: dict[tuple[str, ...], int] = {}
 
 
 class Broken(Strategy, frozen=True, tag="broken"):
@@ -26,6 +31,10 @@ class Broken(Strategy, frozen=True, tag="broken"):
     @property
     def copies(self) -> int:
         return 0 if self.how == "copies" else 1
+
+    @property
+    def by_key(self) -> bool:
+        return self.how == "by_key" and next(_count) % 10 == 9
 
     def place(
         self,
@@ -60,6 +69,24 @@ class Broken(Strategy, frozen=True, tag="broken"):
                 return everything if next(_count) // 10_000 % 2 else everything[::-1]
             case "first key":
                 return everything if keys[0] else everything[::-1]
+            case "large":
+                return everything if nbytes < 1 << 20 else living[:1] or [0]
+            case "some sizes":
+                return everything if not 1 << 20 < nbytes < 1 << 24 else living[:1] or [0]
+            case "env":
+                return everything if os.environ.get("NOBODY_HAS_THIS") is None else everything[::-1]
+            case "has env":
+                return everything if "PATH" in os.environ else everything[::-1]
+            case "pid":
+                first = os.getpid() % len(volumes)
+                return [*everything[first:], *everything[:first]]
+            case "remembers":
+                first = _remembered.setdefault(tuple(keys), len(volumes)) % len(volumes)
+                return [*everything[first:], *everything[:first]]
+            case "torch":
+                import torch  # noqa: F401 - as somebody does who wants to be quick at import
+            case "imports":
+                importlib.import_module("reads_environment")
             case "fails":
                 raise ZeroDivisionError
             case "changes":
@@ -70,6 +97,10 @@ class Broken(Strategy, frozen=True, tag="broken"):
     def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
         if self.how == "choose late":
             return int(time.monotonic() // 60) % len(copies)
+        if self.how == "choose pid":
+            return os.getpid() % len(copies)
+        if self.how == "choose env":
+            return len(os.getenv("NOBODY_HAS_THIS", "")) % len(copies)
         return len(copies) if self.how == "choose" else 0
 
 
@@ -83,6 +114,9 @@ class Kit(StrategyConformance):
 
 LATER = "test_the_answer_is_the_same_later"
 PLACES = "test_it_names_volumes_that_are_there_each_once"
+ENOUGH = "test_it_names_enough_volumes"
+ELSEWHERE = "test_another_process_gives_the_same_answers"
+ENVIRONMENT = "test_it_reads_no_environment_variable"
 
 
 @pytest.mark.parametrize(
@@ -98,9 +132,20 @@ PLACES = "test_it_names_volumes_that_are_there_each_once"
         ("seldom", LATER, "s on"),
         ("choose late", LATER, "choose gave .* s on"),
         ("slow", LATER, "other questions"),
-        ("few", "test_it_names_enough_volumes", "uses_all"),
+        ("few", ENOUGH, "uses_all"),
+        ("large", ENOUGH, "uses_all"),
+        ("some sizes", ENOUGH, "5242880 bytes"),
         ("random", "test_the_same_question_has_the_same_answer", "different answers"),
-        ("hash", "test_another_process_gives_the_same_answers", "in another process"),
+        ("hash", ELSEWHERE, "in another process"),
+        ("pid", ELSEWHERE, "place.* in another process"),
+        ("choose pid", ELSEWHERE, "choose.* in another process"),
+        ("remembers", ELSEWHERE, "asked in another order"),
+        ("torch", ELSEWHERE, "imports torch"),
+        ("env", ELSEWHERE, "NOBODY_HAS_THIS"),
+        ("env", ENVIRONMENT, "NOBODY_HAS_THIS"),
+        ("has env", ENVIRONMENT, "PATH"),
+        ("choose env", ENVIRONMENT, "NOBODY_HAS_THIS"),
+        ("by_key", "test_copies_and_by_key_make_sense", "by_key were .* and then"),
         ("changes", "test_it_changes_nothing_that_it_is_given", "changed the list"),
         ("copies", "test_copies_and_by_key_make_sense", "an int above 0"),
         ("choose", "test_it_chooses_a_copy_that_is_there", "no position in a list"),
@@ -113,6 +158,17 @@ def test_what_is_wrong_is_found_and_said(how: Any, test: str, says: str) -> None
         getattr(Kit(how), test)()
     if how:
         getattr(Kit(""), test)()  # and only that
+
+
+def test_what_an_import_reads_is_not_what_place_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "reads_environment"
+    (tmp_path / f"{name}.py").write_text("import os\nos.environ.get('NOBODY_HAS_THIS')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    Kit("imports").test_it_reads_no_environment_variable()
+    assert sys.modules.pop(name, None) is not None
 
 
 def test_a_kit_without_make_says_so() -> None:

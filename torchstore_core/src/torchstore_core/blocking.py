@@ -9,9 +9,10 @@ ObjectRef(key='w', version=1)
 tensor([0, 1, 2])
 >>> ts.shutdown()
 
-Names, arguments, results and errors are those of :mod:`torchstore_core`. ``initialize``,
-``initialize_spmd``, ``connect`` and ``client`` return a :class:`Client` whose methods block, and
-``put_state_dict(..., blocking=False)`` a :class:`PendingPut` with ``result()``.
+Names (those of the strategies, too), arguments, results and errors are those of
+:mod:`torchstore_core`. ``initialize``, ``initialize_spmd``, ``connect`` and ``client`` return a
+:class:`Client` whose methods block, and ``put_state_dict(..., blocking=False)`` a
+:class:`PendingPut` with ``result()``.
 
 Each thread has an event loop of its own, which runs while a call of that thread waits: there is no
 other thread to hand the call to. Any number of threads may call at once, also after a fork.
@@ -26,6 +27,7 @@ from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torchstore_core
 from torchstore_core import api, thread_loops, values
 from torchstore_core.client_side import client as async_client
 from torchstore_core.client_side import packed, sharding, state_dicts
@@ -108,6 +110,8 @@ TensorShard = sharding.TensorShard
 StateDictReport = state_dicts.StateDictReport
 TensorReference = packed.TensorReference
 TorchStoreStateDict = packed.TorchStoreStateDict
+
+__version__ = torchstore_core.__version__
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -317,3 +321,10 @@ wait = _blocking(api.wait)
 stat = _blocking(api.stat)
 status = _blocking(api.status)
 explain = _blocking(api.explain)
+
+
+def __getattr__(name: str) -> Any:
+    """The strategies, whose package need not be installed."""
+    if name in torchstore_core._STRATEGIES:
+        return getattr(torchstore_core, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

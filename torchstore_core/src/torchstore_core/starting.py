@@ -12,6 +12,7 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.ranking import Policy
+from torchstore_core.strategy_data import check_transport
 
 __all__ = ["STOP_TIMEOUT_S", "check", "runtime", "start", "strategy"]
 
@@ -73,8 +74,11 @@ def strategy(registry: Registry, given: Strategy | str | None) -> Strategy | Non
 
     Raises:
         PluginError: an unknown or broken one.
+        ConfigurationError: it forces or prefers a transport that is not installed here.
     """
-    return registry.strategy(given)() if isinstance(given, str) else given
+    made = registry.strategy(given)() if isinstance(given, str) else given
+    check_transport(made, registry)
+    return made
 
 
 def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:

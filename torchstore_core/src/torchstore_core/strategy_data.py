@@ -4,15 +4,54 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import PluginError
+from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins import Registry
 
-__all__ = ["decode_strategy", "encode_strategy"]
+__all__ = ["check_transport", "decode_strategy", "encode_strategy"]
+
+_TRANSPORTS = "torchstore.transports"
+
+
+def check_transport(strategy: object, registry: Registry) -> None:
+    """The transports that a strategy forces or prefers are installed here; blocked ones are, too.
+
+    Raises:
+        ConfigurationError: names the one that is not, and what is there; or ``transport`` is no
+            name, nor a tuple of names.
+    """
+    if not isinstance(strategy, Strategy):
+        return  # encode_strategy says so
+    names = _transport_names(strategy)
+    if not names:
+        return
+    installed = {*registry.names(_TRANSPORTS), *registry.left_out(_TRANSPORTS)}
+    unknown = [name for name in names if name not in installed]
+    if unknown:
+        there = ", ".join(sorted(installed)) or "none"
+        raise ConfigurationError(
+            f"transport={strategy.transport!r} of {type(strategy).__name__}: no transport is "
+            f"called {', '.join(map(repr, unknown))} (installed: {there}); install its package, or "
+            "leave the name out"
+        )
+
+
+def _transport_names(strategy: Strategy) -> Sequence[str]:
+    given: object = strategy.transport
+    if given is None:
+        return ()
+    names = given if isinstance(given, tuple | list) else (given,)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigurationError(
+            f"transport={given!r} of {type(strategy).__name__}: it is the name of a transport, a "
+            "tuple of names, or None"
+        )
+    return names
 
 
 def encode_strategy(strategy: object) -> tuple[str, bytes]:
@@ -20,6 +59,7 @@ def encode_strategy(strategy: object) -> tuple[str, bytes]:
 
     Raises:
         PluginError: it is no Strategy with a tag, or its fields are no plain data.
+        ConfigurationError: its ``transport`` is no name, nor a tuple of names.
     """
     if not isinstance(strategy, Strategy) or not isinstance(_config(strategy).tag, str):
         raise PluginError(
@@ -32,6 +72,7 @@ def encode_strategy(strategy: object) -> tuple[str, bytes]:
             f"strategy {type(strategy).__name__} cannot cross processes: it must be neither "
             "array_like nor have a tag_field of its own"
         )
+    _transport_names(strategy)
     try:
         return str(config.tag), msgspec.json.encode(strategy)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
@@ -52,7 +93,7 @@ def decode_strategy(name: str, fields: bytes, registry: Registry) -> Strategy:
         return _made(cls, fields, registry)
     except PluginError:
         raise
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+    except Exception as error:  # what a strategy checks itself may raise anything
         raise PluginError(f"strategy {name!r}: bad fields: {error}") from error
 
 

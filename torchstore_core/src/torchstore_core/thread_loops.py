@@ -102,35 +102,54 @@ def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     try:
         return loop.run_until_complete(task)
     except BaseException:
-        if not task.done():
-            task.cancel()
-            loop.run_until_complete(asyncio.wait([task]))
+        try:
+            if not task.done():
+                task.cancel()
+                loop.run_until_complete(asyncio.wait([task]))
+        finally:
+            _drain(loop)
         raise
+
+
+def _drain(loop: asyncio.AbstractEventLoop) -> None:
+    """Run what is due. What a signal handler raised may have left a call to stop there, which
+    would stop the next operation.
+    """
+    loop.call_soon(loop.stop)
+    loop.run_forever()
 
 
 def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     """As asyncio.run: Ctrl-C cancels, rather than breaking off in the middle of some line; a second
-    one does break off.
+    one does break off. One that comes when all is done is raised afterwards.
     """
     interrupted = False
 
     def cancel(signum: int, frame: FrameType | None) -> None:
         nonlocal interrupted
-        if interrupted or task.done():
+        if interrupted:
             raise KeyboardInterrupt
         interrupted = True
-        task.cancel()
-        loop.call_soon_threadsafe(_nothing)  # wakes the loop
+        if not task.done():
+            task.cancel()
+            loop.call_soon_threadsafe(_nothing)  # wakes the loop
 
     _set_handler(_SIGINT, cancel)
     try:
-        return _run(loop, task)
+        result = _run(loop, task)
     except asyncio.CancelledError:
         if interrupted:
             raise KeyboardInterrupt from None
         raise
+    except Exception as error:
+        if interrupted:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         _set_handler(_SIGINT, _DEFAULT)
+    if interrupted:
+        raise KeyboardInterrupt
+    return result
 
 
 def _nothing() -> None:

@@ -8,6 +8,7 @@ from msgspec.structs import force_setattr
 
 from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
+from torchstore_core.errors import ConfigurationError
 from torchstore_strategies.host import HostStrategy
 
 
@@ -19,13 +20,19 @@ class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
 
     Small values ride in the message and lie with the controller, once: no volume's loss harms them.
 
+    A lost copy is not made again until its key is put again. And copies protect only where volumes
+    are in several processes, as with Monarch: the runtimes ``local`` and ``spmd`` have all volumes
+    of a host in one, which they are lost with.
+
     Args:
-        base: where the first copy goes, and in which order the others are tried.
+        base: where the first copy goes, and in which order the others are tried. It has no copies
+            of its own.
         copies: how many; while fewer volumes live, as many as there are.
         transport: see ``Strategy``; if it is None, that of ``base``.
 
     Raises:
-        ValueError: fewer than one copy.
+        ConfigurationError: ``copies`` is no whole number, or below one; ``base`` is no strategy,
+            or makes copies itself.
 
     >>> ReplicatedStrategy(copies=3).copies
     3
@@ -35,8 +42,19 @@ class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
     copies: int = 2
 
     def __post_init__(self) -> None:
-        if self.copies < 1:
-            raise ValueError(f"copies is at least 1, not {self.copies}")
+        if type(self.copies) is not int or self.copies < 1:
+            raise ConfigurationError(
+                f"copies is a whole number and at least 1, not {self.copies!r}"
+            )
+        if not isinstance(self.base, Strategy):
+            raise ConfigurationError(
+                f"base is a strategy, as in ReplicatedStrategy(HashStrategy()), not {self.base!r}"
+            )
+        if isinstance(self.base, ReplicatedStrategy) or self.base.copies != 1:
+            raise ConfigurationError(
+                f"base makes copies itself ({self.base!r}), which would not be made; give its own "
+                "base, and copies= as many as there are to be in all"
+            )
         if self.transport is None and self.base.transport is not None:
             force_setattr(self, "transport", self.base.transport)
 

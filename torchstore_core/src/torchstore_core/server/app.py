@@ -24,7 +24,9 @@ from torchstore_core.server.connection import Connection
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.conversation import Conversation
 from torchstore_core.server.directories import PrivateDirectory
+from torchstore_core.server.orphans import Orphans
 from torchstore_core.server.placement import session_bytes
+from torchstore_core.server.processes import Watcher
 from torchstore_core.server.records import VolumeRecord
 from torchstore_core.server.volume import Volume, default_capacity, default_prefault
 from torchstore_core.strategy_data import decode_strategy
@@ -96,6 +98,8 @@ class Server:
         self._all_attached = asyncio.Event()
         self._when_trimmed: list[Callable[[], None]] = []
         self._controller: Controller | None = None
+        self._orphans: Orphans | None = None
+        self._watcher = Watcher(self.process_ended)
         self._listener: asyncio.AbstractServer | None = None
         self._stopping = False
         self._stopped = asyncio.Event()
@@ -156,6 +160,17 @@ class Server:
             raise StoreClosedError(f"store {self.options.store_name!r} is still starting")
         return self._controller
 
+    @property
+    def orphans(self) -> Orphans:
+        """Sessions whose relay is gone.
+
+        Raises:
+            StoreClosedError: not all volumes are attached yet.
+        """
+        if self._orphans is None:
+            raise StoreClosedError(f"store {self.options.store_name!r} is still starting")
+        return self._orphans
+
     def _begin(self, volumes: list[VolumeRecord]) -> None:
         """All volumes are there."""
         self._controller = Controller(
@@ -164,6 +179,7 @@ class Server:
             prefault=self.options.prefault != 0,
             warmed=lambda: self._from_thread(self._broadcast_warm),
         )
+        self._orphans = Orphans(self._controller, self._watch)
         self._start_prefault()
         self._loop.call_later(1.0, self._sample_rate)
 
@@ -179,6 +195,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, close every connection, release memory, remove the directory."""
+        self._watcher.close()
         if self._listener is not None:
             self._listener.close()
         for connection in list(self.connections):
@@ -269,7 +286,19 @@ class Server:
         self._trimmed()
         if not self._stopping:
             self._controller.lose_volume(index, why)
+            self.orphans.volume_lost()
             self._to_anchors(m.Lost(index, why))
+
+    def _watch(self, volume: VolumeRecord, wanted: m.Watch) -> None:
+        """Have a process of a volume's host watched, there."""
+        if isinstance(volume.memory, AttachedMemory):
+            volume.memory.watch(wanted)
+        else:
+            self._watcher.watch(wanted)
+
+    def process_ended(self, message: m.Died) -> None:
+        """A process of which an orphan is left has ended."""
+        self.orphans.died(message.orphan)
 
     def _start_prefault(self) -> None:
         wanted = self.options.prefault
@@ -352,7 +381,8 @@ class Server:
             for v in controller.volumes
         ]
         sessions = []
-        for s in controller.sessions.values():
+        orphans = list(controller.orphans.values())
+        for s in [*controller.sessions.values(), *orphans]:
             leased, unfinished = session_bytes(s)
             facts = s.facts
             sessions.append(
@@ -366,7 +396,7 @@ class Server:
                     unfinished_puts=len(s.txns),
                     unfinished_bytes=unfinished,
                     age_s=now - s.opened,
-                    role=facts.role,
+                    role="orphan" if s in orphans else facts.role,
                 )
             )
         return m.StatusReport(

@@ -22,6 +22,7 @@ from torchstore_core.errors import (
     from_wire,
 )
 from torchstore_core.server.allocator import Allocator
+from torchstore_core.server.processes import Watcher
 from torchstore_core.server.volume import Volume
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
@@ -81,6 +82,10 @@ class AttachedMemory:
         """Not from here: clients read it, under a lease."""
         return None
 
+    def watch(self, wanted: m.Watch) -> None:
+        """Ask the volume, which is on the process's host."""
+        self._send(wanted)
+
     def warmed(self, message: m.Warm) -> None:
         """The volume says how much is warm now."""
         self._warm = message.nbytes if message.trimmed else max(self._warm, message.nbytes)
@@ -107,6 +112,7 @@ class VolumeLine(asyncio.Protocol):
         self._reader = FrameReader(m.MAX_FRAME)
         self._attached: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
+        self._watcher = Watcher(self._send)
         self._wanted = False
         self._closing = False
 
@@ -138,6 +144,7 @@ class VolumeLine(asyncio.Protocol):
     def close(self) -> None:
         """Leave the server; ``lost`` is not called any more."""
         self._closing = True
+        self._watcher.close()
         if self._transport is not None:
             self._transport.close()
 
@@ -158,6 +165,7 @@ class VolumeLine(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._watcher.close()
         self._fail(StoreClosedError(f"volume {self._info.id}: its server is gone"))
         if self._wanted and not self._closing:
             self._closing = True
@@ -184,6 +192,8 @@ class VolumeLine(asyncio.Protocol):
                 memory.touched(message.warm)  # clients write without telling this process
                 memory.trim(message.start)
                 self._tell(trimmed=True)
+            case m.Watch():
+                self._watcher.watch(message)
             case _:
                 log.debug("volume %s: nothing to do for %s", self._info.id, type(message).__name__)
 

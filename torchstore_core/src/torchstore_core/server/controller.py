@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
@@ -30,6 +30,7 @@ from torchstore_core.server.placement import (
     find_place,
     full_error,
     grants_of,
+    most_bytes,
     values_in_runs,
 )
 from torchstore_core.server.records import (
@@ -70,6 +71,8 @@ class Controller:
         self.volumes = list(volumes)
         self.strategy = strategy
         self.sessions: dict[bytes, SessionRecord] = {}
+        self.orphans: dict[bytes, SessionRecord] = {}  # see ``server.orphans``
+        self._holders = ChainMap(self.sessions, self.orphans)
         self.catalog = Catalog(self.sessions)
         #: Requests so far, by message class; for status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
@@ -219,14 +222,13 @@ class Controller:
                 return runs
             keys = () if joint is None else joint.keys
             kept = () if joint is None else joint.generations
-            capacities = [v.info.capacity_bytes for v in self.volumes if not v.lost]
-            most = sum(capacities) if self.strategy.by_key else max(capacities, default=0)
+            most = most_bytes(self.strategy, self.volumes)
             dead: list[Value] = []
             if placed + inline > most or not self.catalog.reclaim(keys, kept, dead):
                 break
             self._free(dead)
-        there = self.catalog.newest.values(), self.catalog.waiting_bytes()
-        raise full_error(placed + inline, self.volumes, self.sessions.values(), *there)
+        there = self.catalog.newest.values(), self.catalog.waiting_bytes(), self.strategy, items
+        raise full_error(placed + inline, self.volumes, self._holders.values(), *there)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         """Flip all keys of a put at once; their new versions, see ``messages.Committed``.
@@ -324,7 +326,7 @@ class Controller:
         """
         if time.monotonic() - self._last_put < idle_s:
             return 0
-        if any(session.keeps_memory for session in self.sessions.values()):
+        if any(session.keeps_memory for session in self._holders.values()):
             return 0
         return sum(
             volume.memory.trim(max(volume.allocator.used_end, keep))
@@ -488,7 +490,7 @@ class Controller:
         """
         if self.volumes[index].lost:
             return
-        self._free(self.losses.lose(index, why, self.catalog, self.sessions.values()))
+        self._free(self.losses.lose(index, why, self.catalog, self._holders.values()))
         self._settle()
 
     def _remember(self, session: SessionRecord, given_back: int) -> None:

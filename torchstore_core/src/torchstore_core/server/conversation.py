@@ -18,6 +18,7 @@ from torchstore_core.errors import (
     TorchStoreError,
 )
 from torchstore_core.server import looking
+from torchstore_core.server.processes import Process
 from torchstore_core.server.records import SessionRecord, Waiter
 from torchstore_core.topology import Topology
 from torchstore_core.wire import messages as m
@@ -41,6 +42,7 @@ class Conversation:
         send: takes what is to be sent.
         end: close the pipe once that is sent.
         via: where the relay is that carries it, if one does.
+        process: at the other end of that relay's socket, if that is known.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class Conversation:
         send: Callable[[m.Message], None],
         end: Callable[[], None],
         via: Topology | None = None,
+        process: Process | None = None,
     ) -> None:
         self._server = server
         self.send = send
         self.end = end
         self._via = via
+        self._process = process
         self._session: SessionRecord | None = None
         self._volume = -1
         self._anchor = False
@@ -103,7 +107,14 @@ class Conversation:
                 self._server.controller.close_session(session)
 
     def ended(self, why: str = "its connection has closed") -> None:
-        """The pipe is gone: undo what was held through it. Idempotent."""
+        """The other end has closed the pipe: undo what was held through it. Idempotent."""
+        self._end(why, lambda session: self._server.controller.close_session(session))
+
+    def cut_off(self, why: str) -> None:
+        """The relay is gone; the client may live, and read what it has mapped. Idempotent."""
+        self._end(why, lambda session: self._server.orphans.take(session, self._process))
+
+    def _end(self, why: str, close_session: Callable[[SessionRecord], None]) -> None:
         if self not in self._server.conversations:
             return
         self._server.conversations.discard(self)
@@ -117,7 +128,7 @@ class Conversation:
             self._server.volume_ended(self._volume, why)
         if self._session is not None:
             if self._anchor:
-                self._server.controller.close_session(self._session)
+                close_session(self._session)
             else:
                 self._session.lanes -= 1
 
@@ -131,9 +142,13 @@ class Conversation:
             self._attach(request)
             return
         if self._volume >= 0:
-            if not isinstance(request, m.Warm):
-                raise ProtocolError(f"a volume does not send {type(request).__name__}")
-            self._server.volume_warmed(self._volume, request)
+            match request:
+                case m.Warm():
+                    self._server.volume_warmed(self._volume, request)
+                case m.Died():
+                    self._server.process_ended(request)
+                case _:
+                    raise ProtocolError(f"a volume does not send {type(request).__name__}")
             return
         if self._session is None:
             raise ProtocolError("the first message must be a Hello")

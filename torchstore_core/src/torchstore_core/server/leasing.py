@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
-from torchstore_core.errors import PluginError, ProtocolError
+from torchstore_core.errors import ProtocolError
+from torchstore_core.server import asking
 from torchstore_core.server.allocator import rounded
 from torchstore_core.server.records import (
     SessionRecord,
@@ -197,12 +198,5 @@ class _Choice:
         reachable = reachable or list(range(len(volumes)))
         if len(reachable) == 1:
             return reachable[0]
-        name = type(self._strategy).__name__
         copies = [self._volumes[volumes[at]].facts() for at in reachable]
-        try:
-            chosen = self._strategy.choose(self._client, copies)
-        except Exception as error:  # foreign code
-            raise PluginError(f"strategy {name} cannot choose a copy: {error!r}") from error
-        if type(chosen) is not int or not 0 <= chosen < len(reachable):
-            raise PluginError(f"strategy {name} chose copy {chosen!r} of {len(reachable)}")
-        return reachable[chosen]
+        return reachable[asking.choice(self._strategy, self._client, copies)]

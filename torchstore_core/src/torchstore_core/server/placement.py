@@ -9,14 +9,15 @@ import msgspec
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
-from torchstore_core.errors import PluginError, ProtocolError, StoreFullError
+from torchstore_core.errors import ProtocolError, StoreFullError
+from torchstore_core.server import asking
 from torchstore_core.server.allocator import rounded
 from torchstore_core.server.records import SessionRecord, Stored, Value, VolumeRecord
 from torchstore_core.values import StateDictMeta, TensorMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["check_item", "check_key", "checked_box", "checked_items", "find_place", "full_error"]
-__all__ += ["Run", "grants_of", "session_bytes", "values_in_runs"]
+__all__ += ["Run", "grants_of", "most_bytes", "session_bytes", "values_in_runs"]
 
 # Of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
@@ -181,21 +182,19 @@ def find_place(
             if offsets is not None:
                 return [Run(range(len(items)), [(volume, offsets)], placed, inline)]
         return None
-    known = [v.facts() for v in volumes]
+    known = tuple([v.facts() for v in volumes])
     keys = [prefix + item.key for item in items]
-    if strategy.by_key:
+    if asking.by_key(strategy):
         groups = _groups(strategy, known, facts, items, keys)
     else:
-        group = _Group(_order(strategy, known, facts, placed + inline, keys))
+        group = _Group(asking.order(strategy, facts, known, placed + inline, keys))
         group.members, group.sizes = range(len(items)), sizes
         group.placed, group.inline = placed, inline
         groups = [group]
     for group in groups:
         if not any(not known[at].lost for at in group.order):
             raise _all_lost(strategy, volumes, group.order)
-    copies = strategy.copies
-    if copies < 1:
-        raise PluginError(f"strategy {type(strategy).__name__} wants {copies} copies")
+    copies = asking.copies(strategy)
     limits: dict[int, int] = {}  # volumes whose free memory is in pieces: too small for such sizes
     while True:
         assigned = _assign(groups, known, copies, limits)
@@ -228,30 +227,9 @@ def _groups(
             else:
                 group.sizes.append(item.nbytes)
                 group.placed += rounded(item.nbytes)
-        group.order = _order(strategy, known, facts, group.placed + group.inline, (key,))
+        group.order = asking.order(strategy, facts, known, group.placed + group.inline, (key,))
         groups.append(group)
     return groups
-
-
-def _order(
-    strategy: Strategy,
-    known: Sequence[VolumeFacts],
-    facts: ClientFacts,
-    nbytes: int,
-    keys: Sequence[str],
-) -> list[int]:
-    """What the strategy says, each volume once."""
-    name = type(strategy).__name__
-    try:
-        order = list(dict.fromkeys(strategy.place(facts, known, nbytes, keys)))
-    except Exception as error:  # foreign code
-        raise PluginError(f"strategy {name} cannot place {keys[0]!r}: {error!r}") from error
-    if not order:
-        raise PluginError(f"strategy {name} named no volume")
-    for index in order:
-        if type(index) is not int or not 0 <= index < len(known):
-            raise PluginError(f"strategy {name} named volume {index!r} of {len(known)}")
-    return order
 
 
 def _assign(
@@ -375,16 +353,39 @@ def _all_lost(
     )
 
 
+def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
+    """Bytes that no put can have more of, however much is deleted."""
+    capacities = [v.info.capacity_bytes for v in volumes if not v.lost]
+    return sum(capacities) if asking.by_key(strategy) else max(capacities, default=0)
+
+
+def _fits_spread(
+    requested: int, volumes: Sequence[VolumeRecord], items: Sequence[m.PutItem]
+) -> bool:
+    """Whether it is too large for every volume, but would fit if each key went its own way."""
+    rooms = [v.info.capacity_bytes - v.used for v in volumes]
+    keys: dict[str, int] = {}
+    for item in items:
+        keys[item.key] = keys.get(item.key, 0) + item.nbytes
+    largest = max(keys.values(), default=0)
+    return len(keys) > 1 and largest <= max(rooms, default=0) < requested <= sum(rooms)
+
+
 def full_error(
     requested: int,
     volumes: Sequence[VolumeRecord],
     sessions: Iterable[SessionRecord],
     values: Iterable[Stored],
     waiting: Mapping[str, int],
+    strategy: Strategy | None = None,
+    items: Sequence[m.PutItem] = (),
 ) -> StoreFullError:
     """The error of a put that does not fit: who holds what.
 
-    ``waiting``: bytes in versions that are not whole yet, by key.
+    Args:
+        requested: bytes.
+        waiting: bytes in versions that are not whole yet, by key.
+        strategy, items: of the put, to say so when the strategy is what is in the way.
     """
     volumes = [v for v in volumes if not v.lost]
     capacity = sum(v.info.capacity_bytes for v in volumes)
@@ -411,11 +412,22 @@ def full_error(
             f"; {sum(waiting.values()):,} in versions that wait for other participants ({most!r})"
         )
         advice += ", see who is missing with `torchstore stat`"
+    hint = ""
+    if (
+        strategy is not None
+        and _fits_spread(requested, volumes, items)
+        and not asking.by_key(strategy)
+    ):
+        hint = (
+            f". Strategy {type(strategy).__name__} puts all of a batch, or state dict, on one "
+            "volume, and none has room for all of this one; with strategy 'hash' it is spread over "
+            "all volumes, key by key"
+        )
     return StoreFullError(
         f"a put of {requested:,} bytes does not fit: {used:,} of {capacity:,} bytes are used "
         f"({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
         f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
-        f"{advice}, or initialize with a larger capacity",
+        f"{advice}, or initialize with a larger capacity{hint}",
         details={
             "capacity_bytes": capacity,
             "used_bytes": used,

@@ -15,6 +15,7 @@ import msgspec
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.connection import peer
 from torchstore_core.server.directories import PrivateDirectory
+from torchstore_core.server.processes import Process, pid_namespace
 from torchstore_core.server.relaying import EXPIRE_S, Said, Told, ToldList
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader
@@ -188,6 +189,7 @@ class _Pipe(asyncio.Protocol):
         self._conn = 0
         self._pid = 0
         self._pidfd = -1
+        self._process: Process | None = None  # until the server knows it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -197,6 +199,7 @@ class _Pipe(asyncio.Protocol):
             self._transport.abort()
             return
         self._conn = self._relay.opened(self)
+        self._process = Process(self._pid, pid_namespace()) if self._pid else None
         try:
             self._pidfd = os.pidfd_open(self._pid)
         except (OSError, AttributeError):  # an old kernel, or another pid namespace
@@ -208,7 +211,8 @@ class _Pipe(asyncio.Protocol):
             return
         try:
             for body in self._reader.feed(data):
-                self._relay.say(Said(self._conn, body))
+                self._relay.say(Said(self._conn, body, process=self._process))
+                self._process = None
         except ProtocolError as error:
             log.warning("a client sent something unreadable: %s", error)
             self.close()

@@ -22,6 +22,7 @@ import msgspec
 
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.server.conversation import Conversation
+from torchstore_core.server.processes import Process
 from torchstore_core.topology import Topology
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
@@ -43,12 +44,14 @@ class Said(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """From a relay: what came on connection ``conn``.
 
     ``closed``: nothing more will. ``died``: its process is dead, though the pipe may be open.
+    ``process``: with the first of a connection: whose it is, if that is known.
     """
 
     conn: int
     body: bytes = b""
     closed: bool = False
     died: bool = False
+    process: Process | None = None
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -81,7 +84,7 @@ class _Relayed:
         for one in said:
             conversation = self._conversations.get(one.conn)
             if conversation is None and not (one.closed or one.died):
-                conversation = self._open(one.conn)
+                conversation = self._open(one.conn, one.process)
             if conversation is None:
                 continue
             if one.died:
@@ -95,7 +98,7 @@ class _Relayed:
         self._filled.clear()
         return told
 
-    def _open(self, conn: int) -> Conversation:
+    def _open(self, conn: int, process: Process | None) -> Conversation:
         def send(message: m.Message) -> None:
             if conn in self._conversations:
                 self._outbox.append(Told(conn, bytes(encode(message))))
@@ -108,7 +111,8 @@ class _Relayed:
                 self._filled.set()
                 conversation.ended()
 
-        made = self._conversations[conn] = Conversation(self._server, send, end, via=self.here)
+        made = Conversation(self._server, send, end, self.here, process)
+        self._conversations[conn] = made
         return made
 
     async def poll(self) -> list[Told]:
@@ -122,11 +126,12 @@ class _Relayed:
         return told
 
     def close(self, why: str) -> None:
+        """It is gone; what spoke through it may live."""
         self._filled.set()  # a poll that waits ends
         conversations = list(self._conversations.values())
         self._conversations.clear()
         for conversation in conversations:
-            conversation.ended(why)
+            conversation.cut_off(why)
 
 
 class Uplinks:

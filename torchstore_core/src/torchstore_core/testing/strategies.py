@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -30,26 +31,28 @@ _CLIENTS = (
     ClientFacts(104, "elsewhere", "c", local_rank=3),
 )
 _KEYS = ("w", "layers/0/weight", "ключ 🔑", "k" * 300)
-_SIZES = (0, 1, 4096, _GIB, 1 << 50)
+_SIZES = (0, 1, 4096, 5 << 20, _GIB, 1 << 50)
 
 # Seconds by which clocks are put on: so close that any alternation is seen. And what
 # random.random() says meanwhile.
 _LATER = tuple(0.3 * 1.5**n for n in range(46))
+_SHARE = 29  # of all questions, those that are asked then
 _NUMBERS = (0.0, 0.999, 0.5, 0.25, 0.75)
 # A counter that changes the answer now and then is seen within so many answers, or so many seconds.
 _ANSWERS, _ANSWERS_S = 30_000, 2.0
 
-# What another process answers: with another hash seed, and without torch.
+# What another process answers: with another hash seed and process id, the last question first, and
+# without torch.
 _ELSEWHERE = """
-import importlib, json, sys
-name, fields, (module, cls) = json.loads(sys.stdin.read())
-strategy_class = getattr(importlib.import_module(module), cls)
-torch = "torch" in sys.modules
+import importlib, json, os, sys
+name, fields, (module, cls), pid = json.loads(sys.stdin.read())
+os.getpid = lambda: pid + 1
 from torchstore_core.strategy_data import decode_strategy
-from torchstore_core.testing.strategies import own_registry, questions
+from torchstore_core.testing.strategies import answers, own_registry
+before = set(sys.modules)
+strategy_class = getattr(importlib.import_module(module), cls)
 strategy = decode_strategy(name, fields.encode(), own_registry(strategy_class))
-answers = [list(strategy.place(*question)) for question in questions(strategy)]
-print(json.dumps([answers, torch]))
+print(json.dumps([*answers(strategy, -1), "torch" in set(sys.modules) - before]))
 """
 
 
@@ -85,7 +88,7 @@ def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[V
 
 
 def questions(strategy: Strategy) -> Iterator[_Question]:
-    """What a controller may ask, from one volume to eight, lost and full ones among them."""
+    """What a controller may ask: any size, one volume to eight, lost and full ones among them."""
     batches: Sequence[Sequence[str]] = [_KEYS, _KEYS[:1], ()]
     if strategy.by_key:
         batches = [(key,) for key in _KEYS]
@@ -96,8 +99,50 @@ def questions(strategy: Strategy) -> Iterator[_Question]:
         for lost, full in states:
             volumes = _volumes(count, hosts, lost=lost, full=full)
             for client, keys in itertools.product(_CLIENTS, batches):
-                size = _SIZES[sum(map(len, keys[:1])) % len(_SIZES)]
-                yield _Question(client, volumes, size, keys)
+                for size in _SIZES:
+                    yield _Question(client, volumes, size, keys)
+
+
+def _choices() -> Iterator[tuple[ClientFacts, Sequence[VolumeFacts]]]:
+    """Readers, and copies that they may read: some of four volumes in any order, or eight."""
+    for client in _CLIENTS:
+        for count in range(1, 5):
+            for copies in itertools.permutations(_volumes(4, 2), count):
+                yield client, copies
+        yield client, _volumes(8, 4)
+
+
+def answers(strategy: Strategy, step: int = 1) -> tuple[list[list[int]], list[int], list[str]]:
+    """What it says to all questions and choices, and the environment variables that it read.
+
+    Args:
+        step: -1 asks the last question first; the order of the answers is the same.
+    """
+    read: set[str] = set()
+    environ = type(os.environ)
+    get = environ.__getitem__
+
+    def noted(self: Any, name: Any) -> Any:
+        if not _importing():
+            read.add(os.fsdecode(name))
+        return get(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        asked, choices = list(questions(strategy))[::step], list(_choices())[::step]
+        patch.setattr(environ, "__getitem__", noted)
+        placed = [list(strategy.place(*question)) for question in asked]
+        chosen = [strategy.choose(*choice) for choice in choices]
+    return placed[::step], chosen[::step], sorted(read)
+
+
+def _importing() -> bool:
+    """Whether the caller is (called by) a module that is being imported: that is another matter."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def own_registry(cls: type[Strategy]) -> Registry:
@@ -150,6 +195,18 @@ def _put_clocks_on(
 def _check(holds: bool, what: str) -> None:
     if not holds:
         pytest.fail(what, pytrace=False)
+
+
+def _check_not_read(names: Sequence[str]) -> None:
+    _check(
+        not names,
+        f"it read the environment ({', '.join(names[:5])}), and a server has another one; make it "
+        "a field of the strategy",
+    )
+
+
+def _where(client: ClientFacts, copies: Sequence[VolumeFacts]) -> str:
+    return f"choose({client}, copies on {[v.host_id for v in copies]})"
 
 
 class StrategyConformance:
@@ -226,6 +283,12 @@ class StrategyConformance:
         copies, by_key = strategy.copies, strategy.by_key
         _check(type(copies) is int and copies >= 1, f"copies is an int above 0, not {copies!r}")
         _check(type(by_key) is bool, f"by_key is a bool, not {by_key!r}")
+        for _ in range(100):
+            again = strategy.copies, strategy.by_key
+            _check(
+                again == (copies, by_key),
+                f"copies and by_key were {(copies, by_key)}, and then {again}",
+            )
 
     # ---- place ----------------------------------------------------------------------------
 
@@ -293,7 +356,7 @@ class StrategyConformance:
         for at, seconds in enumerate(_LATER):
             with pytest.MonkeyPatch.context() as patch:
                 _put_clocks_on(patch, type(strategy), seconds, _NUMBERS[at % len(_NUMBERS)])
-                for known in before[at % 5 :: 5]:
+                for known in before[at % _SHARE :: _SHARE]:
                     again(*known, f"when the clocks were {seconds:g} s on")
         ends = time.monotonic() + _ANSWERS_S
         for count, known in enumerate(itertools.islice(itertools.cycle(before), _ANSWERS)):
@@ -312,17 +375,25 @@ class StrategyConformance:
                 f"{question} changed the list that it was given",
             )
 
+    def test_it_reads_no_environment_variable(self) -> None:
+        """The server that asks it has another environment."""
+        _, _, read = answers(self.make())
+        _check_not_read(read)
+
     def test_another_process_gives_the_same_answers(self) -> None:
-        """With another hash seed (``hash()`` of a str differs), and without importing torch."""
+        """With another hash seed (``hash()`` of a str differs) and process id, asked in another
+        order (so that nothing is remembered), and without importing torch.
+        """
         strategy = self.make()
         cls = type(strategy)
         if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
             pytest.skip("other processes cannot import it from here")
         name, fields = encode_strategy(strategy)
-        here = [list(strategy.place(*question)) for question in questions(strategy)]
+        places, choices, _ = answers(strategy)
+        about = [name, fields.decode(), [cls.__module__, cls.__name__], os.getpid()]
         done = subprocess.run(
             [sys.executable, "-c", _ELSEWHERE],
-            input=msgspec.json.encode([name, fields.decode(), [cls.__module__, cls.__name__]]),
+            input=msgspec.json.encode(about),
             env={
                 **os.environ,
                 "PYTHONHASHSEED": "12345",
@@ -333,24 +404,31 @@ class StrategyConformance:
             check=False,
         )
         _check(done.returncode == 0, f"another process failed:\n{done.stderr.decode()}")
-        there, torch = msgspec.json.decode(done.stdout)
-        for question, one, other in zip(questions(strategy), here, there, strict=True):
-            _check(one == other, f"{question} gave {one} here, {other} in another process")
-        _check(not torch, f"{cls.__module__} imports torch: servers must not")
+        there, chosen, read, torch = msgspec.json.decode(done.stdout.splitlines()[-1])
+        _check(not torch, f"{cls.__module__} imports torch, maybe when asked: servers must not")
+        _check(len(there) == len(places), "by_key was another one in another process")
+        asked_before = "in another process, which was asked in another order"
+        for question, one, other in zip(questions(strategy), places, there, strict=True):
+            if one != other:
+                pytest.fail(f"{question} gave {one} here, {other} {asked_before}", pytrace=False)
+        for (client, copies), mine, other in zip(_choices(), choices, chosen, strict=True):
+            if mine != other:
+                where = _where(client, copies)
+                pytest.fail(f"{where} gave {mine} here, {other} {asked_before}", pytrace=False)
+        _check_not_read(read)
 
     # ---- choose ---------------------------------------------------------------------------
 
     def test_it_chooses_a_copy_that_is_there(self) -> None:
         strategy = self.make()
-        for client, count in itertools.product(_CLIENTS, range(1, 5)):
-            for copies in itertools.permutations(_volumes(4, 2), count):
-                chosen = [strategy.choose(client, copies) for _ in range(2)]
-                where = f"choose({client}, copies on {[v.host_id for v in copies]})"
-                _check(
-                    type(chosen[0]) is int and 0 <= chosen[0] < count,
-                    f"{where} gave {chosen[0]!r}: no position in a list of {count}",
-                )
-                _check(chosen[0] == chosen[1], f"{where} gave {chosen[0]}, then {chosen[1]}")
+        for client, copies in _choices():
+            chosen = [strategy.choose(client, copies) for _ in range(2)]
+            where = _where(client, copies)
+            _check(
+                type(chosen[0]) is int and 0 <= chosen[0] < len(copies),
+                f"{where} gave {chosen[0]!r}: no position in a list of {len(copies)}",
+            )
+            _check(chosen[0] == chosen[1], f"{where} gave {chosen[0]}, then {chosen[1]}")
 
     # ---- inside ---------------------------------------------------------------------------
 

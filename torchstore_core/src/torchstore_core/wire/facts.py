@@ -84,7 +84,9 @@ class VolumeStatus(msgspec.Struct, frozen=True):
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
-    """One client process. ``role``: see ``ClientFacts``."""
+    """One client process. ``role``: see ``ClientFacts``; "orphan": its relay is gone, and what is
+    left is what the process may still read (``server.orphans``).
+    """
 
     pid: int
     hostname: str

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from torchstore_core.wire.facts import Message, VolumeInfo
 
-__all__ = ["Attach", "Lost", "Prefault", "Trim", "Warm", "Warmed"]
+__all__ = ["Attach", "Died", "Lost", "Prefault", "Trim", "Warm", "Warmed", "Watch"]
 
 
 class Attach(Message, frozen=True, tag="attach"):
     """First message of a volume in another process. Reply :class:`Done`.
 
-    Then the server sends :class:`Prefault` and :class:`Trim`, the volume :class:`Warm`.
+    Then the server sends :class:`Prefault`, :class:`Trim` and :class:`Watch`, the volume
+    :class:`Warm` and :class:`Died`.
     """
 
     id: int
@@ -30,6 +31,12 @@ class Warm(Message, frozen=True, tag="warm"):
     trimmed: bool = False
 
 
+class Died(Message, frozen=True, tag="died"):
+    """No reply. From a volume, to :class:`Watch`: that process has ended."""
+
+    orphan: bytes
+
+
 class Prefault(Message, frozen=True, tag="prefault"):
     """Unasked, to a volume: make its first ``nbytes`` bytes warm in the background."""
 
@@ -43,6 +50,17 @@ class Trim(Message, frozen=True, tag="trim"):
 
     start: int
     warm: int
+
+
+class Watch(Message, frozen=True, tag="watch"):
+    """Unasked, to a volume: say :class:`Died` when the process ``pid`` has ended, which may have
+    mapped the volume's memory. ``orphan``: the token of the session it had (``server.orphans``).
+    ``namespace``: where it has that pid.
+    """
+
+    orphan: bytes
+    pid: int
+    namespace: int
 
 
 class Warmed(Message, frozen=True, tag="warmed"):

@@ -24,13 +24,15 @@ from torchstore_core.wire.facts import SessionStatus as SessionStatus
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.facts import VolumeStatus as VolumeStatus
 from torchstore_core.wire.memory import Attach as Attach
+from torchstore_core.wire.memory import Died as Died
 from torchstore_core.wire.memory import Lost as Lost
 from torchstore_core.wire.memory import Prefault as Prefault
 from torchstore_core.wire.memory import Trim as Trim
 from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
+from torchstore_core.wire.memory import Watch as Watch
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: Largest frame a server accepts, in bytes. 18,000 entries of a state dict need about 2 MB.
 MAX_FRAME = 64 << 20
@@ -275,6 +277,7 @@ Request = (
     | Status
     | Attach
     | Warm
+    | Died
     | Shutdown
 )
 
@@ -484,6 +487,7 @@ Reply = (
     | Warmed
     | Prefault
     | Trim
+    | Watch
     | Lost
     | Failure
 )

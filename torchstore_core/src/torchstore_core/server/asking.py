@@ -1,0 +1,103 @@
+"""Asks the store's strategy, which is foreign code: whatever goes wrong in it is a PluginError.
+
+Also what ends a process, or a task, otherwise: a strategy that says ``sys.exit()`` is broken, the
+store is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NoReturn, TypeVar
+
+from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
+from torchstore_core.errors import PluginError
+
+__all__ = ["by_key", "choice", "copies", "order"]
+
+T = TypeVar("T")
+
+# Of each volume, how often an answer may name it, before it is taken for endless.
+_MENTIONS = 8
+_MAX_TEXT = 500
+
+
+def by_key(strategy: Strategy) -> bool:
+    """Whether a place belongs to a key; ``PluginError`` if it cannot say."""
+    answer = _asked(strategy, "say by_key", lambda: strategy.by_key)
+    if type(answer) is not bool:
+        _refuse(strategy, f"says by_key is {_text(answer)}, which is no bool")
+    return answer
+
+
+def copies(strategy: Strategy) -> int:
+    """How many volumes a value goes to, at least 1; ``PluginError`` if it cannot say."""
+    answer = _asked(strategy, "say how many copies it wants", lambda: strategy.copies)
+    if type(answer) is not int or answer < 1:
+        _refuse(strategy, f"wants {_text(answer)} copies, which is no int above 0")
+    return answer
+
+
+def order(
+    strategy: Strategy,
+    client: ClientFacts,
+    volumes: Sequence[VolumeFacts],
+    nbytes: int,
+    keys: Sequence[str],
+) -> list[int]:
+    """The volumes that it names for a put, best first, each once.
+
+    Raises:
+        PluginError: it fails, names none, one that is not there, or does not come to an end.
+    """
+    what = f"place {keys[0]!r}" if keys else "place a put without values"
+    most = _MENTIONS * len(volumes)
+    answer = _asked(
+        strategy,
+        what,
+        lambda: list(islice(strategy.place(client, volumes, nbytes, keys), most + 1)),
+    )
+    if not answer:
+        _refuse(strategy, "named no volume")
+    if len(answer) > most:
+        _refuse(strategy, f"named more than {most} volumes of {len(volumes)}")
+    for index in answer:
+        if type(index) is not int or not 0 <= index < len(volumes):
+            _refuse(strategy, f"named volume {_text(index)} of {len(volumes)}")
+    return list(dict.fromkeys(answer))
+
+
+def choice(strategy: Strategy, client: ClientFacts, among: Sequence[VolumeFacts]) -> int:
+    """Position of the copy that it tells a reader to read.
+
+    Raises:
+        PluginError: it fails, or chooses one that is not there.
+    """
+    answer = _asked(strategy, "choose a copy", lambda: strategy.choose(client, among))
+    if type(answer) is not int or not 0 <= answer < len(among):
+        _refuse(strategy, f"chose copy {_text(answer)} of {len(among)}")
+    return answer
+
+
+def _asked(strategy: Strategy, what: str, question: Callable[[], T]) -> T:
+    try:
+        return question()
+    except BaseException as error:  # foreign code
+        raise PluginError(
+            f"strategy {type(strategy).__name__} cannot {what}: {_text(error)}"
+        ) from error
+
+
+def _refuse(strategy: Strategy, why: str) -> NoReturn:
+    raise PluginError(f"strategy {type(strategy).__name__} {why}")
+
+
+def _text(thing: object) -> str:
+    """Its repr, which may be foreign, too; of a length and in characters that can be sent."""
+    try:
+        text = repr(thing)
+    except BaseException:  # noqa: BLE001 - it has another error to tell of
+        text = f"a {type(thing).__name__}"
+    if len(text) > _MAX_TEXT:
+        text = text[:_MAX_TEXT] + "..."
+    return text.encode("utf-8", "replace").decode()
