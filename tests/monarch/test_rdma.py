@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.monarch import acts
 from tests.monarch.jobs import Job
+from tests.support import until
 
 import torchstore_core as ts
 
@@ -96,6 +97,37 @@ async def test_a_cancelled_put_writes_no_more(rdma: Job) -> None:
     for entry in await rdma.root(acts.explain):
         bids = {bid["transport"] for bid in entry["bids"]}
         assert "monarch-rdma" in bids  # the link is as good as before
+
+
+async def _put_for_ever() -> str:
+    large = torch.zeros(64 * MB, dtype=torch.uint8)
+    while True:
+        try:
+            await ts.put("large", large, timeout=20)
+        except ts.TorchStoreError as error:
+            return type(error).__name__
+
+
+async def _is_being_put() -> bool:
+    return (await ts.status()).operations.get("Commit", 0) > 1
+
+
+async def test_a_store_that_ends_under_a_put_takes_no_process_along() -> None:
+    """The engine goes on touching memory after a transfer has failed."""
+    with Job(workers=2, hosts=1) as job:
+        arguments = {"num_storage_volumes": 2, "capacity": 512 * MB, "block": ["monarch-rpc"]}
+        await job.root(acts.initialize_on_workers, arguments)
+        puts = [asyncio.ensure_future(job.root(_put_for_ever)) for _ in range(3)]
+
+        async def under_way() -> bool:
+            return bool(await job.at(0, _is_being_put))
+
+        await until(under_way, 30)
+        await job.at(0, acts.shutdown)
+        assert set(await asyncio.gather(*puts)) <= {"StoreClosedError", "StoreTimeoutError"}
+        for worker in (0, 1):
+            assert await job.at(worker, acts.pid) > 0
+        assert job.ended() is None
 
 
 async def test_it_says_that_there_is_no_hardware(rdma: Job) -> None:

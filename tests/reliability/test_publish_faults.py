@@ -437,7 +437,7 @@ async def test_a_get_of_a_version_that_does_not_come_gives_up_and_writes_nothing
 @pytest.mark.parametrize(
     "cycles",
     [
-        pytest.param(600, id="600"),
+        pytest.param(400, id="400"),
         pytest.param(30_000, id="30000", marks=pytest.mark.soak),
     ],
 )
