@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
+import torch
 from tests.monarch import acts
 from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
+from torchstore_core.client_side import stores
 
 MB = 1 << 20
 # The engine itself sees a killed process after some 9 s: on one host nobody waits for it.
@@ -119,8 +123,9 @@ async def test_a_volume_on_another_host(own_hosts: Job) -> None:
 
 
 async def test_the_process_of_a_relay(own_hosts: Job) -> None:
-    """It is silent from then on: after 15 s all that was held through it is given back, and the
-    volumes that were attached through it are lost. Its host finds the way again.
+    """It is silent from then on: after 15 s the volumes that were attached through it are lost, and
+    all that was held through it is given back, as no volume of its host is left. Its host finds the
+    way again.
     """
     await own_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
     for worker in (0, 1):
@@ -143,6 +148,80 @@ async def test_the_process_of_a_relay(own_hosts: Job) -> None:
     await own_hosts.at(1, acts.put_ones, "new", 2 * MB)
     assert await own_hosts.at(0, acts.get_shape, "new") == ((2 * MB,), [1])
     assert own_hosts.ended() is None
+
+
+_mapped: list[torch.Tensor] = []
+
+
+async def _hold_deleted(number: int, nbytes: int) -> None:
+    """Tensors of zero-copy gets, all 7, whose keys are gone again."""
+    for i in range(number):
+        await ts.put(f"k{i}", torch.full((nbytes,), 7, dtype=torch.uint8))
+        _mapped.append(await ts.get(f"k{i}"))
+        await ts.delete(f"k{i}")
+
+
+async def _mapped_values() -> list[int]:
+    """Which values they have by now."""
+    return torch.cat(_mapped).unique().tolist()
+
+
+async def _fill(nbytes: int) -> int:
+    """How many tensors of other values find room."""
+    for i in range(100):
+        try:
+            await ts.put(f"fill{i}", torch.full((nbytes,), 200, dtype=torch.uint8))
+        except ts.StoreFullError:
+            return i
+    return 100
+
+
+async def _relay_pid() -> int:
+    """Of the process through whose relay this one speaks with the store."""
+    session = await stores.find("torchstore").session(10)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(session.address.partition(":")[2])
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", peer)[0])
+
+
+async def _leased() -> list[int]:
+    return [v.leased_bytes for v in (await ts.status()).volumes]
+
+
+async def _leased_are(job: Job, expected: list[int]) -> bool:
+    return bool(await job.root(_leased) == expected)
+
+
+async def test_a_relays_clients_read_on_what_lives_on_their_host() -> None:
+    """Two agents on a host, each with a relay; a client has mapped memory of both. When one agent
+    is killed, its clients' leases on the other's memory stay until they end themselves.
+    """
+    with Job(workers=1, hosts=1) as job:
+        arguments = {"num_storage_volumes": 2, "strategy": "spread", "capacity": 64 * MB}
+        await job.root(acts.initialize_on_hosts, arguments)
+        await job.at(0, _hold_deleted, 4, 8 * MB)
+        assert await job.root(_leased) == [16 * MB, 16 * MB]
+        client, relay = await job.at(0, acts.pid), await job.at(0, _relay_pid)
+        pids = [volume.pid for volume in (await job.root(acts.status)).volumes]
+        assert len({*pids, client}) == 3
+        lost = pids.index(relay)
+        await job.root(acts.kill, relay)
+        await until(lambda: job.root(_is_lost, lost), 25)
+        left = [16 * MB if i != lost else 0 for i in range(2)]
+        assert await job.root(_leased) == left
+        roles = {s.pid: s.role for s in (await job.root(acts.status)).sessions}
+        assert roles[client] == "orphan"
+        assert await job.root(_fill, 8 * MB) == 2  # of 32 MB in the other
+        assert await job.at(0, _mapped_values) == [7]
+        # It finds another way to the store, and goes on.
+        assert await until(lambda: _try_get(job, 0, "fill0"), 15) == ((8 * MB,), [200])
+        await until(lambda: _leased_are(job, left))  # that get gives back what it leased
+        await job.root(acts.kill, client)
+        await until(lambda: job.root(_leased_nothing), AT_ONCE_S)
+        assert await job.root(_fill, 8 * MB) == 4
+        await job.root(acts.shutdown)
+        await until(lambda: job.directories() == [])
 
 
 async def _leased_nothing() -> bool:

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -300,11 +300,13 @@ async def test_a_line_carries_nothing_else(
 
 
 class _Orphaned:
-    """A process, and a session said to be its own that leases ``k0`` and ``k1``, each of 1 MB on a
-    volume of its own, and comes through a relay: :meth:`cut_off` ends that.
+    """A process, and a session said to be its own that leases keys and comes through a relay:
+    :meth:`cut_off` ends that.
     """
 
-    def __init__(self, made: _Attached, stage: Backstage, host_id: str) -> None:
+    def __init__(
+        self, made: _Attached, stage: Backstage, host_id: str, keys: Sequence[str]
+    ) -> None:
         self._stage = stage
         self._made = made
         command = [sys.executable, "-c", "import os; os.read(0, 1)"]
@@ -316,11 +318,17 @@ class _Orphaned:
         facts = ClientFacts(self.process.pid, here.host_id, here.hostname)
         said = [
             m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts),
-            m.Locate(2, 5, [m.Want("k0"), m.Want("k1")], -1),
+            m.Locate(2, 5, [m.Want(key) for key in keys], -1),
             m.Put(3, 6, [m.PutItem("new", TensorMeta("uint8", (MB,)), MB)]),
         ]
-        bodies = [Said(1, bytes(encode(one)[HEADER:]), process=process) for one in said]
-        stage.call(self._uplinks.exchange, self._token, msgspec.msgpack.encode(bodies))
+        self._process = process
+        self.say(*said)
+
+    def say(self, *messages: m.Message) -> None:
+        """Through the relay."""
+        bodies = [Said(1, bytes(encode(one)[HEADER:]), process=self._process) for one in messages]
+        said = msgspec.msgpack.encode(bodies)
+        self._stage.call(self._uplinks.exchange, self._token, said)
 
     def cut_off(self) -> None:
         self._stage.call(self._uplinks.close, self._token)
@@ -346,17 +354,22 @@ class _Orphaned:
 
 @asynccontextmanager
 async def _orphaned(
-    stage: Backstage, base: Path, host_id: str = ""
+    stage: Backstage, base: Path, host_id: str = "", **options: Any
 ) -> AsyncIterator[tuple[_Attached, _Orphaned]]:
-    async with _attached(stage, base, 2) as made:
+    """Of a store of two volumes, with 1 MB on each: ``k0`` and ``k1``, or ``k0`` with a copy. After
+    that, a put of 1 MB is under way.
+    """
+    copied = options.get("strategy") == "replicated"
+    keys = ["k0"] if copied else ["k0", "k1"]
+    async with _attached(stage, base, 2, **options) as made:
         stage.do(made.attach(0))
         stage.do(made.attach(1))
         client = await _client(made)
-        for i in range(2):
-            await client.put(f"k{i}", torch.full((MB,), i, dtype=torch.uint8))
-        orphaned = _Orphaned(made, stage, host_id or topology.probe().host_id)
+        for i, key in enumerate(keys):
+            await client.put(key, torch.full((MB,), i, dtype=torch.uint8))
+        orphaned = _Orphaned(made, stage, host_id or topology.probe().host_id, keys)
         try:
-            assert orphaned.books() == (1, [MB, MB], MB)
+            assert orphaned.books() == (1, [MB, MB], 2 * MB if copied else MB)
             yield made, orphaned
         finally:
             orphaned.close()
@@ -425,3 +438,33 @@ async def test_what_lies_on_other_hosts_is_given_back_with_the_relay(
         orphaned.cut_off()
         assert orphaned.books() == (0, [0, 0], 0)
         assert orphaned.process.poll() is None
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+async def test_an_orphan_keeps_the_copy_that_is_left(
+    stage: Backstage, tmp_path: Path, gone: int
+) -> None:
+    async with _orphaned(stage, tmp_path, strategy="replicated") as (made, orphaned):
+        orphaned.cut_off()
+        await (await _client(made)).delete("k0")
+        assert orphaned.books() == (1, [MB, MB], 0)
+        stage.call(made.lines[gone].close)
+        left = [0 if i == gone else MB for i in range(2)]
+        await until(lambda: orphaned.books() == (1, left, 0))
+        orphaned.kill()
+        await until(lambda: orphaned.books() == (0, [0, 0], 0))
+
+
+async def test_what_an_orphan_has_page_locked_is_not_trimmed(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    """See ``Keep``: it may have nothing leased."""
+    async with _orphaned(stage, tmp_path) as (made, orphaned):
+        orphaned.say(m.Keep(), m.Release([5]))
+        orphaned.cut_off()
+        assert orphaned.books() == (1, [0, 0], 0)
+        await (await _client(made)).delete_batch(["k0", "k1"])
+        assert stage.call(made.server.controller.trim, 0.0, 0) == 0
+        orphaned.kill()
+        await until(lambda: orphaned.books()[0] == 0)
+        assert stage.call(made.server.controller.trim, 0.0, 0) >= 2 * MB

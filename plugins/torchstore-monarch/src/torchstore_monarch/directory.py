@@ -7,15 +7,19 @@ what happens to those is told to it and never ends the user's job.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections import Counter
+import os
+import signal
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, concurrent_endpoint, this_host
 
-from torchstore_core.errors import ConfigurationError, StoreTimeoutError
+from torchstore_core import topology
+from torchstore_core.errors import ConfigurationError, StoreClosedError, StoreTimeoutError
 from torchstore_core.server.relaying import EXPIRE_S
 from torchstore_core.topology import Topology
 from torchstore_monarch.controller import ControllerActor
@@ -34,27 +38,73 @@ __all__ = ["Directory"]
 
 log = logging.getLogger(__name__)
 
-_END_S = 5.0
+# What who ends a store waits, and what part of that its end may take here.
+_CALLER_S = 10.0
+_SHARE = 0.8
+_LEAST_S = 1.0
+# Parts of an end: of a start that is under way, of the server, of the agents, of processes.
+_SETTLING, _CLOSING, _LEAVING, _STOPPING = 0.2, 0.3, 0.2, 0.2
+_CANCEL_S = 1.0
+_TELL_S = 5.0
+_POLL_S = 0.02
 # Nothing else runs in the processes that are made for agents, so silence says more there.
 _OWN_EXPIRE_S = 6.0
 
 
 class _Store:
-    """One store and what it is made of."""
+    """One store and what it is made of.
+
+    It starts once, in the task ``starting``, and ends once, in the task ``ending``.
+    """
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
+        self.starting: asyncio.Task[FoundStore] | None = None
+        self.ending: asyncio.Task[None] | None = None
         self.controller: Any = None
         self.controller_pid = 0
         self.controller_name = ""  # as the engine calls it
         self.agents_name = ""
+        self.controller_failed = False
         self.spawned: Any = None  # the agents, in the shape of their processes
-        self.hosts: Any = None  # the same in a row
         self.agents: list[Any] = []  # one by one
+        self.agents_failed = False  # some
+        self.agent_pids: list[int] = []  # 0: on another host
         self.procs: list[ProcMesh] = []  # made here, so ended here
         self.own_agents = False  # whether they are in such processes
         self.found: FoundStore | None = None
         self.volumes: dict[str, Any] = {}  # the agents that have them, by volume id
+        # Processes of this host that end with it, and when they began: pids are used again.
+        self.processes: dict[int, str] = {}
+
+    def refuse_if_ended(self) -> None:
+        """Between two steps of the start: no call is left behind under way.
+
+        Raises:
+            StoreClosedError: it was shut down meanwhile.
+        """
+        if self.ending is not None:
+            raise StoreClosedError(
+                f"store {self.asked.store_name!r} was shut down while it was being initialized"
+            )
+
+    def has_controller(self) -> bool:
+        """Whether a controller can be called. Calling a dead actor ends the caller."""
+        if self.controller is None or self.controller_failed:
+            return False
+        return not self.controller_pid or _runs(self.controller_pid)
+
+    def living(self, lost: list[str] | None) -> list[Any]:
+        """The agents that can be called; ``lost``: what the server says of its volumes, if it
+        does.
+        """
+        dead = [agent for volume, agent in self.volumes.items() if volume in (lost or ())]
+        unsure = self.agents_failed and lost is None
+        return [
+            agent
+            for agent, pid in zip(self.agents, self.agent_pids, strict=True)
+            if agent not in dead and (_runs(pid) if pid else not unsure)
+        ]
 
 
 class Directory(Actor):
@@ -63,6 +113,8 @@ class Directory(Actor):
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
         self._telling: set[asyncio.Task[Any]] = set()
+        # Whose caller has gone before its store was begun.
+        self._given_up: deque[str] = deque(maxlen=1000)
 
     async def __supervise__(self, failure: MeshFailure) -> bool:
         """A process or actor of a store is gone. The server notices by itself (its line to the
@@ -71,17 +123,21 @@ class Directory(Actor):
         log.warning("part of a store has failed: %s", str(failure).partition("\n")[0])
         for store in list(self._stores.values()):
             if failure.mesh_name == store.controller_name:
-                log.error("store %r is gone: its controller has failed", store.asked.store_name)
-                self._stores.pop(store.asked.store_name, None)
+                store.controller_failed = True
+                if store.ending is None:
+                    log.error("store %r is gone: its controller has failed", store.asked.store_name)
+                    self._stores.pop(store.asked.store_name, None)
             elif failure.mesh_name == store.agents_name:
-                self._tell(store)
+                store.agents_failed = True
+                if store.ending is None and store.has_controller():
+                    self._tell(store)
         return True
 
     def _tell(self, store: _Store) -> None:
         """Tell the server that an agent is dead: it knows of those on other hosts only that they
         are silent.
         """
-        task = asyncio.ensure_future(_bounded(store.controller.agent_failed.call()))
+        task = asyncio.ensure_future(_bounded(store.controller.agent_failed.call(), _TELL_S))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
@@ -94,27 +150,42 @@ class Directory(Actor):
 
     async def _create(self, asked: Asked, mesh: Any) -> bytes:
         name = asked.store_name
-        before = self._stores.get(name)
-        if before is not None and before.controller_pid and not _runs(before.controller_pid):
-            await self._discard(before)
-        if name in self._stores:
-            raise ConfigurationError(
-                f"this job has a store {name!r} already; shut it down first, or give another "
-                "store_name"
-            )
-        store = self._stores[name] = _Store(asked)
+        store: _Store | None = None
         try:
             async with asyncio.timeout(asked.timeout):
-                store.found = await self._start(store, mesh)
-        except TimeoutError as error:
-            await self._discard(store)
-            raise StoreTimeoutError(
-                f"store {name!r} did not come up in {asked.timeout} s"
-            ) from error
-        except BaseException:
-            await self._discard(store)
+                await self._make_free(name)
+                if asked.token in self._given_up:
+                    raise StoreClosedError(f"store {name!r} was given up before it was begun")
+                store = self._stores[name] = _Store(asked)
+                store.starting = asyncio.ensure_future(self._start(store, mesh))
+                store.found = await asyncio.shield(store.starting)
+                store.refuse_if_ended()
+                return msgspec.msgpack.encode(store.found)
+        except BaseException as error:
+            if store is not None:
+                if isinstance(error, asyncio.CancelledError):
+                    store.refuse_if_ended()
+                await self._discard(store)
+            if isinstance(error, TimeoutError):
+                raise StoreTimeoutError(
+                    f"store {name!r} did not come up in {asked.timeout} s"
+                ) from error
             raise
-        return msgspec.msgpack.encode(store.found)
+
+    async def _make_free(self, name: str) -> None:
+        """Wait until a store of that name that ends, or is dead, has ended.
+
+        Raises:
+            ConfigurationError: there is one that does not.
+        """
+        while (before := self._stores.get(name)) is not None:
+            dead = before.controller_pid and not _runs(before.controller_pid)
+            if before.ending is None and not dead:
+                raise ConfigurationError(
+                    f"this job has a store {name!r} already; shut it down first, or give another "
+                    "store_name"
+                )
+            await self._discard(before)
 
     async def _start(self, store: _Store, mesh: Any) -> FoundStore:
         asked = store.asked
@@ -126,16 +197,20 @@ class Directory(Actor):
             store.own_agents = True
         store.controller = own.spawn("torchstore_controller", ControllerActor)
         store.spawned = procs.spawn("torchstore_host", HostActor)
-        store.hosts = store.spawned.flatten("agent")
-        begun, facts = await asyncio.gather(
+        agents = _members(store.spawned)
+        begun, *facts = await asyncio.gather(
             store.controller.begin.call_one(msgspec.msgpack.encode(asked)),
-            store.hosts.where.call(),
+            *(agent.where.call_one() for agent in agents),
         )
         host_id, address, store.controller_pid = result(begun)
+        places = [msgspec.msgpack.decode(one, type=Topology) for one in facts]
+        _note_processes(store, host_id, places)
+        store.agents = agents
+        store.refuse_if_ended()
         store.controller_name = str(await store.controller._name)
         store.agents_name = str(await store.spawned._name)
-        agents = store.agents = [store.hosts.slice(agent=i) for i in range(len(facts))]
-        hosts = [msgspec.msgpack.decode(one, type=Topology).host_id for one in facts.values()]
+        store.refuse_if_ended()
+        hosts = [place.host_id for place in places]
         relays = await self._begin_hosts(store, host_id, address, agents, hosts)
         return FoundStore(asked.store_name, host_id, address, relays)
 
@@ -174,6 +249,7 @@ class Directory(Actor):
         made = await asyncio.gather(
             *(begin(at, address if hosts[at] == host_id else "") for at in due)
         )
+        store.refuse_if_ended()
         relays: dict[str, list[str]] = {}
         for at, one in zip(due, made, strict=True):
             if hosts[at] != host_id:
@@ -181,7 +257,7 @@ class Directory(Actor):
         volumes = {f"{asked.store_name}-{i}": agents[at] for i, at in enumerate(chosen)}
         ready, _ = await asyncio.gather(
             store.controller.ready.call_one(volumes, asked.timeout),
-            store.hosts.introduce.call(volumes),
+            store.spawned.introduce.call(volumes),
         )
         result(ready)
         store.volumes = volumes
@@ -193,7 +269,7 @@ class Directory(Actor):
     async def find(self, name: str) -> tuple[bytes, Any, Any]:
         """A :class:`FoundStore` (empty: there is none), its controller's actor, its volumes'."""
         store = self._stores.get(name)
-        if store is None or store.found is None:
+        if store is None or store.found is None or store.ending is not None:
             return b"", None, None
         return msgspec.msgpack.encode(store.found), store.controller, store.volumes
 
@@ -209,36 +285,103 @@ class Directory(Actor):
     # ---- ending ---------------------------------------------------------------------------
 
     @concurrent_endpoint
-    async def finish(self, name: str) -> bool:
-        """End a store; whether there was one."""
+    async def finish(self, name: str, token: str = "", timeout: float = _CALLER_S) -> bool:
+        """End a store; whether there was one.
+
+        Args:
+            token: only the one that was asked for with it, though it be asked for later.
+            timeout: seconds that the caller waits.
+        """
         store = self._stores.get(name)
+        if token and (store is None or store.asked.token != token):
+            self._given_up.append(token)
+            return False
         if store is None:
             return False
-        await self._discard(store)
+        await self._discard(store, max(min(timeout, _CALLER_S) * _SHARE, _LEAST_S))
         return True
 
-    async def _discard(self, store: _Store) -> None:
-        if self._stores.get(store.asked.store_name) is store:
-            del self._stores[store.asked.store_name]
-        lost: list[str] | None = None
-        if store.controller is not None:
-            lost = await _bounded(store.controller.end.call_one())
-        dead = [agent for volume, agent in store.volumes.items() if volume in (lost or ())]
-        living = [agent for agent in store.agents if agent not in dead]
-        await asyncio.gather(*(_bounded(agent.end.call_one()) for agent in living))
-        ends = [procs.stop() for procs in store.procs]
-        if store.spawned is not None and not store.own_agents:
-            ends.append(store.spawned.stop())
-        await asyncio.gather(*(_bounded(end) for end in ends))
+    async def _discard(self, store: _Store, within: float = _CALLER_S * _SHARE) -> None:
+        """End it, once; whoever else wants that waits for the same end."""
+        if store.ending is None:
+            store.ending = asyncio.ensure_future(self._end(store, within))
+        await asyncio.shield(store.ending)
+
+    async def _end(self, store: _Store, within: float) -> None:
+        """Everything ends by itself, one after the other; what does not is killed."""
+        deadline = asyncio.get_running_loop().time() + within
+        try:
+            await _settle(store.starting, within * _SETTLING)
+            lost: list[str] | None = None
+            if store.has_controller():
+                lost = await _bounded(store.controller.end.call_one(), within * _CLOSING)
+            ends = [agent.end.call_one() for agent in store.living(lost)]
+            await asyncio.gather(*(_bounded(end, within * _LEAVING) for end in ends))
+            ends = [procs.stop() for procs in store.procs]
+            if store.spawned is not None and not store.own_agents:
+                ends.append(store.spawned.stop())
+            await asyncio.gather(*(_bounded(end, within * _STOPPING) for end in ends))
+            await _kill(store, deadline)
+        except Exception:
+            log.exception("while ending store %r", store.asked.store_name)
+        finally:
+            if self._stores.get(store.asked.store_name) is store:
+                del self._stores[store.asked.store_name]
 
 
-async def _bounded(end: Any) -> Any:
-    """What one end gives; None of what is dead already."""
+async def _bounded(end: Any, timeout: float) -> Any:
+    """What one end gives; None of what is dead already, or does not answer."""
     try:
-        return await asyncio.wait_for(end, _END_S)
+        return await asyncio.wait_for(end, timeout)
     except Exception as error:  # noqa: BLE001 - whatever the engine raises
         log.info("while ending a store: %r", error)
         return None
+
+
+async def _settle(starting: asyncio.Task[FoundStore] | None, timeout: float) -> None:
+    """Wait until a start that is under way has seen that it is to end, or cancel it."""
+    if starting is None:
+        return
+    _, left = await asyncio.wait([starting], timeout=timeout)
+    if left:
+        starting.cancel()
+        await asyncio.wait(left, timeout=_CANCEL_S)
+    if starting.done() and not starting.cancelled():
+        starting.exception()  # whoever asked for the store has it
+
+
+async def _kill(store: _Store, deadline: float) -> None:
+    """Kill those processes of the store's own, on this host, that do not end by ``deadline``."""
+    clock = asyncio.get_running_loop().time
+    while (left := _left(store)) and clock() < deadline:  # noqa: ASYNC110 - only the kernel knows
+        await asyncio.sleep(_POLL_S)
+    for pid in left:
+        log.warning("process %d of store %r is killed", pid, store.asked.store_name)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError as error:
+            log.info("while ending a store: %r", error)
+
+
+def _left(store: _Store) -> list[int]:
+    return [pid for pid, begun in store.processes.items() if _begun(pid) == begun]
+
+
+def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]) -> None:
+    """Note which processes of the store are on this host, and which of those are its own."""
+    here = topology.probe().host_id
+    store.agent_pids = [agent.pid if agent.host_id == here else 0 for agent in agents]
+    own = [pid for pid in store.agent_pids if pid] if store.own_agents else []
+    if controllers_host == here:
+        own.append(store.controller_pid)
+    store.processes = {pid: begun for pid in own if (begun := _begun(pid))}
+
+
+def _members(mesh: Any) -> list[Any]:
+    """Its actors one by one, whatever slice it is of."""
+    sizes = mesh.sizes
+    every = itertools.product(*(range(size) for size in sizes.values()))
+    return [mesh.slice(**dict(zip(sizes, at, strict=True))) for at in every]
 
 
 def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
@@ -256,8 +399,13 @@ def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
 
 def _runs(pid: int) -> bool:
     """Whether a process of this host runs."""
+    return bool(_begun(pid))
+
+
+def _begun(pid: int) -> str:
+    """When a process of this host has begun, in the kernel's ticks; empty: it does not run."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import logging
 import threading
@@ -15,6 +16,7 @@ from monarch.actor import context, get_or_spawn_controller, this_proc
 
 from torchstore_core import topology
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
+from torchstore_monarch.core_thread import CoreThread
 from torchstore_monarch.directory import Directory
 from torchstore_monarch.plugin import is_worker
 from torchstore_monarch.protocol import FoundStore, Placement, result
@@ -27,13 +29,19 @@ T = TypeVar("T")
 _NAME = "torchstore_directory"
 # The context variable in which Monarch keeps whose endpoint runs.
 _MONARCHS = "monarch.actor_mesh._context"
+_MAKE_S = 60.0
+_END_S = 10.0
 _lock = threading.Lock()
+# What is being made for this process, by what it is.
+_making: dict[str, concurrent.futures.Future[Any]] = {}
 _context: contextvars.Context | None = None
 _rank: int | None = None
 # Relays of this process, by the server they lead to.
 _relays: dict[str, tuple[Any, str]] = {}
 # Actors of this process whose relay has ended.
 _spare: list[Any] = []
+# Ends of stores that are under way, also those that nobody waits for any more.
+_ending: set[asyncio.Task[bool]] = set()
 # The actors that have volumes, by id, of the stores found at each socket.
 _volumes: dict[str, dict[str, Any]] = {}
 
@@ -70,31 +78,60 @@ async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float 
                     raise
                 except Exception as error:  # noqa: BLE001 - its owner may have been stopped
                     log.debug("asking anew: %s", type(error).__name__)
-            return await _run(work, await _adopted())
+            return await _run(work, await _adopted(known))
     except TimeoutError as error:
         raise StoreTimeoutError(f"the Monarch job did not answer within {timeout} s") from error
 
 
-async def _adopted() -> contextvars.Context:
-    """The context of a fresh actor of this process.
+async def _adopted(before: contextvars.Context | None) -> contextvars.Context:
+    """The context of an actor of this process, other than ``before``.
 
     Raises:
         StoreClosedError: the caller is no part of an actor, but the process is of actors.
     """
-    global _rank
     if is_worker() and not _knows_its_actor():
         raise StoreClosedError(
             "this thread does not know which actor's process it is in: make the first call to the "
             "store in an endpoint (`await ts.client()`, say), or run the thread's function with "
             "asyncio.to_thread or contextvars.copy_context().run"
         )
-    _rank = int(context().actor_instance.rank.rank)
-    guest = await (await directory()).guest.call_one(this_proc())
-    await guest.adopt.call_one()
-    with _lock:
+
+    async def make() -> contextvars.Context:
+        global _rank
+        if _context is None or _context is before:
+            _rank = int(context().actor_instance.rank.rank)
+            guest = await (await directory()).guest.call_one(this_proc())
+            await guest.adopt.call_one()
         if _context is None:
             raise StoreClosedError("this process got no actor of the store")
         return _context
+
+    return await _once("guest", make)
+
+
+async def _once(what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What ``make`` gives, which one makes for all who ask for it meanwhile, on whatever threads
+    and event loops. It has a thread for itself, so that it does not end with who was first.
+    """
+
+    async def bounded() -> T:
+        async with asyncio.timeout(_MAKE_S):
+            return await make()
+
+    def end(_: object) -> None:
+        with _lock:
+            del _making[what]
+        core.close()
+
+    with _lock:
+        made = _making.get(what)
+        first = made is None
+        if made is None:
+            core = CoreThread("torchstore-finding")
+            made = _making[what] = asyncio.run_coroutine_threadsafe(bounded(), core.loop)
+    if first:
+        made.add_done_callback(end)
+    return await asyncio.shield(asyncio.wrap_future(made))
 
 
 def _knows_its_actor() -> bool:
@@ -103,7 +140,8 @@ def _knows_its_actor() -> bool:
 
 
 async def _run(work: Callable[[], Coroutine[Any, Any, T]], known: contextvars.Context) -> T:
-    return await asyncio.get_running_loop().create_task(work(), context=known)
+    # A copy: two threads cannot be in one context at the same time.
+    return await asyncio.get_running_loop().create_task(work(), context=known.copy())
 
 
 def rank() -> int | None:
@@ -150,29 +188,67 @@ def _is_there(address: str) -> bool:
 
 async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]) -> str:
     """No agent of the store is on this host: this process has one of its own."""
-    for server, (agent, address) in list(_relays.items()):
-        if not _is_there(address):
-            _spare.append(agent)
-            del _relays[server]
-    if found.address in _relays:
-        return _relays[found.address][1]
-    agent = _spare.pop() if _spare else await (await directory()).guest.call_one(this_proc())
-    wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), 60.0))
-    address = result(await agent.begin.call_one(wanted, controller))
-    await agent.introduce.call_one(volumes)
-    _relays[found.address] = agent, address
-    return address
+
+    async def make() -> str:
+        agent, address = _known_relay(found.address)
+        if address:
+            return address
+        if agent is None:
+            agent = await (await directory()).guest.call_one(this_proc())
+        wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), _MAKE_S))
+        try:
+            address = result(await agent.begin.call_one(wanted, controller))
+        except TorchStoreError:
+            with _lock:
+                _spare.append(agent)
+            raise
+        await agent.introduce.call_one(volumes)
+        with _lock:
+            _relays[found.address] = agent, address
+        return address
+
+    return await _once(found.address, make)
 
 
-async def end(store_name: str, timeout: float | None) -> bool:
-    """End a store of the job; False if there was none.
+def _known_relay(server: str) -> tuple[Any, str]:
+    """The address of this process's relay to that server, or else an actor to be one, if there is
+    one to spare.
+    """
+    with _lock:
+        for other, (agent, address) in list(_relays.items()):
+            if not _is_there(address):
+                _spare.append(agent)
+                del _relays[other]
+        if server in _relays:
+            return _relays[server]
+        return (_spare.pop() if _spare else None), ""
+
+
+async def end(store_name: str, timeout: float | None, token: str = "") -> bool:
+    """End a store of the job (``token``: only the one of that ``Asked``); False if there was none.
 
     Raises:
         StoreTimeoutError: not within ``timeout`` seconds.
     """
 
+    within = _END_S if timeout is None else timeout
+
     async def work() -> bool:
-        ended: Awaitable[bool] = (await directory()).finish.call_one(store_name)
+        finish = (await directory()).finish
+        ended: Awaitable[bool] = finish.call_one(store_name, token, within)
         return await ended
 
-    return await in_context(work, timeout)
+    # Who does not wait for it has asked for it all the same.
+    ending = asyncio.ensure_future(in_context(work, within + _END_S))
+    _ending.add(ending)
+    ending.add_done_callback(_ended)
+    try:
+        return await asyncio.wait_for(asyncio.shield(ending), timeout)
+    except TimeoutError as error:
+        raise StoreTimeoutError(f"the Monarch job did not answer within {timeout} s") from error
+
+
+def _ended(ending: asyncio.Task[bool]) -> None:
+    _ending.discard(ending)
+    if not ending.cancelled() and (error := ending.exception()) is not None:
+        log.debug("while ending a store: %r", error)

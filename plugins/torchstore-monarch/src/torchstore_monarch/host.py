@@ -61,6 +61,8 @@ class HostActor(Actor):
         self._carrier: Carrier | None = None
         self._controller: Any = None
         self._own = False
+        self._ended = False
+        self._starting: asyncio.Task[Any] | None = None  # in its thread
 
     @concurrent_endpoint
     async def where(self) -> bytes:
@@ -74,16 +76,27 @@ class HostActor(Actor):
         return await outcome(self._begin(wanted, controller))
 
     async def _begin(self, wanted: Placement, controller: Any) -> str:
+        if self._ended:
+            raise StoreClosedError("this agent has ended")
         if self._core is None:
             self._core = CoreThread("torchstore-host")
         self._controller = controller
-        try:
-            return await self._core.run(self._start(wanted))
-        except BaseException:
-            await self._core.run(self._close())
-            raise
+        return await self._core.run(self._start(wanted))
 
     async def _start(self, wanted: Placement) -> str:
+        self._starting = asyncio.current_task()
+        try:
+            return await self._place(wanted)
+        except asyncio.CancelledError as error:
+            await self._close_all()
+            raise StoreClosedError("this agent was ended while it started") from error
+        except BaseException:
+            await self._close_all()
+            raise
+        finally:
+            self._starting = None
+
+    async def _place(self, wanted: Placement) -> str:
         if self._directory is None:
             self._directory = SweptDirectory()
         control = wanted.control or await self._start_relay(wanted.expire_s)
@@ -191,12 +204,20 @@ class HostActor(Actor):
         await self._end()
 
     async def _end(self) -> None:
+        self._ended = True
         core, self._core = self._core, None
         if core is not None:
             await core.run(self._close())
             core.close()
 
     async def _close(self) -> None:
+        starting = self._starting
+        if starting is not None:
+            starting.cancel()
+            await asyncio.wait([starting])
+        await self._close_all()
+
+    async def _close_all(self) -> None:
         if self._carrier is not None:
             await self._carrier.close()
         if self._relay is not None:

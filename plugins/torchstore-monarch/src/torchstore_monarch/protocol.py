@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -11,6 +12,8 @@ from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
 from torchstore_core.server.relaying import EXPIRE_S
 
 __all__ = ["Asked", "Failed", "FoundStore", "Placement", "VolumePlan", "outcome", "result"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ANY_ERROR = TorchStoreError.code
@@ -27,6 +30,7 @@ class Asked(msgspec.Struct, frozen=True):
     prefault: int | None
     timeout: float
     block: tuple[str, ...]
+    token: str = ""  # tells it from others of the name
 
 
 class FoundStore(msgspec.Struct, frozen=True):
@@ -82,12 +86,17 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 async def outcome(work: Awaitable[T]) -> tuple[bytes, T | None]:
-    """For an endpoint: its result, or the typed error as bytes, which Monarch would make a text."""
+    """For an endpoint: its result, or the error as bytes, which Monarch would make a text. What is
+    no error of ours becomes one, with its type and text.
+    """
     try:
         return b"", await work
     except TorchStoreError as error:
         failed = Failed(error.code, error.message, error.key, error.details)
     except OSError as error:
+        failed = Failed(_ANY_ERROR, f"{type(error).__name__}: {error}")
+    except Exception as error:
+        log.exception("an actor of a store has failed")
         failed = Failed(_ANY_ERROR, f"{type(error).__name__}: {error}")
     return msgspec.msgpack.encode(failed), None
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import uuid
+
 import msgspec
 
 from torchstore_core import topology
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
+from torchstore_core.errors import StoreTimeoutError, TorchStoreError
 from torchstore_core.strategy_data import encode_strategy
 from torchstore_monarch import finding
 from torchstore_monarch.protocol import Asked, FoundStore, result
 
 __all__ = ["MonarchRuntime"]
+
+log = logging.getLogger(__name__)
+
+_UNDO_S = 8.0
+# What is being undone: a task that nobody refers to may vanish.
+_undoing: set[asyncio.Task[None]] = set()
 
 
 class MonarchRuntime(Runtime):
@@ -34,13 +45,25 @@ class MonarchRuntime(Runtime):
             options.prefault,
             options.timeout,
             options.block,
+            uuid.uuid4().hex,
         )
+        asking = False
 
         async def work() -> bytes:
+            nonlocal asking
             directory = await finding.directory()
+            asking = True
             return result(await directory.create.call_one(msgspec.msgpack.encode(asked), mesh))
 
-        data = await finding.in_context(work, options.timeout)
+        try:
+            data = await finding.in_context(work, options.timeout)
+        except (asyncio.CancelledError, StoreTimeoutError):
+            if asking:
+                task = asyncio.ensure_future(_undo(asked))
+                _undoing.add(task)
+                task.add_done_callback(_undoing.discard)
+                await asyncio.shield(task)
+            raise
         found = msgspec.msgpack.decode(data, type=FoundStore)
         if found.host_id == topology.probe().host_id:
             self.local_address = found.address
@@ -49,5 +72,17 @@ class MonarchRuntime(Runtime):
 
     async def stop(self, timeout: float) -> None:
         name, self._store_name = self._store_name, ""
-        if name:
+        if not name:
+            return
+        try:
             await finding.end(name, timeout)
+        except StoreTimeoutError as error:
+            log.warning("store %r was not seen to end: %s", name, error)
+
+
+async def _undo(asked: Asked) -> None:
+    """End a store that its caller does not wait for any more, however far its start is."""
+    try:
+        await finding.end(asked.store_name, _UNDO_S, asked.token)
+    except TorchStoreError as error:
+        log.warning("store %r, which was given up, was not ended: %s", asked.store_name, error)
