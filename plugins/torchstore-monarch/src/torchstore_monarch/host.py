@@ -11,7 +11,7 @@ import msgspec
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchstore_core import topology
-from torchstore_core.errors import StoreClosedError
+from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.plugins import Registry
 from torchstore_core.server.attached import VolumeLine
 from torchstore_core.server.directories import PrivateDirectory
@@ -135,7 +135,14 @@ class HostActor(Actor):
         if self._directory is None:
             raise StoreClosedError("this agent has ended")
         here = msgspec.msgpack.encode(topology.probe())
-        token = result(await self._controller.open_uplink.call_one(here, expire_s))
+        try:
+            token = result(await self._controller.open_uplink.call_one(here, expire_s))
+        except TorchStoreError:
+            raise
+        except Exception as error:  # whatever the engine raises for one that is dead
+            raise StoreClosedError(
+                f"the controller of this store is gone ({type(error).__name__})"
+            ) from error
         uplink = _Uplink(self._controller, token)
         directory = self._directory.path
         private = PrivateDirectory(directory)
