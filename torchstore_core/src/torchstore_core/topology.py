@@ -10,8 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["HOST_ID", "Topology", "memory_limit_bytes", "probe"]
+__all__ = ["HOST_ID", "Topology", "memory_limit_bytes", "probe", "started"]
 
+
+_STARTED = 19  # in /proc/<pid>/stat, counted from what follows the command's name
 
 #: Environment variable that names this process's host, in place of the kernel's boot id: for
 #: containers of one machine that share no memory, and for tests of several hosts on one.
@@ -55,6 +57,17 @@ def _host_id() -> str:
     except OSError:
         # No boot id (not Linux): the name is the best there is, and a Unix socket must prove it.
         return f"host:{socket.gethostname()}"
+
+
+def started(pid: int) -> int | None:
+    """When a process of this host was started, in ticks since boot; None if it does not live. Pids
+    are used again, this tells them apart.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[_STARTED])
 
 
 def memory_limit_bytes() -> int:

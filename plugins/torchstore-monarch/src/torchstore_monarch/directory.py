@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 from collections import Counter, deque
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -75,7 +74,7 @@ class _Store:
         self.found: FoundStore | None = None
         self.volumes: dict[str, Any] = {}  # the agents that have them, by volume id
         # Processes of this host that end with it, and when they began: pids are used again.
-        self.processes: dict[int, str] = {}
+        self.processes: dict[int, int] = {}
 
     def refuse_if_ended(self) -> None:
         """Between two steps of the start: no call is left behind under way.
@@ -364,7 +363,7 @@ async def _kill(store: _Store, deadline: float) -> None:
 
 
 def _left(store: _Store) -> list[int]:
-    return [pid for pid, begun in store.processes.items() if _begun(pid) == begun]
+    return [pid for pid, begun in store.processes.items() if topology.started(pid) == begun]
 
 
 def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]) -> None:
@@ -374,7 +373,7 @@ def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]
     own = [pid for pid in store.agent_pids if pid] if store.own_agents else []
     if controllers_host == here:
         own.append(store.controller_pid)
-    store.processes = {pid: begun for pid in own if (begun := _begun(pid))}
+    store.processes = {pid: begun for pid in own if (begun := topology.started(pid))}
 
 
 def _members(mesh: Any) -> list[Any]:
@@ -399,13 +398,4 @@ def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
 
 def _runs(pid: int) -> bool:
     """Whether a process of this host runs."""
-    return bool(_begun(pid))
-
-
-def _begun(pid: int) -> str:
-    """When a process of this host has begun, in the kernel's ticks; empty: it does not run."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    return topology.started(pid) is not None

@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -14,7 +13,6 @@ from torchstore_core import topology
 
 __all__ = ["Who"]
 
-_STARTED = 19  # in /proc/<pid>/stat, counted from what follows the command's name
 _SHORT_S = 30.0
 
 
@@ -46,7 +44,7 @@ class Who(msgspec.Struct, frozen=True):
             _namespace(),
             socket.gethostname(),
             os.getpid(),
-            _started(os.getpid()) or 0,
+            topology.started(os.getpid()) or 0,
             time.time(),
             secrets.token_hex(8),
         )
@@ -57,7 +55,7 @@ class Who(msgspec.Struct, frozen=True):
         here = topology.probe()
         if self.host != here.host_id or self.pids != _namespace() or not self.started:
             return None
-        return _started(self.pid) == self.started
+        return topology.started(self.pid) == self.started
 
     @property
     def is_me(self) -> bool:
@@ -67,7 +65,7 @@ class Who(msgspec.Struct, frozen=True):
     @property
     def long_before_me(self) -> bool:
         """Whether it came clearly before this process was started."""
-        started = _started(os.getpid()) or 0
+        started = topology.started(os.getpid()) or 0
         running = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
         return self.at < time.time() - running - _SHORT_S
 
@@ -80,12 +78,3 @@ def _namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _started(pid: int) -> int | None:
-    """In ticks since boot; None if it does not live."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[_STARTED])
