@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAINER = "trainer_generators.py"
 FSDP = "fsdp_to_tp.py"
 PATIENCE_S = 90.0
+_HEARS_CTRL_C = ("env", "--default-signal=INT")
 _MARK = "EXAMPLE_OF_A_TEST"  # in the environment of an example, and so of all its processes
 
 
@@ -36,7 +37,8 @@ def example(
     """
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, *launch, str(EXAMPLES / name), *arguments],
+        # Ctrl-C is ignored in what a shell runs in the background, and these tests may be.
+        [*_HEARS_CTRL_C, sys.executable, *launch, str(EXAMPLES / name), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -58,7 +58,11 @@ async def test_no_mesh_is_processes_of_their_own_on_this_host(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("volumes", "on"), [(1, ["host0"]), (3, ["host0", "host1", "host0"])], ids=["1", "3"]
+    ("volumes", "on"),
+    [
+        pytest.param(1, ["host0"], id="1", marks=pytest.mark.soak),
+        pytest.param(3, ["host0", "host1", "host0"], id="3"),
+    ],
 )
 async def test_on_hosts_of_the_user(hosts: Job, volumes: int, on: list[str]) -> None:
     """Hosts take turns. One process more than there are volumes is no harm."""

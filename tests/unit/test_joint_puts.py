@@ -402,6 +402,6 @@ class JointPuts(RuleBasedStateMachine):
             assert volume.unfinished == sum(t.nbytes for t in txns if t.values[0].volume == at)
 
 
-JointPuts.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+JointPuts.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 # When it fails, hypothesis takes its time to find a short example.
 TestJointPuts = pytest.mark.timeout(600)(JointPuts.TestCase)
