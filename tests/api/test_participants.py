@@ -197,7 +197,7 @@ async def test_a_newer_whole_version_overtakes_older_unfinished_ones(shared, key
         ).version
 
     async def all_given_back() -> bool:
-        return (await _status())[0] == before
+        return (await _status())[0] <= before  # what other tests held may go, too
 
     await ts.wait([])
     before = (await _status())[0]

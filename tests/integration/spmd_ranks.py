@@ -115,6 +115,8 @@ async def end_without_shutdown() -> None:
 
 async def cannot_start() -> None:
     """Rank 0's server cannot start: where its sockets would lie, others may write."""
+    say("here")
+    await told()
     with tempfile.TemporaryDirectory() as folder:
         open_to_all = Path(folder) / "torchstore"
         open_to_all.mkdir()
