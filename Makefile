@@ -17,7 +17,7 @@ SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 # More than there are cores: many tests wait for processes.
-TEST_PROCESSES ?= 4
+TEST_PROCESSES ?= 3
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test check format bench soak clean

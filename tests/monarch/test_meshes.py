@@ -29,7 +29,10 @@ async def _end(job: Job) -> None:
     await job.root(acts.shutdown, "mesh")
 
 
-@pytest.mark.parametrize("volumes", [1, pytest.param(2, marks=pytest.mark.soak), 3])
+_soak = pytest.mark.soak
+
+
+@pytest.mark.parametrize("volumes", [pytest.param(1, marks=_soak), pytest.param(2, marks=_soak), 3])
 async def test_in_processes_of_the_user(job: Job, volumes: int) -> None:
     """Fewer volumes than processes, as many, more: some have several."""
     pids = [await job.at(i, acts.pid) for i in (0, 1)]

@@ -78,7 +78,7 @@ def apart(spaces: list[tuple[str, str]]) -> Iterator[Job]:
         yield made
 
 
-@pytest.mark.parametrize("own", ["its address", "127.0.1.1"])
+@pytest.mark.parametrize("own", [pytest.param("its address", marks=pytest.mark.soak), "127.0.1.1"])
 async def test_ranks_over_networks(spaces: list[tuple[str, str]], tmp_path: Path, own: str) -> None:
     """``initialize_spmd``; some hosts take their own name for an address of the loopback."""
     master = spaces[0][1]
