@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support import SMALL, until
+from tests.support import SMALL, turn, until
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
@@ -215,7 +215,7 @@ async def _done_when_it_comes(*signums: int) -> int:
 
 
 async def _one() -> int:
-    await asyncio.sleep(0)
+    await turn()
     return 1
 
 
