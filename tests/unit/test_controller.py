@@ -706,29 +706,24 @@ def test_what_is_given_back_too_early_is_not_begun(small: Controller) -> None:
     assert (small.volumes[0].unfinished, small.volumes[0].leased) == (0, 0)
 
 
-def test_one_reply_never_carries_more_than_a_frame() -> None:
-    """Neither when all values are inline, nor when some of them are, nor on demand."""
+def test_what_rides_in_a_reply() -> None:
+    """Inline values always do, in pages if they are many; of others what was asked for, up to half
+    of a frame.
+    """
     half = m.MAX_FRAME // 2
     with volumes(4 * half) as records:
         controller = Controller(records, Strategy(), prefault=False)
         session = controller.open_session(facts(), HERE)
         put(controller, session, 1, inline("k", bytes(m.MAX_INLINE)))
-        put(controller, session, 1, placed("p", 64))
-        controller.commit(session, 1)
         put(controller, session, 1, placed("large", half + 1))
         controller.commit(session, 1)
-        most = half // m.MAX_INLINE
-        entries, _ = controller.locate(session, m.Locate(1, 1, [m.Want("k")] * most, -1))
-        assert len(entries) == most
-        for wants, inline_max in (
-            ([m.Want("k")] * (most + 1), -1),
-            ([m.Want("k")] * (most + 1) + [m.Want("p")], -1),
-            ([m.Want("large")], 1 << 62),
-        ):
-            with pytest.raises(ProtocolError, match="do not fit one reply"):
-                controller.locate(session, m.Locate(1, 1, wants, inline_max))
-        assert records[0].leased == 0
-        assert controller.locate(session, m.Locate(1, 1, [m.Want("large")], half))[1]
+        many = [m.Want("k")] * (half // m.MAX_INLINE + 1)
+        entries, leased = controller.locate(session, m.Locate(1, 1, many, -1))
+        assert all(entry.data == bytes(m.MAX_INLINE) for entry in entries)
+        assert not leased
+        _, leased = controller.locate(session, m.Locate(1, 1, [m.Want("large")], 1 << 62))
+        assert leased
+        assert records[0].leased == half + 64
 
 
 def test_sizes_that_add_up_to_nonsense_are_refused(small: Controller) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchstore_core.client_side import writing
 from torchstore_core.client_side.base import ClientBase
-from torchstore_core.client_side.operations import Clock, cancel_wait
+from torchstore_core.client_side.operations import Clock
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
@@ -124,14 +124,14 @@ class KeyOperations(ClientBase):
         try:
             reply = await lane.call(request, m.Committed, clock.left())
         except StoreTimeoutError as caught:
-            cancel_wait(lane, request.id)
+            lane.cancel(request.id)
             least = f" with version {min_version} or newer" if min_version > 1 else ""
             raise StoreTimeoutError(
                 f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
                 key=names[0],
             ) from caught
         except BaseException:
-            cancel_wait(lane, request.id)
+            lane.cancel(request.id)
             raise
         return reply.versions
 

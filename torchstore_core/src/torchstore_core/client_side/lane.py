@@ -11,7 +11,7 @@ import itertools
 import socket
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -27,8 +27,9 @@ from torchstore_core.errors import (
 )
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+from torchstore_core.wire.paging import joined
 
-__all__ = ["Lane", "Ranks", "client_facts", "handshake", "socket_path"]
+__all__ = ["Lane", "MessageTooLargeError", "Ranks", "client_facts", "handshake", "socket_path"]
 
 _RECEIVE = 1 << 18
 _DONT_WAIT = socket.MSG_DONTWAIT
@@ -37,6 +38,10 @@ _DIRECT_IN_A_ROW = 16
 _DIRECT_PAUSE = 16
 R = TypeVar("R", bound=m.Message)
 Ranks = tuple[int | None, int | None]  # of the job, of its host
+
+
+class MessageTooLargeError(ProtocolError):
+    """A request that no server would take; the lane is as it was."""
 
 
 def socket_path(address: str) -> str:
@@ -133,6 +138,7 @@ class Lane:
         self._gone = gone
         self._reader = FrameReader(m.MAX_FRAME)
         self._pending: dict[int, tuple[asyncio.Future[m.Message], float | None]] = {}
+        self._pages: dict[int, list[m.Message]] = {}  # of replies that are still coming
         self._limits: set[asyncio.Timeout] = set()
         self._unsent = bytearray()
         self._buffer = memoryview(bytearray(_RECEIVE))
@@ -206,6 +212,9 @@ class Lane:
             return await future
         finally:
             self._pending.pop(request_id, None)
+            if request_id in self._pages:
+                del self._pages[request_id]
+                self.cancel(request_id)
 
     def _receive_directly(self, request_id: int) -> m.Message | None:
         """Wait for the reply in ``recv`` itself, for at most a scheduler tick.
@@ -224,10 +233,10 @@ class Lane:
                 found: m.Message | None = None
                 for body in self._reader.feed(data):
                     reply = decode_reply(body)
-                    if getattr(reply, "id", 0) == request_id:
-                        found = reply
-                    else:
+                    if getattr(reply, "id", 0) != request_id:
                         self._dispatch(reply)
+                    else:
+                        found = self._whole(request_id, reply)
                 if self._lost is not None:
                     raise self._lost_error()
                 if found is not None:
@@ -247,6 +256,7 @@ class Lane:
 
         Raises:
             StoreClosedError: the server is gone.
+            MessageTooLargeError: it does not fit a frame; nothing was sent.
         """
         if self._lost is not None:
             raise self._lost_error()
@@ -255,9 +265,9 @@ class Lane:
         except UnicodeEncodeError as error:
             raise ProtocolError(f"a key is not valid Unicode: {error}") from error
         if len(frame) > m.MAX_FRAME:
-            raise ProtocolError(
+            raise MessageTooLargeError(
                 f"a message of {len(frame)} bytes is over the limit of {m.MAX_FRAME}; "
-                "put or get fewer keys at once"
+                "put or get fewer keys at once, a state dict in several parts (partial=True)"
             )
         if self._unsent:
             self._unsent += frame
@@ -275,6 +285,11 @@ class Lane:
         if sent < len(frame):
             self._unsent += memoryview(frame)[sent:]
             self._loop.add_writer(self._sock.fileno(), self._writable)
+
+    def cancel(self, request_id: int) -> None:
+        """Say that nobody waits for a reply, or for the rest of it, any more."""
+        with suppress(TorchStoreError):  # the server is gone, and the reply with it
+            self.send(m.Cancel(request_id))
 
     @contextmanager
     def ending(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -335,8 +350,21 @@ class Lane:
                 self._lose(from_wire(reply.code, reply.message, reply.key, reply.details))
             return
         waiting = self._pending.get(request_id)
-        if waiting is not None and not waiting[0].done():
-            waiting[0].set_result(reply)
+        if waiting is None or waiting[0].done():
+            return
+        whole = self._whole(request_id, reply)
+        if whole is not None:
+            waiting[0].set_result(whole)
+
+    def _whole(self, request_id: int, reply: m.Message) -> m.Message | None:
+        """The reply that ends with this page; None if there are more to come."""
+        if getattr(reply, "continued", False):
+            self._pages.setdefault(request_id, []).append(reply)
+            return None
+        pages = self._pages.pop(request_id, None) if self._pages else None
+        if pages is None or isinstance(reply, m.Failure):
+            return reply
+        return joined([*pages, reply])
 
     def _writable(self) -> None:
         try:

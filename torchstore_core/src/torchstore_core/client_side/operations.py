@@ -30,7 +30,7 @@ from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
 __all__ = ["Clock", "Leasing", "Putting", "Unreachable", "Want", "asks_of"]
-__all__ += ["cancel_wait", "check_version", "get_asks", "put_sources"]
+__all__ += ["check_version", "get_asks", "put_sources"]
 
 # The server answers requests on up to this many entries faster than a task switch takes.
 _QUICK_ENTRIES = 32
@@ -389,10 +389,3 @@ def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: 
         lane.send(message)
     except TorchStoreError:
         session.give_back(lease, rest)
-
-
-def cancel_wait(lane: Lane, request_id: int) -> None:
-    try:
-        lane.send(m.Cancel(request_id))
-    except TorchStoreError:
-        return  # the server is gone, and the wait with it

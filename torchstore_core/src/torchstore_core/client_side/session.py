@@ -17,6 +17,7 @@ import socket
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 
 import msgspec
 
@@ -33,6 +34,9 @@ from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 __all__ = ["Session"]
 
 log = logging.getLogger(__name__)
+
+# Leases and positions of one Release: at most 9 bytes each, so twice as many fit a frame.
+_MAX_RELEASED = 1 << 20
 
 Held = tuple[int, list[int] | None]  # a lease, and which of its entries (None: all)
 Asking = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
@@ -352,8 +356,8 @@ class Session:
                 whole.append(lease)
             else:
                 parts.append((lease, positions))
-        if whole or parts:
-            self._anchor.sendall(encode(m.Release(whole, parts)))
+        for release in _releases(whole, parts):
+            self._anchor.sendall(encode(release))
         while self._anchor_says:
             self._anchor.sendall(encode(self._anchor_says.popleft()))
         aborted: list[int] = []
@@ -431,6 +435,24 @@ class Session:
         elif not self.lost:
             self._anchor.close()
         self.lost = True
+
+
+def _releases(whole: list[int], parts: list[tuple[int, list[int]]]) -> Iterator[m.Release]:
+    """What has died, in messages that are no longer than a frame, however much it is."""
+    for start in range(0, len(whole), _MAX_RELEASED):
+        yield m.Release(whole[start : start + _MAX_RELEASED])
+    some: list[tuple[int, list[int]]] = []
+    count = 0
+    for lease, positions in parts:
+        for start in range(0, len(positions), _MAX_RELEASED):
+            run = positions[start : start + _MAX_RELEASED]
+            some.append((lease, run))
+            count += 1 + len(run)
+            if count >= _MAX_RELEASED:
+                yield m.Release([], some)
+                some, count = [], 0
+    if some:
+        yield m.Release([], some)
 
 
 def _tell(asking: list[Asking]) -> None:

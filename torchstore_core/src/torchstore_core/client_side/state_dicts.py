@@ -15,7 +15,7 @@ import torch
 
 from torchstore_core.client_side import nesting, reading, writing
 from torchstore_core.client_side.casting import CastPlan, Casts
-from torchstore_core.client_side.lane import Lane
+from torchstore_core.client_side.lane import Lane, MessageTooLargeError
 from torchstore_core.client_side.nesting import Leaf
 from torchstore_core.client_side.operations import (
     Clock,
@@ -375,8 +375,15 @@ async def _fetch(
             session.inline_max(),
             unreachable.volumes,
         )
-        reply = await lane.call(request, m.Fetched, clock.left())
-        starts = leasing.granted(reply.entries, reply.leased)
+        try:
+            reply = await lane.call(request, m.Fetched, clock.left())
+            starts = leasing.granted(reply.entries, reply.leased)
+        except MessageTooLargeError:  # very many names: ask for all entries, and choose here
+            request = msgspec.structs.replace(request, id=lane.next_id(), wants=None)
+            reply = await lane.call(request, m.Fetched, clock.left())
+            starts = leasing.granted(reply.entries, reply.leased)
+            if wanted is not None:
+                reply, starts = _chosen(wanted, reply, starts)
         if unreachable.volumes:
             unreachable.check(reply.entries)
         clock.phase("plan")
@@ -406,6 +413,21 @@ async def _fetch(
     else:
         made = _filled(wanted, targets, result.values)
     return Fetched(made, len(targets), nbytes, result.transport)
+
+
+def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.Fetched, list[int]]:
+    """Of a reply with all entries, what the server would have answered to the asks."""
+    at = {name: i for i, name in enumerate(reply.names)}
+    found = [at.get(ask.key) for ask in wanted.asks]
+    asked = {ask.key for ask in wanted.asks}
+    chosen = msgspec.structs.replace(
+        reply,
+        entries=[None if i is None else reply.entries[i] for i in found],
+        names=[name for name in reply.names if name not in asked],
+        paths={},
+        same_as=[],
+    )
+    return chosen, [-1 if i is None else starts[i] for i in found]
 
 
 def _whole(reply: m.Fetched, starts: Sequence[int]) -> list[reading.Target]:

@@ -15,6 +15,7 @@ from torchstore_core.errors import (
     VersionGoneError,
 )
 from torchstore_core.server.generations import Generation, Group, Slot
+from torchstore_core.server.ordering import KeyOrder
 from torchstore_core.server.participants import Contribution
 from torchstore_core.server.records import (
     Manifest,
@@ -46,6 +47,8 @@ class Catalog:
     def __init__(self, sessions: Mapping[bytes, SessionRecord]) -> None:
         self._sessions = sessions
         self.newest: dict[str, Stored] = {}
+        self._order = KeyOrder()  # of the newest
+        self._dicts = KeyOrder()  # of those that are state dicts
         self.groups: dict[str, Group] = {}
         # A key that is put again after a delete goes on above its last version, so no (key,
         # version) is ever used twice. The last versions of the latest deleted keys are remembered;
@@ -131,18 +134,23 @@ class Catalog:
         group = self.groups.get(key)
         return [] if group is None else [g.state() for g in group.pending.values()]
 
-    def names(self, prefix: str) -> list[str]:
-        """Sorted keys and entries of state dicts that start with ``prefix``."""
-        found = {key for key in self.newest if key.startswith(prefix)}
-        for key, stored in self.newest.items():
+    def names(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
+        """Sorted keys and entries of state dicts that start with ``prefix``, above ``after``; the
+        first ``limit`` of them.
+        """
+        found = self._order.starting(prefix, after, limit)
+        dicts = self._dicts.starting(prefix, after, limit)
+        # A state dict whose own key is not above the bound may have entries that are.
+        bound, most = (after, len(after)) if after >= prefix else (prefix, len(prefix) - 1)
+        dicts += [bound[:n] for n in range(1, most + 1) if bound[:n] in self.newest]
+        for key in dicts:
+            stored = self.newest[key]
             if type(stored) is Manifest:
-                base = f"{key}/"
-                if base.startswith(prefix):
-                    found.update([base + name for name in stored.entries])
-                elif prefix.startswith(base):
-                    rest = prefix[len(base) :]
-                    found.update([base + n for n in stored.entries if n.startswith(rest)])
-        return sorted(found)
+                entries = [f"{key}/{name}" for name in stored.entries]
+                found += [name for name in entries if name > after and name.startswith(prefix)]
+        if dicts:  # a key may have the name of an entry
+            found = sorted(set(found))
+        return found[:limit]
 
     # ---- plain versions -------------------------------------------------------------------
 
@@ -150,6 +158,7 @@ class Catalog:
         """Make each value the newest version of its key, all at once."""
         now = time.time()
         newest, groups = self.newest, self.groups
+        fresh: list[str] = []
         for value in values:
             value.created = now
             key = value.key
@@ -159,13 +168,18 @@ class Catalog:
                 continue
             if old is None:
                 value.version = self._deleted.pop(key, self._version_floor) + 1
+                fresh.append(key)
             else:
                 value.version = old.version + 1
                 if type(old) is Value:
                     drop(old, dead)
                 else:
                     disown(old, dead)
+                    if type(old) is Manifest:
+                        self._dicts.remove(key)
             newest[key] = value
+        if fresh:
+            self._order.add(fresh)
 
     def _next_version(self, key: str) -> int:
         stored = self.newest.get(key)
@@ -182,6 +196,13 @@ class Catalog:
         group.overtake(version, dead)
         old = self.newest.get(key)
         self.newest[key] = stored
+        if old is None:
+            self._order.add((key,))
+        if (type(old) is Manifest) != (type(stored) is Manifest):
+            if type(stored) is Manifest:
+                self._dicts.add((key,))
+            else:
+                self._dicts.remove(key)
         self._deleted.pop(key, None)
         group.shelve(old, dead)
 
@@ -408,6 +429,9 @@ class Catalog:
             return False
         last = 0 if stored is None else stored.version
         if stored is not None:
+            self._order.remove(key)
+            if type(stored) is Manifest:
+                self._dicts.remove(key)
             disown(stored, dead)
         if group is not None:
             last = max(last, *group.pending, 0) if group.pending else last

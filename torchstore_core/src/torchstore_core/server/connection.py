@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.conversation import Conversation
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import FrameReader, encode
+from torchstore_core.wire.framing import FrameReader
 
 if TYPE_CHECKING:
     from torchstore_core.server.app import Server
@@ -33,7 +33,7 @@ class Connection(asyncio.Protocol):
         self._server = server
         self._reader = FrameReader(m.MAX_HELLO_FRAME)
         self._transport: asyncio.Transport | None = None
-        self._conversation = Conversation(server, self.send, self.close)
+        self._conversation = Conversation(server, self._write, self.close)
         self._pid = 0
         self._pidfd = -1
         self._ending: asyncio.Task[None] | None = None
@@ -82,11 +82,13 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         # The client does not read its replies: answer no more requests, and read no more.
         self._paused = True
+        self._conversation.pause()
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._conversation.resume()
         self._work(b"")
         if self._transport is not None and not (self._paused or self._transport.is_closing()):
             self._transport.resume_reading()
@@ -132,10 +134,10 @@ class Connection(asyncio.Protocol):
 
     # ---- the conversation's side ----------------------------------------------------------
 
-    def send(self, message: m.Message) -> None:
+    def _write(self, frame: bytearray) -> None:
         """Send unless the connection is gone."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(message))
+            self._transport.write(frame)
 
     def close(self) -> None:
         """Send what is buffered, then close."""

@@ -341,7 +341,7 @@ class Controller:
 
         Raises:
             KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
-            ProtocolError: the lease id is in use, or inline values do not fit the reply.
+            ProtocolError: the lease id is in use.
         """
         find = self.catalog.find
         found: list[tuple[Stored, int]] = []

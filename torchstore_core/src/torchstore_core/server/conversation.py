@@ -20,6 +20,7 @@ from torchstore_core.errors import (
 from torchstore_core.server import looking
 from torchstore_core.server.processes import Process
 from torchstore_core.server.records import SessionRecord, Waiter
+from torchstore_core.server.sending import Sender
 from torchstore_core.topology import Topology
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_request
@@ -39,7 +40,7 @@ class Conversation:
     """Server side of an anchor, a lane, or a volume's line.
 
     Args:
-        send: takes what is to be sent.
+        write: takes a frame that is to be sent.
         end: close the pipe once that is sent.
         via: where the relay is that carries it, if one does.
         process: at the other end of that relay's socket, if that is known.
@@ -48,13 +49,16 @@ class Conversation:
     def __init__(
         self,
         server: Server,
-        send: Callable[[m.Message], None],
+        write: Callable[[bytearray], None],
         end: Callable[[], None],
         via: Topology | None = None,
         process: Process | None = None,
     ) -> None:
         self._server = server
-        self.send = send
+        self._sender = Sender(write)
+        self.send = self._sender.send
+        self.pause = self._sender.pause
+        self.resume = self._sender.resume
         self.end = end
         self._via = via
         self._process = process
@@ -120,7 +124,8 @@ class Conversation:
         self._server.conversations.discard(self)
         # The pipe refers to this and this to the pipe: what was held is free at once, not when the
         # collector comes.
-        self.send, self.end = _to_nobody, _nothing
+        self._sender.close()
+        self.end = _nothing
         for waiter in self._waiters.values():
             self._server.controller.waiting.forget(waiter)
         self._waiters.clear()
@@ -246,7 +251,8 @@ class Conversation:
             case m.Wait():
                 self._wait(request)
             case m.Cancel():
-                waiter = self._waiters.pop(request.wait, None)
+                self._sender.cancel(request.request)
+                waiter = self._waiters.pop(request.request, None)
                 if waiter is not None:
                     controller.waiting.forget(waiter)
             case m.Versions():
@@ -276,10 +282,6 @@ class Conversation:
         waiter = self._server.controller.waiting.add(request.keys, request.min_version, reply)
         if waiter is not None:
             self._waiters[request.id] = waiter
-
-
-def _to_nobody(message: m.Message) -> None:
-    """The pipe is gone."""
 
 
 def _nothing() -> None:

@@ -59,14 +59,10 @@ class Leases:
             counts.append(len(some))
         nbytes = inline = sum([v.nbytes for v in values])
         contents: list[bytes] | None = None
-        if nbytes <= inline_max:
+        if nbytes <= min(inline_max, m.MAX_FRAME // 2):
             contents = self._read(values)
         if contents is None:
             inline = sum([v.nbytes for v in values if v.data is not None])
-        if inline > m.MAX_FRAME // 2:
-            raise ProtocolError(
-                f"{inline} bytes of inline values do not fit one reply; get fewer keys at once"
-            )
         leased = inline != nbytes
         if leased:
             if lease in session.leases:

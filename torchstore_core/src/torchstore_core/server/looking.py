@@ -53,7 +53,7 @@ def listing(
     """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted, and
     whether there are more.
     """
-    names = [name for name in catalog.names(prefix) if name > after]
+    names = catalog.names(prefix, after, m.MAX_LISTED + 1)
     entries: list[m.Listed] = []
     room = m.MAX_LISTED_CHARS
     for key in names[: m.MAX_LISTED]:

@@ -24,8 +24,6 @@ from torchstore_core.errors import StoreClosedError
 from torchstore_core.server.conversation import Conversation
 from torchstore_core.server.processes import Process
 from torchstore_core.topology import Topology
-from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import encode
 
 if TYPE_CHECKING:
     from torchstore_core.server.app import Server
@@ -99,9 +97,9 @@ class _Relayed:
         return told
 
     def _open(self, conn: int, process: Process | None) -> Conversation:
-        def send(message: m.Message) -> None:
+        def write(frame: bytearray) -> None:
             if conn in self._conversations:
-                self._outbox.append(Told(conn, bytes(encode(message))))
+                self._outbox.append(Told(conn, bytes(frame)))
                 self._filled.set()
 
         def end() -> None:
@@ -111,7 +109,7 @@ class _Relayed:
                 self._filled.set()
                 conversation.ended()
 
-        made = Conversation(self._server, send, end, self.here, process)
+        made = Conversation(self._server, write, end, self.here, process)
         self._conversations[conn] = made
         return made
 

@@ -7,7 +7,7 @@ client holds (unfinished puts, leases) belongs to the session, under ids the cli
 that it can be given back from any lane, in any order, also when the reply never arrived.
 
 Requests carry ``id``; the reply repeats it. :class:`Abort`, :class:`Release` and :class:`Cancel`
-have no reply.
+have no reply. A reply with ``continued`` is a page of a long one, see :mod:`.paging`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import Watch as Watch
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
-#: Largest frame a server accepts, in bytes. 18,000 entries of a state dict need about 2 MB.
+#: Largest frame, in bytes. A longer reply comes in pages (``wire.paging``); a request cannot be
+#: longer. 18,000 entries of a state dict need about 2 MB.
 MAX_FRAME = 64 << 20
 #: Largest frame before a Hello was accepted.
 MAX_HELLO_FRAME = 64 << 10
@@ -214,9 +215,9 @@ class Wait(Message, frozen=True, tag="wait"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Forget the Wait of this id."""
+    """Forget the Wait of this id, or the rest of a long reply: nobody waits for it any more."""
 
-    wait: int
+    request: int
 
 
 class Versions(Message, frozen=True, tag="versions"):
@@ -319,6 +320,7 @@ class Granted(Message, frozen=True, tag="granted"):
 
     id: int
     grants: list[Grant | None]
+    continued: bool = False
 
 
 class Committed(Message, frozen=True, tag="committed"):
@@ -345,6 +347,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``parts``: it lies in shards, and these are the ones that hold some of what is wanted. A state
     dict has none of the three: see :class:`Fetch`. ``nbytes`` is that of the whole value.
+    ``resumed``: in a page, further ``parts`` of the entry that the page before ended with.
     """
 
     version: int
@@ -353,6 +356,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: bytes | None = None
     grant: Grant | None = None
     parts: list[Part] | None = None
+    resumed: bool = False
 
 
 class Located(Message, frozen=True, tag="located"):
@@ -361,6 +365,7 @@ class Located(Message, frozen=True, tag="located"):
     id: int
     entries: list[Entry]
     leased: bool
+    continued: bool = False
 
 
 class Fetched(Message, frozen=True, tag="fetched"):
@@ -381,6 +386,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
     paths: dict[int, bytes]
     same_as: list[tuple[int, int]]
     leased: bool
+    continued: bool = False
 
 
 class Deleted(Message, frozen=True, tag="deleted"):
@@ -402,6 +408,7 @@ class KeyList(Message, frozen=True, tag="keylist"):
 
     id: int
     keys: list[str]
+    continued: bool = False
 
 
 class Found(Message, frozen=True, tag="found"):

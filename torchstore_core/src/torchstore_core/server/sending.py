@@ -1,0 +1,78 @@
+"""How replies leave the server: at once, or page by page when they are long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.paging import first_frame, frames
+
+__all__ = ["Sender"]
+
+
+class Sender:
+    """Sends the messages of one conversation.
+
+    The pages of a long reply are made one in a turn of the event loop, so that other clients are
+    answered in between, and only while the client takes them.
+
+    Args:
+        write: puts a whole frame into the pipe.
+    """
+
+    __slots__ = ("_long", "_paused", "_scheduled", "_write")
+
+    def __init__(self, write: Callable[[bytearray], None]) -> None:
+        self._write = write
+        self._long: deque[tuple[int, Iterator[bytearray]]] = deque()
+        self._paused = False
+        self._scheduled = False
+
+    def send(self, message: m.Message) -> None:
+        """Send a message, or begin to."""
+        frame = first_frame(message)
+        if frame is not None:
+            self._write(frame)
+            return
+        self._long.append((getattr(message, "id", 0), frames(message)))
+        self._schedule()
+
+    def cancel(self, request_id: int) -> None:
+        """Nobody waits for that reply any more."""
+        self._long = deque(one for one in self._long if one[0] != request_id)
+
+    def pause(self) -> None:
+        """The client does not take what it was sent."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """It does again."""
+        self._paused = False
+        self._schedule()
+
+    def close(self) -> None:
+        """The pipe is gone."""
+        self._long.clear()
+        self._write = _to_nobody
+
+    def _schedule(self) -> None:
+        if self._long and not (self._scheduled or self._paused):
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._send_page)
+
+    def _send_page(self) -> None:
+        self._scheduled = False
+        if self._paused or not self._long:
+            return
+        one = self._long.popleft()
+        frame = next(one[1], None)
+        if frame is not None:
+            self._long.append(one)  # several long replies take turns
+            self._write(frame)
+        self._schedule()
+
+
+def _to_nobody(frame: bytearray) -> None:
+    """The pipe is gone."""
