@@ -25,6 +25,7 @@ from tests.unit.ranks import (
     used,
 )
 
+from torchstore_core import boxes
 from torchstore_core.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -41,6 +42,23 @@ from torchstore_core.wire.framing import encode
 def store() -> Iterator[Controller]:
     with a_store() as controller:
         yield controller
+
+
+def test_what_is_missing_is_worked_out_only_for_who_asks(
+    store: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard is committed in a time that does not grow with the square of their number."""
+    asked: list[object] = []
+    find = boxes.missing
+    monkeypatch.setattr(boxes, "missing", lambda *which: asked.append(which) or find(*which))
+    rank = Rank(store, "", None)
+    for start in range(0, 98, 2):
+        rank.put(piece("t", start, start + 2, 100))
+    assert not asked
+    ((_, offset, shape),) = store.catalog.pending("t")[0].missing
+    assert (offset, shape, len(asked)) == ((98,), (2,), 1)
+    rank.put(piece("t", 98, 100, 100))
+    assert newest(store, "t") == 1
 
 
 # ---- counting -----------------------------------------------------------------------------

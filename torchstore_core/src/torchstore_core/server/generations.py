@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import lru_cache
 
 from torchstore_core import boxes
@@ -164,7 +164,7 @@ class Generation:
         done = sum(c.committed for c in self.contributions.values())
         if done < self.participants:
             return False
-        return not any(True for _ in self.missing())
+        return next(iter(self._incomplete()), None) is None
 
     @property
     def is_written(self) -> bool:
@@ -193,23 +193,28 @@ class Generation:
 
     def missing(self) -> Iterable[tuple[str, Box]]:
         """The boxes that nobody has committed, by name."""
+        for name, meta, ready in self._incomplete():
+            yield from ((name, box) for box in boxes.missing(_whole(meta), ready))
+
+    def _incomplete(self) -> Iterable[tuple[str, ValueMeta, Sequence[Box]]]:
+        """The entries of which not all is committed: what they are, and the boxes that are."""
         tied = self._tied_and_empty()
         for name, entry in self.entries.items():
             if name in tied:
                 continue
             if type(entry) is Shards:
-                ready = [box for box, value in entry.parts.items() if value.created]
-                target = boxes.whole(entry.meta.shape)
-                if not _covers(target, tuple(ready)):
-                    yield from ((name, box) for box in boxes.missing(target, ready))
+                ready = tuple([box for box, value in entry.parts.items() if value.created])
+                if not _covers(boxes.whole(entry.meta.shape), ready):
+                    yield name, entry.meta, ready
             elif not entry.created:
-                yield name, _whole(entry.meta)
+                yield name, entry.meta, ()
         lost: dict[str, ValueMeta] = {}  # who was to store them gave up
         for contribution in self.contributions.values():
             if contribution.others:
                 others = contribution.others.items()
                 lost |= {name: meta for name, meta in others if name not in self.entries}
-        yield from ((name, _whole(meta)) for name, meta in lost.items())
+        for name, meta in lost.items():
+            yield name, meta, ()
 
     def _tied_and_empty(self) -> dict[str, str]:
         """Entries of which there are only empty shards: who has some says what they are tied to."""
