@@ -142,6 +142,7 @@ class Catalog:
         dicts = self._dicts.starting(prefix, after, limit)
         # A state dict whose own key is not above the bound may have entries that are.
         bound, most = (after, len(after)) if after >= prefix else (prefix, len(prefix) - 1)
+        most = min(most, m.MAX_KEY)
         dicts += [bound[:n] for n in range(1, most + 1) if bound[:n] in self.newest]
         for key in dicts:
             stored = self.newest[key]
