@@ -85,6 +85,7 @@ class Server:
         connections: those on the Unix socket.
         before_close: awaited before what a client process held through a connection here is
             undone: an agent of this host may still be writing for it. Called with its pid.
+        owner: pid of the process that the store ends with, for people to see; 0: none.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -106,6 +107,7 @@ class Server:
         self._all_gone = asyncio.Event()
         self._directory: PrivateDirectory | None = None
         self.before_close: Callable[[int], Awaitable[None]] | None = None
+        self.owner = 0
         self._started = time.monotonic()
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
@@ -347,6 +349,7 @@ class Server:
             self._warm(),
             self._strategy.transport,
             via=via,
+            owner=self.owner,
         )
 
     def _sample_rate(self) -> None:

@@ -288,7 +288,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """The connection stands. ``session``: token that further lanes join with.
 
     ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``:
-    where the relay is that carries it; None: there is none.
+    where the relay is that carries it; None: there is none. ``owner``: pid of the process that the
+    store ends with; 0: none.
     """
 
     id: int
@@ -300,6 +301,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     warm: list[tuple[int, int, int]]
     transport: str | tuple[str, ...] | None = None
     via: Topology | None = None
+    owner: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
