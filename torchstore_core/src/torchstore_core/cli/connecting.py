@@ -51,10 +51,19 @@ async def choose(address: str | None) -> str:
 
     Raises:
         StoreClosedError: none is running.
-        ConfigurationError: several are; ``details["stores"]`` lists them.
+        ConfigurationError: several are; ``details["stores"]`` lists them. Or the given address is
+            none of a socket.
     """
     given = given_address(address)
     if given is not None:
+        if not given.startswith("unix:"):
+            otherwise = "leave the address out" if address else f"unset {ADDRESS}"
+            raise ConfigurationError(
+                f"{given!r} is no socket of this host. An address like monarch:NAME says which "
+                "store of its own job a process means, and only processes of that job can look it "
+                f"up. Here, {otherwise}, and the stores that run on this host are found; of "
+                "several, name one by its unix:/path"
+            )
         return given
     found = await discovery.stores()
     if not found:

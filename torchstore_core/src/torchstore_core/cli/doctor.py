@@ -144,7 +144,7 @@ def _link(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkReport:
         volume=volume,
         same_host=same_host,
         chosen=order[0].spec.name if order else None,
-        inline_max_bytes=ranking.inline_max(),
+        inline_up_to=ranking.inline_max(),
         bids=[
             reports.BidLine(
                 c.spec.name,

@@ -18,6 +18,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
 )
 from torchstore_core.plugins import Registry
+from torchstore_core.server import looking
 from torchstore_core.server.allocator import Allocator
 from torchstore_core.server.attached import AttachedMemory
 from torchstore_core.server.connection import Connection
@@ -402,6 +403,7 @@ class Server:
                     role="orphan" if s in orphans else facts.role,
                 )
             )
+        pending, pending_versions, pending_bytes = looking.unfinished(controller.catalog)
         return m.StatusReport(
             id=request_id,
             store_name=self.options.store_name,
@@ -414,4 +416,7 @@ class Server:
             operations_per_s=self._rate,
             strategy=self.options.strategy,
             plugin_errors=self.registry.errors(),
+            pending=pending,
+            pending_versions=pending_versions,
+            pending_bytes=pending_bytes,
         )
