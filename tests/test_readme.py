@@ -15,7 +15,7 @@ import pytest
 import torchstore_core as ts
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/json.md"]
 SOURCES = ["torchstore_core", "torchstore_transports", "torchstore_strategies", "plugins"]
 README = (ROOT / "README.md").read_text()
 
@@ -144,7 +144,7 @@ def test_links_lead_somewhere(document: str) -> None:
         if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")
-        assert (ROOT / path).exists(), f"{document}: {target}"
+        assert ((ROOT / document).parent / path).exists(), f"{document}: {target}"
         if not path:
             assert anchor in headings, f"{document}: {target}"
 
