@@ -103,6 +103,7 @@ async def test_two_at_the_same_time_start_one_store():
     try:
         errors = [result for result in results if isinstance(result, Exception)]
         assert [type(error) for error in errors] == [ts.ConfigurationError] * 2
+        assert all("at this moment" in str(error) for error in errors)
         await ts.put("k", 1)
         assert server_children() == {(await ts.status()).controller_pid}
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,26 +16,34 @@ from tests.support import SMALL, free_port, halt, run_script, running_store, ser
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
+from torchstore_core import starting
 
 pytestmark = pytest.mark.local_only
 
 
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[ts.Client]:
+    """A store that runs; this process knows it by this name alone."""
+    client = asyncio.run(ts.initialize(store_name="elsewhere", **SMALL))
+    del os.environ["TORCHSTORE_ADDRESSES"]
+    asyncio.run(client.put("k", "there"))
+    yield client
+    asyncio.run(ts.shutdown("elsewhere"))
+
+
 @pytest.fixture
-async def named() -> AsyncIterator[ts.Client]:
-    """A store that the environment names, as if another process had started it."""
-    async with running_store(store_name="elsewhere") as client:
-        await client.put("k", "there")
-        del os.environ["TORCHSTORE_ADDRESSES"]
-        os.environ["TORCHSTORE_ADDRESS"] = client.address
-        yield client
-        del os.environ["TORCHSTORE_ADDRESS"]
+def named(elsewhere: ts.Client, monkeypatch: pytest.MonkeyPatch) -> ts.Client:
+    """The same, and the environment names it, as if another process had started it."""
+    monkeypatch.setenv("TORCHSTORE_ADDRESS", elsewhere.address)
+    return elsewhere
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """No server outlives the test."""
+    """No server that a test starts outlives it."""
+    before = server_children()
     yield
-    assert not server_children()
+    assert server_children() <= before
 
 
 def _alone() -> ts.SPMDEnv:
@@ -47,8 +56,10 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("name", ["torchstore", "policy"])
+@pytest.mark.parametrize(
+    ("start", "name"),
+    [("initialize", "torchstore"), ("initialize", "policy"), ("initialize_spmd", "torchstore")],
+)
 async def test_a_second_store_is_started_with_a_warning(
     start: str, name: str, named: ts.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,17 +111,15 @@ async def test_no_warning_of_what_is_gone_or_ones_own(monkeypatch: pytest.Monkey
     """The tests' own filter makes an error of it."""
     async with running_store() as client:
         gone = client.address
-    async with running_store():  # again after shutdown
-        pass
-    for stale in (gone, "unix:/nowhere/control.sock", "nonsense"):
+    monkeypatch.setenv("TORCHSTORE_ADDRESS", gone)
+    async with running_store() as client:  # again after shutdown
+        assert os.environ["TORCHSTORE_ADDRESS"] == client.address
+    assert os.environ["TORCHSTORE_ADDRESS"] == gone
+    async with _joined() as client:
+        assert client.address != gone
+    for stale in ("unix:/nowhere/control.sock", "nonsense", "monarch:other"):
         monkeypatch.setenv("TORCHSTORE_ADDRESS", stale)
-        async with running_store():
-            assert os.environ["TORCHSTORE_ADDRESS"] != stale
-            async with running_store(store_name="another one"):
-                pass
-        assert os.environ["TORCHSTORE_ADDRESS"] == stale
-        async with _joined() as client:
-            assert client.address != stale
+        await starting.warn_of_another("torchstore")
 
 
 @asynccontextmanager
@@ -147,17 +156,7 @@ async def test_a_cell_that_runs_again(nothing_left: None) -> None:
         again = await ts.connect_or_initialize(**SMALL)
         assert again.address == client.address
         assert await again.get("k") == 1
-        assert len(server_children()) == 1
-    # It was this process's own all the time.
-
-
-async def test_two_at_the_same_time_say_so() -> None:
-    first, second = await asyncio.gather(
-        ts.initialize(**SMALL), ts.initialize(**SMALL), return_exceptions=True
-    )
-    await ts.shutdown()
-    assert isinstance(first, ts.Client)
-    assert "at this moment" in str(second)
+    # It was this process's own all the time, and ended with it.
 
 
 async def test_ones_own_store_that_died_is_started_again(nothing_left: None) -> None:
@@ -179,19 +178,18 @@ async def test_a_rank_does_not_start_one_in_the_place_of_all_ranks(nothing_left:
     await ts.shutdown()
 
 
-async def test_children_join_and_strangers_start() -> None:
-    body = """
-    import warnings
-    warnings.simplefilter("error")
-    client = await ts.connect_or_initialize(capacity=16 << 20, prefault=0)
-    print(client.address, await client.keys())
-    """
+async def test_children_join(nothing_left: None) -> None:
     async with running_store() as store:
         await store.put("k", 1)
-        assert await run_script(body) == f"{store.address} ['k']\n"
-        del os.environ["TORCHSTORE_ADDRESS"]
-        address, keys = (await run_script(body)).split()
-        assert (address != store.address, keys) == (True, "[]")
+        out = await run_script(
+            """
+            import warnings
+            warnings.simplefilter("error")
+            client = await ts.connect_or_initialize()
+            print(client.address, await client.keys())
+            """
+        )
+        assert out == f"{store.address} ['k']\n"
 
 
 def test_it_blocks_too() -> None:
@@ -215,12 +213,19 @@ async def test_arguments_are_checked_before_anything_is_joined(named: ts.Client)
 # ---- stores -------------------------------------------------------------------------------
 
 
-async def test_stores_finds_what_runs() -> None:
-    before = {store.address for store in await ts.stores()}
+async def test_stores_finds_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="ts-") as directory:  # a socket's path is short
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+        assert await ts.stores() == []
+        await _find_stores()
+        assert await ts.stores() == []
+
+
+async def _find_stores() -> None:
     async with running_store(store_name="mine", num_storage_volumes=2) as mine:
         ranks = await ts.initialize_spmd(env=_alone(), store_name="ranks'", **SMALL)
         try:
-            found = {s.address: s for s in await ts.stores() if s.address not in before}
+            found = {store.address: store for store in await ts.stores()}
             assert set(found) == {mine.address, ranks.address}
             one, other = found[mine.address], found[ranks.address]
             assert one == ts.RunningStore(
@@ -247,4 +252,3 @@ async def test_stores_finds_what_runs() -> None:
                 os.kill(one.pid, signal.SIGCONT)
         finally:
             await ts.shutdown("ranks'")
-    assert {store.address for store in await ts.stores()} <= before

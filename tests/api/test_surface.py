@@ -186,6 +186,13 @@ async def test_every_operation_by_store_name_and_on_a_client():
             await client.keys()
 
 
+async def test_connect_or_initialize_gives_what_is_there(store):
+    await store.put("k", 1)
+    again = await ts.connect_or_initialize(capacity=16 << 20)
+    assert again.address == store.address
+    assert await again.get("k") == 1
+
+
 async def test_status_tells_what_is_going_on(store, runtime):
     await ts.put_batch({"t": torch.ones(300_000), "o": 1})
     status = await ts.status()
