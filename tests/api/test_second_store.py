@@ -192,6 +192,25 @@ async def test_children_join(nothing_left: None) -> None:
         assert out == f"{store.address} ['k']\n"
 
 
+def test_a_forked_child_that_ends_its_own_store_finds_the_parents_again() -> None:
+    parents = blocking.initialize(**SMALL).address
+    try:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            status = 1
+            try:
+                warnings.simplefilter("ignore")
+                mine = blocking.initialize(**SMALL).address
+                blocking.shutdown()
+                status = 0 if mine != parents == blocking.address() else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        blocking.shutdown()
+
+
 def test_it_blocks_too() -> None:
     client = blocking.connect_or_initialize(**SMALL)
     try:

@@ -387,6 +387,7 @@ def _after_in_child() -> None:
     _lock = threading.RLock()
     _each(lambda session: session.after_fork_in_child())
     _sessions.clear()
+    _inherited.clear()  # what the child was started with is what the parent has published
     for membership in _memberships.values():
         membership.runtime = None  # the parent owns the server
         membership.reset()
