@@ -30,6 +30,7 @@ __all__ = [
     "halt",
     "run_script",
     "running_store",
+    "server_children",
     "start_store",
     "turn",
     "until",
@@ -62,6 +63,16 @@ async def until(predicate: Callable[[], Awaitable[Any] | Any], timeout: float = 
         if time.monotonic() > deadline:
             raise AssertionError(f"not true within {timeout} s: {predicate!r} gave {value!r}")
         await asyncio.sleep(_POLL_S)
+
+
+def server_children() -> set[int]:
+    """The servers that this process has started and that still run."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            if b"torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
 
 
 async def halt(pid: int) -> None:

@@ -257,7 +257,8 @@ def test_ctrl_c_counts_for_more_than_an_error_that_it_meets(plain_ctrl_c: None) 
 def test_a_script_needs_no_event_loop_and_leaves_nothing() -> None:
     process = _program(
         f"""
-        import asyncio, atexit, torchstore_core as async_ts, torchstore_core.blocking as ts
+        import asyncio, atexit, os, torchstore_core as async_ts, torchstore_core.blocking as ts
+        os.environ.pop("TORCHSTORE_ADDRESS", None)  # that of the module's store
         with_client = ts.initialize(**{SMALL!r})
         print(type(with_client).__module__, with_client.put("k", 1), ts.status().controller_pid)
         asyncio.run(async_ts.put("k", 2))  # the two can be mixed

@@ -19,6 +19,7 @@ FUNCTIONS = [
     "initialize",
     "initialize_spmd",
     "connect",
+    "connect_or_initialize",
     "address",
     "shutdown",
     "client",
@@ -40,7 +41,8 @@ FUNCTIONS = [
     "status",
     "explain",
 ]
-ON_A_CLIENT = FUNCTIONS[7:]
+ON_A_CLIENT = FUNCTIONS[8:]
+OF_NO_STORE = ["stores"]
 
 
 def _parameters(function: object) -> dict[str, inspect.Parameter]:
@@ -48,14 +50,14 @@ def _parameters(function: object) -> dict[str, inspect.Parameter]:
 
 
 def test_everything_is_exported():
-    assert set(FUNCTIONS) <= set(ts.__all__)
+    assert {*FUNCTIONS, *OF_NO_STORE} <= set(ts.__all__)
     values = ["Client", "ObjectRef", "Request", "TensorSlice", "TorchStoreError"]
-    values += ["PendingPut", "StateDictReport", "TensorShard"]
+    values += ["PendingPut", "RunningStore", "StateDictReport", "TensorShard"]
     assert set(values) <= set(ts.__all__)
     for name in ts.__all__:
         assert getattr(ts, name) is not None
         assert name in dir(ts)
-    assert set(ts.__all__) == set(FUNCTIONS) | {
+    assert set(ts.__all__) == {*FUNCTIONS, *OF_NO_STORE} | {
         name for name in ts.__all__ if isinstance(getattr(ts, name), type)
     }
     with pytest.raises(AttributeError, match="no_such_thing"):
@@ -85,7 +87,14 @@ def test_a_client_has_the_same_methods(name):
     assert method.__doc__
 
 
+def test_a_call_of_no_store_takes_no_name():
+    assert inspect.iscoroutinefunction(ts.stores)
+    (timeout,) = _parameters(ts.stores).values()
+    assert (timeout.name, timeout.kind) == ("timeout", inspect.Parameter.KEYWORD_ONLY)
+
+
 def test_signatures_are_as_promised():
+    assert _parameters(ts.connect_or_initialize) == _parameters(ts.initialize)
     start = list(_parameters(ts.initialize))
     assert start[:4] == ["num_storage_volumes", "strategy", "store_name", "mesh"]
     keywords = _parameters(ts.initialize)
@@ -175,6 +184,13 @@ async def test_every_operation_by_store_name_and_on_a_client():
         await ts.shutdown("other", timeout=20)
         with pytest.raises(ts.StoreClosedError):
             await client.keys()
+
+
+async def test_connect_or_initialize_gives_what_is_there(store):
+    await store.put("k", 1)
+    again = await ts.connect_or_initialize(capacity=16 << 20)
+    assert again.address == store.address
+    assert await again.get("k") == 1
 
 
 async def test_status_tells_what_is_going_on(store, runtime):

@@ -20,6 +20,7 @@ import msgspec
 import pluggy
 import pytest
 import torch
+from tests.cli.terminals import on_a_terminal
 from tests.support import running_store
 
 import torchstore_core as ts
@@ -115,7 +116,7 @@ async def test_status_in_json(store: ts.Client):
     truth = await store.status()
     assert status["address"] == store.address
     assert status["store_name"] == "torchstore"
-    assert status["controller"]["pid"] == truth.controller_pid
+    assert status["controller_pid"] == truth.controller_pid
     assert status["strategy"] == "singleton"
     assert status["keys"] == 2
     assert status["uptime_s"] > 0
@@ -197,6 +198,114 @@ async def test_ls_shows_any_key_on_one_line(store: ts.Client):
     assert await _listed() == [odd, long]
 
 
+async def test_ls_long_fits_the_terminal(store: ts.Client):
+    key = "policy/model.layers.17.self_attn.q_proj.weight"
+    odd = "x\n" * 40  # wider than the terminal, and shown with escapes
+    await store.put_batch({key: torch.zeros(256, 512, dtype=torch.bfloat16), odd: 1, "s": "ü"})
+    await store.put_state_dict({"w": torch.zeros(3)}, "half", participants=2, participant=1)
+    environment = _environment({})
+
+    async def wrote(width: int, **changes: str) -> list[str]:
+        written = await asyncio.to_thread(
+            on_a_terminal, width, "ls", "-l", environment={**environment, **changes}
+        )
+        return written.splitlines()
+
+    piped = await torchstore("ls", "-l")
+    titles = ["SIZE", "TYPE", "SHAPE", "VERSION", "AGE", "LEASES", "PID", "VOLUME"]
+    assert piped.lines[0].split() == [*titles, "KEY"]
+    assert all(name in piped.out for name in (key, "half (1 of 2 done)", "object (msgpack)"))
+    wide = await wrote(300, NO_COLOR="1")
+    assert [line.split()[-1] for line in wide if line] == [
+        line.split()[-1] for line in piped.lines if line
+    ]
+    for width in (100, 80, 60):
+        lines = await wrote(width, NO_COLOR="1")
+        assert lines[0] == "KEY"
+        assert lines[1].split() == titles
+        at = lines.index(key)  # whole, on a line of its own, and all else of it below
+        assert lines[at + 1].split()[:2] == ["256", "KiB"]
+        assert ("bfloat16" in lines[at + 1]) is (width > 60)
+        assert lines[at + 1].split()[-2] == str(os.getpid())
+        assert "half (1 of 2 done)" in lines
+        shown = r"x\n" * 40
+        assert shown in lines
+        assert all(len(line) <= width or line == shown for line in lines)
+        assert any("…" in line for line in lines) is (width == 60)
+
+
+async def test_colour(store: ts.Client):
+    await store.put("k", 1)
+    environment = _environment({})
+    environment.pop("NO_COLOR", None)
+    environment.pop("FORCE_COLOR", None)
+
+    def terminal(**changes: str) -> str:
+        return on_a_terminal(120, "ls", "-l", environment={**environment, **changes})
+
+    coloured, plain, empty = await asyncio.gather(
+        asyncio.to_thread(terminal),
+        asyncio.to_thread(terminal, NO_COLOR="1"),
+        asyncio.to_thread(terminal, NO_COLOR=""),
+    )
+    assert "\x1b[1mk\x1b[0m" in coloured
+    assert "\x1b" in empty  # set, but to nothing: it does not count
+    assert "\x1b" not in plain
+    assert plain.splitlines()[1].split()[-1] == "k"
+    long = "x" * 300
+    await store.put(long, 1)
+    forced = await torchstore("ls", "-l", FORCE_COLOR="1", TERM="xterm")
+    assert f"\x1b[1m{long}\x1b[0m" in forced.out  # and nothing is folded: it is a pipe
+    assert "KEY" in forced.lines[0]
+    both = await torchstore("ls", FORCE_COLOR="1", NO_COLOR="1")
+    assert "\x1b" not in both.out + both.err
+    assert "\x1b" not in (await torchstore("doctor")).out
+
+
+async def test_unfinished_versions_are_shown(store: ts.Client):
+    part = {"w": torch.zeros(500), "b": torch.zeros(24, dtype=torch.uint8)}
+    await store.put_state_dict(part, "policy", participants=3, participant=1)
+    await store.put("t", 1)
+    shard = ts.TensorShard(torch.zeros(2, 2), ts.TensorSlice((0, 0), (2, 2), (2, 4)))
+    await store.put("t", shard)
+    listed = (await torchstore("ls", "--json")).json
+    assert [e["key"] for e in listed["entries"]] == ["t"]
+    shown = {p["key"]: p for p in listed["pending"]}
+    policy = shown["policy"]
+    assert (policy["version"], policy["participants"], policy["nbytes"]) == (1, 3, 2024)
+    assert (policy["committed"], policy["missing_participants"]) == (["1"], ["0", "2"])
+    assert (shown["t"]["version"], shown["t"]["missing"]) == (2, [["", [0, 2], [2, 2]]])
+    assert (await torchstore("ls", "pol", "--json")).json["pending"] == [policy]
+    status = (await torchstore("status", "--json")).json
+    assert (status["pending_versions"], status["pending_bytes"]) == (2, 2040)
+    assert {p["key"]: p for p in status["pending"]} == shown
+
+    table = (await torchstore("ls")).lines
+    assert table[1].split() == [
+        "2.0",
+        "KiB",
+        "unfinished",
+        "–",
+        "1",
+        "policy",
+        "(1",
+        "of",
+        "3",
+        "done)",
+    ]
+    assert table[2].split()[-2:] == ["1", "t"]
+    assert table[3].split()[-5:] == ["t", "(1", "of", "?", "done)"]
+    assert table[-1] == "1 key, 1 B; 2 unfinished versions, 2.0 KiB"
+    page = (await torchstore("status")).out
+    assert "1; 2 unfinished versions, 2.0 KiB" in page
+    (line,) = [line for line in page.splitlines() if line.startswith("policy ")]
+    assert line.endswith("not whole yet: done 1 of 3, writing 0, nothing from 0, 2")
+    await store.put_state_dict(part, "policy", participants=3, participant=0)
+    await store.put_state_dict(part, "policy", participants=3, participant=2)
+    await store.delete("t")
+    assert "unfinished" not in (await torchstore("ls")).out.lower()
+
+
 async def test_ls_asks_a_page_at_a_time(store: ts.Client):
     many = {f"many/{i:05}": i for i in range(m.MAX_LISTED + 1)}
     long = {f"long/{i:03}".ljust(m.MAX_KEY, "-"): i for i in range(300)}
@@ -276,6 +385,20 @@ async def test_rm(store: ts.Client):
     assert await store.keys() == ["d"]
 
 
+async def test_rm_of_everything_needs_all(store: ts.Client):
+    await store.put_batch({"a": 1, "b": 2})
+    for arguments in (["--prefix", ""], ["--prefix", "a", ""], ["a", "", "--prefix"]):
+        error = await fails("usage", "rm", *arguments, status=2)
+        assert "--all" in error["message"]
+    await fails("usage", "rm", "a", "--all", status=2)
+    assert await store.keys() == ["a", "b"]
+    result = await torchstore("rm", "--prefix", "", "--all", "--json")
+    assert (result.status, result.json["keys"]) == (0, ["a", "b"])
+    await store.put("c", 3)
+    assert (await torchstore("rm", "--all")).out == "deleted 1 key: c\n"
+    assert await store.keys() == []
+
+
 # ---- which store --------------------------------------------------------------------------
 
 
@@ -312,6 +435,20 @@ async def test_several_stores(runtime_directory: Path):
         )
         assert [e["key"] for e in result.json["entries"]] == ["of one"]
     assert [*runtime_directory.iterdir()] == []
+
+
+async def test_an_address_of_a_job(store: ts.Client):
+    for address in ("monarch:policy", "any:thing", "nonsense"):
+        error = await fails("configuration", "status", "--address", address)
+        assert repr(address) in error["message"]
+        assert "leave the address out" in error["message"]
+    error = await fails("configuration", "ls", TORCHSTORE_ADDRESS="monarch:policy")
+    assert "unset TORCHSTORE_ADDRESS" in error["message"]
+    doctor = await torchstore("doctor", "--address", "monarch:policy")
+    assert doctor.status == 1
+    assert "only processes of that job" in " ".join(doctor.out.split())
+    bench = await fails("configuration", "bench", "--address", "monarch:policy")
+    assert "only processes of that job" in bench["message"]
 
 
 async def test_a_dead_and_a_silent_server():
@@ -364,7 +501,7 @@ async def test_serve(runtime_directory: Path):
         await client.put("w", value)
         assert torch.equal(await client.get("w"), value)
         status = (await torchstore("status", "--json")).json
-        assert (status["store_name"], status["controller"]["pid"]) == ("mine", process.pid)
+        assert (status["store_name"], status["controller_pid"]) == ("mine", process.pid)
         assert [v["capacity_bytes"] for v in status["volumes"]] == [32 * MB, 32 * MB]
         assert await _listed() == ["w"]
         assert not any("libtorch" in path for path in _mapped(process.pid))
@@ -451,7 +588,7 @@ async def test_doctor_without_a_store(runtime_directory: Path):
     assert report["versions"]["torch"] == torch.__version__
     link = report["link"]
     assert (link["chosen"], link["same_host"]) == ("shm", True)
-    assert 1024 < link["inline_max_bytes"] < MB
+    assert 1024 < link["inline_up_to"] < MB
     bids = {bid["transport"]: bid for bid in link["bids"]}
     assert {"shm", "inline"} <= set(bids)
     assert bids["inline"]["max_bytes"] == m.MAX_INLINE
@@ -488,7 +625,7 @@ async def test_doctor_with_a_store(store: ts.Client):
     (link,) = report["links"]
     assert link["volume"] == explained[0]["volume"]
     assert link["chosen"] == explained[0]["chosen"] == "shm"
-    assert link["inline_max_bytes"] == explained[0]["inline_up_to"]
+    assert link["inline_up_to"] == explained[0]["inline_up_to"]
     (bid,) = [b for b in link["bids"] if b["transport"] == "shm"]
     (expected,) = [b for b in explained[0]["bids"] if b["transport"] == "shm"]
     assert bid == {**{k: expected[k] for k in bid if k in expected}, "max_bytes": None}

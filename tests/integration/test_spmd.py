@@ -218,6 +218,21 @@ async def test_a_rank_that_has_the_name_already_tells_the_others() -> None:
     assert time.monotonic() - begun < 25
 
 
+async def test_a_rank_whose_warning_of_a_second_store_is_an_error_tells_the_others() -> None:
+    port = free_port()
+    async with running_store(store_name="elsewhere") as there:
+        os.environ["TORCHSTORE_ADDRESS"] = there.address
+        try:
+            with job("meet", port=port, leave_out=[0]) as other:  # rank 1 does not warn again
+                env = ts.SPMDEnv(0, 0, 2, 2, "127.0.0.1", port)
+                with pytest.raises(RuntimeWarning, match="connect_or_initialize"):
+                    await ts.initialize_spmd(env=env, **SMALL)
+                (error,) = await other.end()
+        finally:
+            del os.environ["TORCHSTORE_ADDRESS"]
+    assert "rank 0: it gave up: RuntimeWarning" in error["message"]
+
+
 async def test_what_fails_at_the_very_end_of_a_start_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -566,7 +566,7 @@ class ControllerMachine(RuleBasedStateMachine):
         assert set(controller.catalog.newest) == set(self.live)
         assert controller.keys("") == sorted(self.live)
         assert controller.keys("ab") == sorted(k for k in self.live if k.startswith("ab"))
-        listed, more = looking.listing(controller.catalog, controller.volumes, "", "")
+        listed, _, more = looking.listing(controller.catalog, controller.volumes, "", "")
         assert [(e.key, e.version, e.nbytes) for e in listed] == [
             (k, self.live[k].version, len(self.live[k].data)) for k in sorted(self.live)
         ]

@@ -460,7 +460,7 @@ def test_a_lost_key_says_everything_and_can_be_put_again() -> None:
         found = looking.stat(controller.catalog, controller.volumes, m.Stat(1, "k"))
         assert "process 7 was killed" in found.lost
         assert not looking.stat(controller.catalog, controller.volumes, m.Stat(1, "other")).lost
-        listed, _ = looking.listing(controller.catalog, controller.volumes, "", "")
+        listed, *_ = looking.listing(controller.catalog, controller.volumes, "", "")
         assert [bool(one.lost) for one in listed] == [True, False, False]
 
         seen: list[list[int]] = []

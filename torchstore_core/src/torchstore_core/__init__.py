@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         address,
         client,
         connect,
+        connect_or_initialize,
         delete,
         delete_batch,
         exists,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from torchstore_core.client_side.packed import TensorReference, TorchStoreStateDict
     from torchstore_core.client_side.sharding import TensorShard
     from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
+    from torchstore_core.discovery import RunningStore, stores
     from torchstore_core.runtimes.spmd_env import SPMDEnv
 
 __version__ = "0.1.0"
@@ -85,6 +87,7 @@ __all__ = [
     "PluginError",
     "ProtocolError",
     "Request",
+    "RunningStore",
     "SPMDEnv",
     "StateDictReport",
     "StoreClosedError",
@@ -103,6 +106,7 @@ __all__ = [
     "address",
     "client",
     "connect",
+    "connect_or_initialize",
     "delete",
     "delete_batch",
     "exists",
@@ -121,6 +125,7 @@ __all__ = [
     "shutdown",
     "stat",
     "status",
+    "stores",
     "versions",
     "wait",
 ]
@@ -129,11 +134,13 @@ __all__ = [
 _HOMES = {
     "Client": "client_side.client",
     "PendingPut": "client_side.state_dicts",
+    "RunningStore": "discovery",
     "SPMDEnv": "runtimes.spmd_env",
     "StateDictReport": "client_side.state_dicts",
     "TensorReference": "client_side.packed",
     "TensorShard": "client_side.sharding",
     "TorchStoreStateDict": "client_side.packed",
+    "stores": "discovery",
 }
 
 # The strategies of torchstore-strategies, by the names that users know them by. They are not in

@@ -1,8 +1,8 @@
 """The module-level API: the same operations as :class:`~torchstore_core.Client`, by store name.
 
-Every call but ``initialize``, ``initialize_spmd``, ``connect``, ``shutdown`` and ``reset_client``
-raises ``StoreClosedError`` when this process knows no store of that name and the environment names
-none.
+Every call but ``initialize``, ``initialize_spmd``, ``connect``, ``connect_or_initialize``,
+``shutdown`` and ``reset_client`` raises ``StoreClosedError`` when this process knows no store of
+that name and the environment names none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchstore_core.client_side.client import Client
 from torchstore_core.client_side.stores import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import ConfigurationError, TorchStoreError
+from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins import Registry
 from torchstore_core.ranking import Policy
 from torchstore_core.values import ObjectRef, Request, TensorSlice
@@ -34,6 +34,7 @@ __all__ = [
     "address",
     "client",
     "connect",
+    "connect_or_initialize",
     "delete",
     "delete_batch",
     "exists",
@@ -75,7 +76,9 @@ async def initialize(
 ) -> Client:
     """Start a store owned by this process; it ends with it, however it ends.
 
-    Children of this process find it through the environment (``TORCHSTORE_ADDRESS``).
+    Children of this process find it through the environment (``TORCHSTORE_ADDRESS``). If that names
+    a store that runs already, this is a second one: a RuntimeWarning says so, and
+    :func:`connect_or_initialize` joins the first.
 
     Args:
         num_storage_volumes: how many volumes share ``capacity``.
@@ -92,7 +95,8 @@ async def initialize(
         block: plug-ins not to load (also TORCHSTORE_BLOCK).
 
     Raises:
-        ConfigurationError: a bad argument, or this process has such a store already.
+        ConfigurationError: a bad argument, or this process has such a store already: see
+            :func:`connect_or_initialize`, which returns that.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not give so much address space to a volume.
         StoreTimeoutError, StoreClosedError: the server did not come up.
@@ -101,6 +105,9 @@ async def initialize(
     policy = Policy.make(prefer, block)
     registry = Registry(block=policy.block)
     with stores.starting(store_name):
+        host = starting.runtime(registry, runtime, mesh)
+        if not host.shared:  # else its engine refuses a second one
+            await starting.warn_of_another(store_name)
         return await starting.start(
             StoreOptions(
                 store_name=store_name,
@@ -111,7 +118,7 @@ async def initialize(
                 timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
                 block=policy.block,
             ),
-            starting.runtime(registry, runtime, mesh),
+            host,
             mesh,
             policy,
             timeout,
@@ -138,6 +145,9 @@ async def initialize_spmd(
     On one host rank 0 starts the server. The store is nobody's: it ends when the last rank has shut
     it down or has ended, however it ended. Ranks on several hosts need ``torchstore-monarch``.
     ``torch.distributed`` need not be initialised; if it is, that changes nothing.
+
+    If the environment names a store that runs already, this is a second one: the first rank of a
+    host gives a RuntimeWarning, and :func:`connect_or_initialize`, called by all, joins the first.
 
     Args:
         strategy: as of :func:`initialize`.
@@ -180,7 +190,9 @@ async def initialize_spmd(
             if allow_pickle is None:
                 allow_pickle = stores.allow_pickle_default()
             reserved.enter_context(stores.starting(store_name))
-        except TorchStoreError as error:  # the other ranks would wait for this one
+            if place.local_rank == 0:  # once a host is enough
+                await starting.warn_of_another(store_name)
+        except (TorchStoreError, RuntimeWarning) as error:  # the others would wait for this rank
             await tell(place, store_name, error)
             raise
         options = StoreOptions(
@@ -233,6 +245,87 @@ async def connect(
     await membership.session(timeout)
     stores.add(membership)
     return Client(membership)
+
+
+async def connect_or_initialize(
+    num_storage_volumes: int = 1,
+    strategy: Strategy | str | None = None,
+    store_name: str = DEFAULT_NAME,
+    mesh: object | None = None,
+    *,
+    runtime: str = "auto",
+    capacity: int | None = None,
+    timeout: float | None = DEFAULT_TIMEOUT_S,
+    prefault: int | None = None,
+    allow_pickle: bool | None = None,
+    prefer: Sequence[str] = (),
+    block: Sequence[str] = (),
+) -> Client:
+    """Join the store of that name if there is one, else start it.
+
+    It is looked for in this order: what this process has initialised or joined already (so a
+    notebook's cell may run again), what its Monarch job has, what ``TORCHSTORE_ADDRESS`` names. One
+    whose server has ended does not count. A store that is found is joined as by :func:`connect`, as
+    it is: ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity`` and
+    ``prefault`` are for a new one alone, which then is this process's own, as by
+    :func:`initialize`.
+
+    Nothing keeps two processes that call this at the same moment, before either has a store, from
+    starting one each: let their parent call it before it starts them, or use `torchstore serve`.
+    The ranks of torchrun share a new store by :func:`initialize_spmd`.
+
+    Args:
+        num_storage_volumes, strategy, store_name, mesh, runtime, capacity, timeout, prefault,
+            allow_pickle, prefer, block: as of :func:`initialize`.
+
+    Raises:
+        StoreTimeoutError: the store that was found does not answer within ``timeout`` seconds: it
+            hangs, and no other one is started in its place.
+        ProtocolError: what was found is no store, or one of another protocol version.
+        StoreClosedError: the store of this rank's :func:`initialize_spmd` has ended; one that a
+            single rank starts would not be shared.
+        TorchStoreError: what :func:`initialize` raises.
+    """
+    starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
+
+    async def join(where: str) -> Client:
+        joined = await connect(
+            where,
+            store_name=store_name,
+            timeout=timeout,
+            allow_pickle=allow_pickle,
+            prefer=prefer,
+            block=block,
+        )
+        await joined.status()  # a session of before may not know yet that its server is gone
+        return joined
+
+    before = stores.known(store_name)
+    if before is not None:
+        try:
+            return await join(before.address)
+        except StoreClosedError:
+            if before.runtime is not None:
+                if before.runtime.ranks is not None:
+                    raise
+                await shutdown(store_name)
+    where = stores.address_of(store_name)
+    if where is not None and (before is None or before.address != where):
+        with contextlib.suppress(StoreClosedError):
+            return await join(where)
+    return await initialize(
+        num_storage_volumes,
+        strategy,
+        store_name,
+        mesh,
+        runtime=runtime,
+        capacity=capacity,
+        timeout=timeout,
+        prefault=prefault,
+        allow_pickle=allow_pickle,
+        prefer=prefer,
+        block=block,
+    )
 
 
 async def shutdown(

@@ -10,9 +10,8 @@ tensor([0, 1, 2])
 >>> ts.shutdown()
 
 Names (those of the strategies, too), arguments, results and errors are those of
-:mod:`torchstore_core`. ``initialize``, ``initialize_spmd``, ``connect`` and ``client`` return a
-:class:`Client` whose methods block, and ``put_state_dict(..., blocking=False)`` a
-:class:`PendingPut` with ``result()``.
+:mod:`torchstore_core`. What returns a client there returns a :class:`Client` whose methods block,
+and ``put_state_dict(..., blocking=False)`` a :class:`PendingPut` with ``result()``.
 
 Each thread has an event loop of its own, which runs while a call of that thread waits: there is no
 other thread to hand the call to. Any number of threads may call at once, also after a fork.
@@ -28,7 +27,7 @@ from concurrent import futures
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torchstore_core
-from torchstore_core import api, thread_loops, values
+from torchstore_core import api, discovery, thread_loops, values
 from torchstore_core.client_side import client as async_client
 from torchstore_core.client_side import packed, sharding, state_dicts
 from torchstore_core.errors import (
@@ -63,6 +62,7 @@ __all__ = [
     "PluginError",
     "ProtocolError",
     "Request",
+    "RunningStore",
     "SPMDEnv",
     "StateDictReport",
     "StoreClosedError",
@@ -81,6 +81,7 @@ __all__ = [
     "address",
     "client",
     "connect",
+    "connect_or_initialize",
     "delete",
     "delete_batch",
     "exists",
@@ -99,6 +100,7 @@ __all__ = [
     "shutdown",
     "stat",
     "status",
+    "stores",
     "versions",
     "wait",
 ]
@@ -110,6 +112,7 @@ TensorShard = sharding.TensorShard
 StateDictReport = state_dicts.StateDictReport
 TensorReference = packed.TensorReference
 TorchStoreStateDict = packed.TorchStoreStateDict
+RunningStore = discovery.RunningStore
 
 __version__ = torchstore_core.__version__
 
@@ -301,9 +304,11 @@ class Client:
 initialize = _opening(api.initialize)
 initialize_spmd = _opening(api.initialize_spmd)
 connect = _opening(api.connect)
+connect_or_initialize = _opening(api.connect_or_initialize)
 client = _opening(api.client)
 address = _blocking(api.address)
 reset_client = _blocking(api.reset_client)
+stores = _blocking(discovery.stores)
 shutdown = _blocking(api.shutdown)
 put = _blocking(api.put)
 put_batch = _blocking(api.put_batch)
@@ -320,6 +325,7 @@ keys = _blocking(api.keys)
 wait = _blocking(api.wait)
 stat = _blocking(api.stat)
 status = _blocking(api.status)
+
 explain = _blocking(api.explain)
 
 

@@ -13,8 +13,8 @@ import msgspec
 
 from torchstore_core import __version__
 from torchstore_core.cli.reports import Failed, Report, Serving
-from torchstore_core.cli.units import parse_bytes
 from torchstore_core.errors import ConfigurationError, TorchStoreError
+from torchstore_core.units import parse_bytes
 
 __all__ = ["run"]
 
@@ -143,17 +143,26 @@ def stat(settings: _Settings, key: str) -> None:
 
 
 @cli.command()
-@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@click.argument("keys", metavar="KEY...", nargs=-1)
 @click.option("--prefix", is_flag=True, help="Delete every key that starts with a KEY.")
+@click.option("--all", "every", is_flag=True, help="Delete every key of the store.")
 @_common
 @click.pass_obj
-def rm(settings: _Settings, keys: tuple[str, ...], prefix: bool) -> None:
+def rm(settings: _Settings, keys: tuple[str, ...], prefix: bool, every: bool) -> None:
     """Delete keys: all of them, or none if one does not exist.
 
     Readers keep the tensors they hold.
     """
     from torchstore_core.cli.asking import remove
 
+    if every:
+        if any(keys):
+            raise click.UsageError("--all deletes every key; leave out KEY, or --all")
+        keys, prefix = ("",), True
+    elif not keys:
+        raise click.UsageError("missing argument 'KEY...'")
+    elif prefix and "" in keys:
+        raise click.UsageError("every key starts with an empty KEY; if that is meant, say --all")
     report = asyncio.run(remove(settings.address, settings.timeout, keys, prefix=prefix))
     _answer(settings, report)
 

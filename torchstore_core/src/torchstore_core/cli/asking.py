@@ -23,7 +23,7 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
         store_name=status.store_name,
         uptime_s=status.uptime_s,
         strategy=status.strategy,
-        controller=reports.Process(status.controller_pid),
+        controller_pid=status.controller_pid,
         volumes=status.volumes,
         sessions=[
             s for s in status.sessions if (s.pid, s.hostname) != (os.getpid(), here.hostname)
@@ -32,20 +32,26 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
         operations=dict(sorted(status.operations.items())),
         operations_per_s=status.operations_per_s,
         plugin_errors=status.plugin_errors,
+        pending=status.pending,
+        pending_versions=status.pending_versions,
+        pending_bytes=status.pending_bytes,
     )
 
 
 async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.KeyReport:
     """What is known of all keys that start with ``prefix``."""
     entries: list[reports.KeyLine] = []
+    pending: list[m.Pending] = []
     async with open_store(address, timeout) as store:
         after, more = "", True
         while more:
             page = await store.call(m.Listing, m.List, prefix, after)
             entries += map(reports.KeyLine.make, page.entries)
+            pending += page.pending
             more = page.more
-            after = entries[-1].key if entries else ""
-    return reports.KeyReport(store.address, prefix, entries)
+            last = [e.key for e in page.entries[-1:]] + [p.key for p in page.pending[-1:]]
+            after = max(last, default="")
+    return reports.KeyReport(store.address, prefix, entries, pending)
 
 
 async def ask_key(address: str | None, timeout: float, key: str) -> reports.KeyDetails:
@@ -57,7 +63,7 @@ async def ask_key(address: str | None, timeout: float, key: str) -> reports.KeyD
 async def remove(
     address: str | None, timeout: float, keys: Sequence[str], *, prefix: bool
 ) -> reports.Removed:
-    """Delete keys, or all that start with one of ``keys``.
+    """Delete keys, or (``prefix``) all that start with one of ``keys``.
 
     Raises:
         KeyNotFoundError: a key does not exist; none was deleted.

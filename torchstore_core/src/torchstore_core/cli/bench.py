@@ -23,7 +23,7 @@ import torch
 
 from torchstore_core import api, copying
 from torchstore_core.cli.bench_peer import Job, Measured, pattern
-from torchstore_core.cli.connecting import given_address
+from torchstore_core.cli.connecting import choose
 from torchstore_core.cli.reports import BenchReport, Floors, Large, Small
 from torchstore_core.client_side.client import Client
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError, TransportError
@@ -58,7 +58,7 @@ async def measure(address: str | None, timeout: float, nbytes: int) -> BenchRepo
     """
     elements = max(nbytes // 4, 1)
     large = pattern(elements, 0)
-    where = given_address(address) if address else None
+    where = await choose(address) if address else None
     if where is not None:
         client = await api.connect(where, store_name=_STORE_NAME, timeout=timeout)
     else:

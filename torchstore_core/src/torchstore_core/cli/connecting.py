@@ -13,27 +13,16 @@ from typing import TypeVar
 
 import msgspec
 
-from torchstore_core import topology
+from torchstore_core import discovery, topology
 from torchstore_core.client_side.lane import Lane, client_facts, handshake
 from torchstore_core.client_side.stores import ADDRESS
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.server.directories import runtime_directory
 from torchstore_core.wire import messages as m
 
-__all__ = ["Running", "Store", "choose", "given_address", "open_store", "running"]
+__all__ = ["Store", "choose", "given_address", "open_store"]
 
 R = TypeVar("R", bound=m.Message)
-
-_PROBE_TIMEOUT_S = 2.0
-
-
-class Running(msgspec.Struct, frozen=True):
-    """A server that listens in this user's runtime directory, or why it does not answer."""
-
-    address: str
-    store_name: str = ""
-    pid: int = 0
-    error: str | None = None
 
 
 class Store:
@@ -57,41 +46,26 @@ def given_address(address: str | None) -> str | None:
     return f"unix:{address}" if address is not None and address.startswith("/") else address
 
 
-async def running() -> list[Running]:
-    """Every server that listens in this user's runtime directory, by address.
-
-    Raises:
-        ConfigurationError: the directory is not safe to use.
-    """
-    sockets = sorted(runtime_directory().glob("*/control.sock"))
-    found = await asyncio.gather(*(_probe(f"unix:{path}") for path in sockets))
-    return [server for server in found if server is not None]
-
-
-async def _probe(address: str) -> Running | None:
-    here = topology.probe()
-    facts = client_facts(dict(os.environ), here)
-    try:
-        sock, welcome = await handshake(address, b"", facts, here, _PROBE_TIMEOUT_S)
-    except StoreClosedError:  # killed, or just ending: nobody listens
-        return None
-    except TorchStoreError as error:
-        return Running(address, error=error.message)
-    sock.close()
-    return Running(address, welcome.store_name, welcome.server.pid)
-
-
 async def choose(address: str | None) -> str:
     """The address to use: the given one, else that of the one server that is running.
 
     Raises:
         StoreClosedError: none is running.
-        ConfigurationError: several are; ``details["stores"]`` lists them.
+        ConfigurationError: several are; ``details["stores"]`` lists them. Or the given address is
+            none of a socket.
     """
     given = given_address(address)
     if given is not None:
+        if not given.startswith("unix:"):
+            otherwise = "leave the address out" if address else f"unset {ADDRESS}"
+            raise ConfigurationError(
+                f"{given!r} is no socket of this host. An address like monarch:NAME says which "
+                "store of its own job a process means, and only processes of that job can look it "
+                f"up. Here, {otherwise}, and the stores that run on this host are found; of "
+                "several, name one by its unix:/path"
+            )
         return given
-    found = await running()
+    found = await discovery.stores()
     if not found:
         raise StoreClosedError(
             f"no store of yours is running on this host (looked in {runtime_directory()}); start "

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from torchstore_core import copying, topology
+from torchstore_core import copying, discovery, topology
 from torchstore_core.cli import reports
-from torchstore_core.cli.connecting import Running, given_address, open_store, running
+from torchstore_core.cli.connecting import given_address, open_store
 from torchstore_core.client_side import stores
 from torchstore_core.client_side.lane import socket_path
 from torchstore_core.client_side.links import VolumeLinks
@@ -144,7 +144,7 @@ def _link(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkReport:
         volume=volume,
         same_host=same_host,
         chosen=order[0].spec.name if order else None,
-        inline_max_bytes=ranking.inline_max(),
+        inline_up_to=ranking.inline_max(),
         bids=[
             reports.BidLine(
                 c.spec.name,
@@ -166,19 +166,23 @@ async def _stores(
     """The store that was named, which then must answer; else every one that is running."""
     named = given_address(address)
     if named is not None:
-        report = await _store(Running(named), timeout, registry, policy, found)
+        report = await _store(discovery.RunningStore(named), timeout, registry, policy, found)
         if report.error is not None:
             found.problems.append(f"the store: {report.error}")
         return [report]
     try:
-        listening = await running()
+        listening = await discovery.stores()
     except ConfigurationError:  # a problem already
         return []
     return [await _store(server, timeout, registry, policy, found) for server in listening]
 
 
 async def _store(
-    server: Running, timeout: float, registry: Registry, policy: Policy, found: _Findings
+    server: discovery.RunningStore,
+    timeout: float,
+    registry: Registry,
+    policy: Policy,
+    found: _Findings,
 ) -> reports.StoreLinks:
     """Connect to each volume as a client would."""
     if server.error is not None:

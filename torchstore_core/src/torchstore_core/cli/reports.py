@@ -1,4 +1,5 @@
 """What the commands answer, as data: with ``--json`` exactly these fields, so their names stay.
+What Python tells too has the same names there; ``docs/json.md`` lists them.
 
 Names ending in ``_bytes`` (and ``nbytes``) are exact bytes, in ``_s`` seconds; ``created`` is
 seconds since 1970.
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import msgspec
 
-from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Limits",
     "LinkReport",
     "PluginLine",
-    "Process",
     "Removed",
     "Report",
     "Serving",
@@ -46,26 +45,26 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True):
     details: dict[str, object] = {}
 
 
-class Process(msgspec.Struct, frozen=True):
-    """A process of the store."""
-
-    pid: int
-
-
 class StatusReport(msgspec.Struct, frozen=True):
-    """``torchstore status``. ``sessions`` leaves out the one that asked."""
+    """``torchstore status``: the fields of what ``ts.status()`` returns, and the address.
+
+    ``sessions`` leaves out the one that asked.
+    """
 
     address: str
     store_name: str
     uptime_s: float
     strategy: str
-    controller: Process
+    controller_pid: int
     volumes: list[m.VolumeStatus]
     sessions: list[m.SessionStatus]
     keys: int
     operations: dict[str, int]
     operations_per_s: float
     plugin_errors: dict[str, str]
+    pending: list[m.Pending]
+    pending_versions: int
+    pending_bytes: int
 
 
 class KeyLine(msgspec.Struct, frozen=True):
@@ -91,31 +90,31 @@ class KeyLine(msgspec.Struct, frozen=True):
     @classmethod
     def make(cls, found: m.Listed) -> KeyLine:
         """From the wire."""
-        kind, dtype, shape, codec = _kind(found.meta)
         return cls(
             found.key,
             found.version,
-            kind,
-            dtype,
-            shape,
-            codec,
+            found.kind,
+            found.dtype,
+            found.shape,
+            found.codec,
             found.nbytes,
             found.volume,
-            found.segment == -1,
+            found.inline,
             found.leases,
             found.created,
             found.creator_pid,
-            getattr(found.meta, "entries", None),
+            found.entries,
             found.lost,
         )
 
 
 class KeyReport(msgspec.Struct, frozen=True):
-    """``torchstore ls``: sorted by key."""
+    """``torchstore ls``: sorted by key. ``pending``: versions that are not whole, see ``stat``."""
 
     address: str
     prefix: str
     entries: list[KeyLine]
+    pending: list[m.Pending]
 
 
 class Creator(msgspec.Struct, frozen=True):
@@ -158,24 +157,23 @@ class KeyDetails(msgspec.Struct, frozen=True):
     @classmethod
     def make(cls, found: m.Found) -> KeyDetails:
         """From the wire."""
-        kind, dtype, shape, codec = _kind(found.meta)
         placed = found.segment >= 0
         return cls(
             found.key,
             found.version,
-            kind,
-            dtype,
-            shape,
-            codec,
+            found.kind,
+            found.dtype,
+            found.shape,
+            found.codec,
             found.nbytes,
             found.volume,
-            found.segment == -1,
+            found.inline,
             found.segment if placed else None,
             found.offset if placed else None,
             found.leases,
             found.created,
             Creator(found.creator.pid, found.creator.hostname, found.creator.rank),
-            getattr(found.meta, "entries", None),
+            found.entries,
             found.parts,
             found.versions,
             found.pending,
@@ -249,13 +247,13 @@ class BidLine(msgspec.Struct, frozen=True):
 class LinkReport(msgspec.Struct, frozen=True):
     """All bids and refusals for one volume; ``chosen`` moves large values.
 
-    ``inline_max_bytes``: up to this size values ride in the message; -1 means none does.
+    ``inline_up_to``: up to this size values ride in the message; -1 means none does.
     """
 
     volume: str
     same_host: bool
     chosen: str | None
-    inline_max_bytes: int
+    inline_up_to: int
     bids: list[BidLine]
     refusals: dict[str, str]
 
@@ -348,16 +346,6 @@ class BenchReport(msgspec.Struct, frozen=True):
     small: Small
     large: Large
     ratios: dict[str, float]
-
-
-def _kind(
-    meta: ValueMeta,
-) -> tuple[str, str | None, tuple[int, ...] | None, str | None]:
-    if isinstance(meta, TensorMeta):
-        return "tensor", meta.dtype, meta.shape, None
-    if isinstance(meta, StateDictMeta):
-        return "state dict", None, None, None
-    return "object", None, None, meta.codec
 
 
 Report = StatusReport | KeyReport | KeyDetails | Removed | Serving | DoctorReport | BenchReport

@@ -1,7 +1,9 @@
-"""Lines and tables for people, on rich: aligned, never cut, coloured on a terminal only.
+"""Lines and tables for people, on rich: aligned, and coloured on a terminal only. (NO_COLOR: not
+even there; FORCE_COLOR: elsewhere, too.)
 
-A line that is too long is left to the terminal, so that what one copies from it is whole; only the
-last column of a table that is prose is wrapped, under itself. Into a pipe nothing is wrapped.
+A line that is too long is left to the terminal, so that what one copies from it is whole; but the
+last column of a table that is prose is wrapped, under itself, and a table of many columns may be
+folded. Into a pipe nothing is wrapped or folded.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ __all__ = ["Screen", "bar", "printable"]
 
 _GAP = 2
 _LEAST_PROSE = 24
+_LEAST_CELL = 4
 
 Cell = str | Text
 
@@ -45,8 +48,15 @@ class Screen:
     """Standard output (or standard error)."""
 
     def __init__(self, *, stderr: bool = False) -> None:
-        self.console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-        wraps = self.console.is_terminal or "COLUMNS" in os.environ
+        plain = bool(os.environ.get("NO_COLOR"))  # neither bold nor dim: nothing but the text
+        self.console = Console(
+            stderr=stderr,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            color_system=None if plain else "auto",
+        )
+        wraps = self.console.file.isatty() or "COLUMNS" in os.environ
         self._width = self.console.width if wraps else None
 
     def line(self, *parts: Cell | tuple[str, str]) -> None:
@@ -65,6 +75,7 @@ class Screen:
         *,
         right: Sequence[int] = (),
         prose: bool = False,
+        folds: Sequence[int] = (),
         indent: int = 0,
     ) -> None:
         """Aligned columns.
@@ -74,6 +85,8 @@ class Screen:
             rows: cells.
             right: columns to align at the right.
             prose: wrap the last column under itself.
+            folds: columns that may be shortened. If the lines are too long, the last column goes on
+                a line of its own, whole, above the others; if they still are, these get shorter.
             indent: blanks before each line.
         """
         lines: list[list[Cell]] = [[Text(title, "dim") for title in titles]] if titles else []
@@ -82,6 +95,9 @@ class Screen:
             return
         sizes = [[cell_len(str(cell)) for cell in line] for line in lines]
         widths = [max(column) for column in zip(*sizes, strict=True)]
+        if folds and self._width is not None and indent + _line(widths) > self._width:
+            self._folded(lines, widths, right, folds, indent)
+            return
         gap = " " * _GAP
         start = indent + sum(widths[:-1]) + _GAP * (len(widths) - 1)
         out: list[list[Cell]] = []
@@ -97,6 +113,33 @@ class Screen:
                 out.append(parts)
         self._print(out)
 
+    def _folded(
+        self,
+        lines: Sequence[Sequence[Cell]],
+        widths: list[int],
+        right: Sequence[int],
+        folds: Sequence[int],
+        indent: int,
+    ) -> None:
+        widths = widths[:-1]
+        room = (self._width or 0) - indent - _GAP
+        while _line(widths) > room:
+            widest = max(folds, key=lambda i: widths[i])
+            if widths[widest] <= _LEAST_CELL:
+                break  # not even so
+            widths[widest] -= 1
+        gap = " " * _GAP
+        out: list[list[Cell]] = []
+        for *cells, last in lines:
+            parts: list[Cell] = []
+            for i, cell in enumerate(cells):
+                text = cell.copy() if isinstance(cell, Text) else Text(cell)
+                text.truncate(widths[i], overflow="ellipsis")
+                blank = " " * (widths[i] - text.cell_len)
+                parts += (blank, text, gap) if i in right else (text, blank, gap)
+            out += [[" " * indent, last], [" " * (indent + _GAP), *parts]]
+        self._print(out)
+
     def _wrapped(self, cell: Cell, width: int) -> list[Text]:
         text = cell if isinstance(cell, Text) else Text(cell)
         return [*text.wrap(self.console, width)]
@@ -110,3 +153,7 @@ class Screen:
         for text in styled:
             text.rstrip()
         self.console.print(Text("\n").join(styled), soft_wrap=True)
+
+
+def _line(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from torchstore_core.cli import reports
 from torchstore_core.cli.screen import Cell, Screen, bar, printable
-from torchstore_core.cli.units import human_bytes, human_duration, human_latency
+from torchstore_core.summaries import kind_text, pending_text, shape_text
+from torchstore_core.units import human_bytes, human_duration, human_latency
 from torchstore_core.wire import messages as m
 
 __all__ = ["show"]
@@ -52,14 +53,16 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
     share = used / capacity if capacity else 0.0
     rows: list[Sequence[Cell]] = [
         ("memory", bar(share) + f" {human_bytes(used)} of {human_bytes(capacity)} ({share:.0%})"),
-        ("keys", f"{report.keys:,}"),
+        ("keys", f"{report.keys:,}{_unfinished(report.pending_versions, report.pending_bytes)}"),
         ("sessions", f"{len(report.sessions):,}"),
         ("operations", f"{report.operations_per_s:,.1f}/s; so far {_most(report.operations)}"),
-        ("controller", f"pid {report.controller.pid}"),
+        ("controller", f"pid {report.controller_pid}"),
         ("strategy", report.strategy),
     ]
     screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
     _volumes(screen, report)
+    if report.pending:
+        _waiting(screen, report)
     if report.sessions:
         _sessions(screen, report)
     if report.plugin_errors:
@@ -89,6 +92,30 @@ def _volumes(screen: Screen, report: reports.StatusReport) -> None:
     if lost:
         screen.line()
         screen.table((), [(Text(printable(name), "red"), printable(why)) for name, why in lost])
+
+
+def _unfinished(versions: int, nbytes: int) -> str:
+    """What to say beside the number of keys."""
+    if not versions:
+        return ""
+    return f"; {versions:,} unfinished version{'s' * (versions != 1)}, {human_bytes(nbytes)}"
+
+
+def _waiting(screen: Screen, report: reports.StatusReport) -> None:
+    """Versions that are not whole, and whom they wait for."""
+    screen.heading("Unfinished", "versions that nobody can read yet")
+    screen.table(
+        ("KEY", "VERSION", "SIZE", "STATE"),
+        [(p.key, str(p.version), human_bytes(p.nbytes), _state(p)) for p in report.pending],
+        right=(1, 2),
+        prose=True,
+    )
+    if report.pending_versions > len(report.pending):
+        screen.line((f"and {report.pending_versions - len(report.pending):,} more", "dim"))
+
+
+def _state(p: m.Pending) -> str:
+    return printable(pending_text(p))
 
 
 def _most(operations: dict[str, int]) -> str:
@@ -125,21 +152,15 @@ def _sessions(screen: Screen, report: reports.StatusReport) -> None:
 # ---- keys ---------------------------------------------------------------------------------
 
 
-def _type(entry: reports.KeyLine | reports.KeyDetails) -> str:
-    if entry.entries is not None:
-        return f"state dict ({entry.entries:,})"
-    return entry.dtype if entry.dtype is not None else f"object ({entry.codec})"
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    if shape is None:
-        return "–"
-    return "×".join(map(str, shape)) or "scalar"
+def _shape(entry: reports.KeyLine | reports.KeyDetails) -> str:
+    return "–" if entry.shape is None else shape_text(entry.shape)
 
 
 def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
-    """One line a key; the key comes last, whole, whatever its length."""
-    if not report.entries:
+    """One line a key; the key comes last, whole, whatever its length. A version that is not whole
+    has a line of its own, below that of the key.
+    """
+    if not report.entries and not report.pending:
         what = f"no key starts with {report.prefix!r}" if report.prefix else "no keys"
         screen.line((what, "dim"))
         return
@@ -147,24 +168,35 @@ def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
     titles = ["SIZE", "TYPE", "SHAPE", "VERSION"]
     if long:
         titles += ["AGE", "LEASES", "PID", "VOLUME"]
-    rows: list[Sequence[Cell]] = []
+    rows: list[tuple[str, int, Sequence[Cell]]] = []
     for e in report.entries:
-        row: list[Cell] = [human_bytes(e.nbytes), _type(e), _shape(e.shape), str(e.version)]
+        row: list[Cell] = [human_bytes(e.nbytes), kind_text(e), _shape(e), str(e.version)]
         if long:
             row += [
                 human_duration(now - e.created),
                 str(e.leases),
                 str(e.creator_pid),
-                f"{e.volume} (inline)" if e.inline else e.volume,
+                "inline" if e.inline else e.volume,
             ]
         key: Cell = Text(printable(e.key), "bold")
-        rows.append([*row, Text(f"{printable(e.key)} (lost)", "red") if e.lost else key])
-    screen.table([*titles, "KEY"], rows, right=(0, 3, 4, 5, 6) if long else (0, 3))
+        last = Text(f"{printable(e.key)} (lost)", "red") if e.lost else key
+        rows.append((e.key, e.version, [*row, last]))
+    for p in report.pending:
+        row = [human_bytes(p.nbytes), "unfinished", "–", str(p.version), *["–"] * 4 * long]
+        done = f"{len(p.committed)} of {p.participants or '?'} done"
+        rows.append((p.key, p.version, [*row, Text(f"{printable(p.key)} ({done})", "yellow")]))
+    screen.table(
+        [*titles, "KEY"],
+        [row for *_, row in sorted(rows, key=lambda row: row[:2])],
+        right=(0, 3, 4, 5, 6) if long else (0, 3),
+        folds=(1, 2, 7) if long else (),
+    )
     # A state dict's entries are listed, too: its bytes are theirs.
     total = human_bytes(sum(e.nbytes for e in report.entries if e.entries is None))
     count = len(report.entries)
     screen.line()
-    screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}", "dim"))
+    waiting = _unfinished(len(report.pending), sum(p.nbytes for p in report.pending))
+    screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}{waiting}", "dim"))
 
 
 def _key(screen: Screen, e: reports.KeyDetails) -> None:
@@ -179,7 +211,7 @@ def _key(screen: Screen, e: reports.KeyDetails) -> None:
         place = f"{e.entries:,} entries"
     rows = [
         ("version", str(e.version)),
-        ("type", _type(e) if e.shape is None else f"{e.dtype} tensor"),
+        ("type", kind_text(e) if e.shape is None else f"{e.dtype} tensor"),
         ("size", f"{human_bytes(e.nbytes)} ({e.nbytes:,} bytes)"),
         ("volume", f"{e.volume or 'none'} ({place})"),
         ("leases", f"{e.leases:,}"),
@@ -187,27 +219,16 @@ def _key(screen: Screen, e: reports.KeyDetails) -> None:
         ("creator", f"pid {e.creator.pid} on {e.creator.hostname}{rank}"),
     ]
     if e.shape is not None:
-        rows.insert(2, ("shape", _shape(e.shape)))
+        rows.insert(2, ("shape", _shape(e)))
     if len(e.versions) > 1:
         rows.insert(1, ("kept", ", ".join(map(str, e.versions[:-1]))))
     if e.copies > 1:
         rows.append(("copies", f"{e.copies:,}"))
     if e.lost:
         rows.append(("lost", printable(e.lost)))
-    rows += [(f"version {p.version}", _pending(p)) for p in e.pending]
+    rows += [(f"version {p.version}", _state(p)) for p in e.pending]
     screen.line((printable(e.key), "bold"))
     screen.table((), [(Text(name, "dim"), text) for name, text in rows])
-
-
-def _pending(p: m.Pending) -> str:
-    """What a version that is not whole yet waits for."""
-    done = f"{len(p.committed)}" + (f" of {p.participants}" if p.participants else "")
-    text = f"not whole yet: done {done}, writing {len(p.writing)}"
-    if p.missing:
-        name, offset, shape = p.missing[0]
-        box = f"{printable(name)}{list(offset)}+{list(shape)}"
-        text += f", boxes missing {len(p.missing)} (the first: {box})"
-    return text
 
 
 def _removed(screen: Screen, report: reports.Removed) -> None:
@@ -316,10 +337,10 @@ def _show_link(screen: Screen, link: reports.LinkReport) -> None:
     ]
     titles = ("", "TRANSPORT", "LATENCY", "SPEED", "UP TO", "WHY")
     screen.table(titles, rows, right=(2, 3, 4), prose=True, indent=2)
-    if link.inline_max_bytes >= 0:
+    if link.inline_up_to >= 0:
         screen.line(
             "  up to ",
-            (f"{link.inline_max_bytes:,} bytes", "bold"),
+            (f"{link.inline_up_to:,} bytes", "bold"),
             " values ride in the message; larger ones take ",
             (link.chosen or "nothing", "bold" if link.chosen else "red"),
         )

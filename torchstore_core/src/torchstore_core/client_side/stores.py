@@ -197,10 +197,16 @@ def starting(store_name: str) -> Iterator[None]:
     with _lock:
         before = _memberships.get(store_name)
         owned = before is not None and before.runtime is not None and not before.runtime.shared
-        if store_name in _starting or owned:
+        if store_name in _starting:
             raise ConfigurationError(
-                f"store {store_name!r} is initialized in this process already; shut it down "
-                "first, or give another store_name"
+                f"store {store_name!r} is being initialized in this process at this moment; wait "
+                "for that to return"
+            )
+        if owned:
+            name = "" if store_name == DEFAULT_NAME else repr(store_name)
+            raise ConfigurationError(
+                f"store {store_name!r} is initialized in this process already: use it, "
+                f"`await shutdown({name})` first, or call connect_or_initialize, which returns it"
             )
         _starting.add(store_name)
     try:
@@ -218,7 +224,7 @@ def find(store_name: str) -> Membership:
     membership = _memberships.get(store_name)
     if membership is not None:
         return membership
-    address = _of_job(store_name) or inherited_address(store_name)
+    address = address_of(store_name)
     if address is None:
         raise StoreClosedError(
             f"there is no store {store_name!r} in this process: `await initialize()` one, "
@@ -231,6 +237,13 @@ def find(store_name: str) -> Membership:
                 store_name, address, Policy.make(), DEFAULT_TIMEOUT_S, allow_pickle_default()
             ),
         )
+
+
+def address_of(store_name: str) -> str | None:
+    """Where a store is that this process has not joined: in its job, or else as the environment
+    says; None: neither knows any. Nobody need be there.
+    """
+    return _of_job(store_name) or inherited_address(store_name)
 
 
 def missing_engine() -> str:
@@ -374,6 +387,7 @@ def _after_in_child() -> None:
     _lock = threading.RLock()
     _each(lambda session: session.after_fork_in_child())
     _sessions.clear()
+    _inherited.clear()  # what the child was started with is what the parent has published
     for membership in _memberships.values():
         membership.runtime = None  # the parent owns the server
         membership.reset()

@@ -158,7 +158,7 @@ async def _agree(terms: _Terms, meeting: Meeting) -> None:
         )
 
 
-async def tell(env: SPMDEnv, store_name: str, error: TorchStoreError) -> None:
+async def tell(env: SPMDEnv, store_name: str, error: Exception) -> None:
     """Tell the other ranks that this one does not come because of ``error``, which happened before
     it could meet them. If they cannot be told within a few seconds they are not; raises nothing.
     """

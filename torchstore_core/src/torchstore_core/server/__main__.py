@@ -95,6 +95,8 @@ async def _watch(options: ServerOptions, server: Server, address: str) -> Ready:
         where = await members.listen(Path(address.partition(":")[2]).parent)
         ready = ReadyForMembers(address, os.getpid(), where)
         owner_ended = members.starter_ended
+    else:
+        server.owner = options.owner
     if options.owner:
         _when_ended(options.owner, owner_ended)
     return ready

@@ -18,6 +18,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
 )
 from torchstore_core.plugins import Registry
+from torchstore_core.server import looking
 from torchstore_core.server.allocator import Allocator
 from torchstore_core.server.attached import AttachedMemory
 from torchstore_core.server.connection import Connection
@@ -85,6 +86,7 @@ class Server:
         connections: those on the Unix socket.
         before_close: awaited before what a client process held through a connection here is
             undone: an agent of this host may still be writing for it. Called with its pid.
+        owner: pid of the process that the store ends with, for people to see; 0: none.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -106,6 +108,7 @@ class Server:
         self._all_gone = asyncio.Event()
         self._directory: PrivateDirectory | None = None
         self.before_close: Callable[[int], Awaitable[None]] | None = None
+        self.owner = 0
         self._started = time.monotonic()
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
@@ -347,6 +350,7 @@ class Server:
             self._warm(),
             self._strategy.transport,
             via=via,
+            owner=self.owner,
         )
 
     def _sample_rate(self) -> None:
@@ -399,6 +403,7 @@ class Server:
                     role="orphan" if s in orphans else facts.role,
                 )
             )
+        pending, pending_versions, pending_bytes = looking.unfinished(controller.catalog)
         return m.StatusReport(
             id=request_id,
             store_name=self.options.store_name,
@@ -411,4 +416,7 @@ class Server:
             operations_per_s=self._rate,
             strategy=self.options.strategy,
             plugin_errors=self.registry.errors(),
+            pending=pending,
+            pending_versions=pending_versions,
+            pending_bytes=pending_bytes,
         )

@@ -95,7 +95,7 @@ class Catalog:
             for base in (key, *(base for base, _ in _splits(key))):
                 group = self.groups.get(base)
                 if base not in self.newest and group is not None and group.pending:
-                    return _partial_error(key, base, next(iter(group.pending.values())).state())
+                    return _partial_error(key, base, next(iter(group.pending.values())).state(base))
             if self._entry(key, 0) is not None:
                 return KeyNotFoundError(
                     f"{key!r} is an entry of a state dict, no key of its own; the state dict is "
@@ -129,10 +129,17 @@ class Catalog:
         stored = self.newest.get(key)
         return found if stored is None else [*found, (stored.version, stored)]
 
-    def pending(self, key: str) -> list[m.Pending]:
-        """The versions of a key that are on their way."""
+    def pending(self, key: str, *, brief: bool = False) -> list[m.Pending]:
+        """The versions of a key that are on their way; ``brief``: see ``Generation.state``."""
         group = self.groups.get(key)
-        return [] if group is None else [g.state() for g in group.pending.values()]
+        if group is None:
+            return []
+        return [g.state(key, brief=brief) for g in group.pending.values()]
+
+    def unfinished(self, prefix: str = "") -> list[str]:
+        """Keys that start with ``prefix`` and have versions on their way."""
+        groups = self.groups.items()
+        return [key for key, group in groups if group.pending and key.startswith(prefix)]
 
     def names(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
         """Sorted keys and entries of state dicts that start with ``prefix``, above ``after``; the

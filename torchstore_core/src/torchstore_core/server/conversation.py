@@ -260,10 +260,10 @@ class Conversation:
             case m.Stat():
                 return looking.stat(controller.catalog, controller.volumes, request)
             case m.List():
-                listed, more = looking.listing(
+                listed, pending, more = looking.listing(
                     controller.catalog, controller.volumes, request.prefix, request.after
                 )
-                return m.Listing(request.id, listed, more)
+                return m.Listing(request.id, listed, more, pending)
             case m.Status():
                 return self._server.status(request.id)
             case m.Shutdown():

@@ -11,6 +11,7 @@ Pure bookkeeping; knows nothing of memory. What it lets go of is handed back in 
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import lru_cache
@@ -227,12 +228,32 @@ class Generation:
         entry = self.entries.get(name)
         return type(entry) is Shards and not entry.parts
 
-    def state(self) -> m.Pending:
-        """What of it is there, for people."""
-        missing = [(n, b.offset, b.shape) for n, b in self.missing()][:_MAX_SHOWN]
-        committed = [who for who, c in self.contributions.items() if c.committed]
-        writing = [who for who, c in self.contributions.items() if not c.committed]
-        return m.Pending(self.version, self.participants, committed, writing, missing)
+    def state(self, key: str, *, brief: bool = False) -> m.Pending:
+        """What of it is there, for people. ``brief``: without the boxes of a state dict, which take
+        long to find.
+        """
+        boxes_of = () if brief and self.publication is not None else self.missing()
+        return m.Pending(
+            self.version,
+            self.participants,
+            [who for who, c in self.contributions.items() if c.committed],
+            [who for who, c in self.contributions.items() if not c.committed],
+            [(n, b.offset, b.shape) for n, b in boxes_of][:_MAX_SHOWN],
+            key,
+            self.nbytes,
+            self._missing_participants(),
+        )
+
+    def _missing_participants(self) -> list[str]:
+        """Who has not begun: of ranks the others, else those that put before."""
+        here = self.contributions
+        if len(here) >= self.participants:
+            return []
+        every: Iterable[str] = self.line.participants
+        if all(who.isdecimal() and int(who) < self.participants for who in here):
+            every = map(str, range(self.participants))
+        missing = (who for who in every if who not in here)
+        return list(itertools.islice(missing, min(self.participants - len(here), _MAX_SHOWN)))
 
     def seal(self, key: str, base: Stored | None, *, inherit: bool = False) -> Stored:
         """The finished version, which holds its values; the contributions let go of theirs.

@@ -9,7 +9,7 @@ from torchstore_core.server.losing import lost_reason
 from torchstore_core.server.records import Shards, Stored, Value, VolumeRecord, all_values
 from torchstore_core.wire import messages as m
 
-__all__ = ["listing", "stat"]
+__all__ = ["listing", "stat", "unfinished"]
 
 
 def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], request: m.Stat) -> m.Found:
@@ -49,20 +49,49 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], request: m.Stat) -> 
 
 def listing(
     catalog: Catalog, volumes: Sequence[VolumeRecord], prefix: str, after: str
-) -> tuple[list[m.Listed], bool]:
-    """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted, and
-    whether there are more.
+) -> tuple[list[m.Listed], list[m.Pending], bool]:
+    """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted; their
+    versions that are not whole; and whether there are more.
     """
     names = catalog.names(prefix, after, m.MAX_LISTED + 1)
+    waiting = {key for key in catalog.unfinished(prefix) if key > after}
+    if waiting:
+        names = sorted({*names, *waiting})
     entries: list[m.Listed] = []
+    pending: list[m.Pending] = []
     room = m.MAX_LISTED_CHARS
-    for key in names[: m.MAX_LISTED]:
-        room -= len(key)
+    for at, key in enumerate(names[: m.MAX_LISTED]):
+        states = catalog.pending(key, brief=True) if key in waiting else []
+        room -= len(key) + sum(map(_chars, states))
+        if room < 0 and at:
+            return entries, pending, True
+        pending += states
         found = catalog.find(key)
-        if room < 0 or found is None:
+        if found is not None:
+            entries.append(_listed(volumes, key, *found))
+    return entries, pending, len(names) > m.MAX_LISTED
+
+
+def _chars(state: m.Pending) -> int:
+    """About what it takes in a message."""
+    who = (state.committed, state.writing, state.missing_participants)
+    return len(state.key) + sum(len(name) + 2 for names in who for name in names)
+
+
+def unfinished(catalog: Catalog) -> tuple[list[m.Pending], int, int]:
+    """Versions that are not whole: the first of them, how many there are, and the bytes that are
+    done of all.
+    """
+    keys = catalog.unfinished()
+    generations = [g for key in keys for g in catalog.groups[key].pending.values()]
+    first: list[m.Pending] = []
+    room = m.MAX_LISTED_CHARS
+    for state in (state for key in keys for state in catalog.pending(key, brief=True)):
+        room -= _chars(state)
+        if len(first) == m.MAX_PENDING or room < 0:
             break
-        entries.append(_listed(volumes, key, *found))
-    return entries, len(entries) < len(names)
+        first.append(state)
+    return first, len(generations), sum(g.nbytes for g in generations)
 
 
 def _listed(volumes: Sequence[VolumeRecord], key: str, stored: Stored, version: int) -> m.Listed:

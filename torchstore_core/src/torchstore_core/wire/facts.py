@@ -8,9 +8,17 @@ from __future__ import annotations
 import msgspec
 
 from torchstore_core.topology import Topology
-from torchstore_core.values import ValueMeta
+from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 
-__all__ = ["Listed", "Message", "Pending", "SessionStatus", "VolumeInfo", "VolumeStatus"]
+__all__ = [
+    "Described",
+    "Listed",
+    "Message",
+    "Pending",
+    "SessionStatus",
+    "VolumeInfo",
+    "VolumeStatus",
+]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -38,7 +46,11 @@ class Pending(msgspec.Struct, frozen=True):
     Args:
         participants: how many make it; 0: as many as it takes to cover the tensor.
         committed, writing: who of them is done, who is at it.
-        missing: boxes that nobody has put, as (entry name, offset, shape); the first hundred.
+        missing: boxes that nobody has put, as (entry name, offset, shape); the first hundred. Of a
+            state dict only `stat` says them.
+        key: whose version it is.
+        nbytes: bytes of those that are done.
+        missing_participants: who has not begun, as far as their names are known; the first hundred.
     """
 
     version: int
@@ -46,9 +58,54 @@ class Pending(msgspec.Struct, frozen=True):
     committed: list[str]
     writing: list[str]
     missing: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    key: str = ""
+    nbytes: int = 0
+    missing_participants: list[str] = []
 
 
-class Listed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Described:
+    """What the facts of a key say of its value: ``dtype`` and ``shape`` are of a tensor, ``codec``
+    is of an object, ``entries`` (how many) of a state dict; each else None.
+    """
+
+    __slots__ = ()
+    meta: ValueMeta
+    segment: int
+
+    @property
+    def kind(self) -> str:
+        """``tensor``, ``state dict`` or ``object``."""
+        if isinstance(self.meta, TensorMeta):
+            return "tensor"
+        return "state dict" if isinstance(self.meta, StateDictMeta) else "object"
+
+    @property
+    def dtype(self) -> str | None:
+        """As in ``torch.<dtype>``."""
+        return getattr(self.meta, "dtype", None)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """In elements."""
+        return getattr(self.meta, "shape", None)
+
+    @property
+    def codec(self) -> str | None:
+        """``msgpack`` or ``pickle``."""
+        return getattr(self.meta, "codec", None)
+
+    @property
+    def entries(self) -> int | None:
+        """Tensors and objects."""
+        return getattr(self.meta, "entries", None)
+
+    @property
+    def inline(self) -> bool:
+        """Whether it came in the message, and lies in no segment."""
+        return self.segment == -1
+
+
+class Listed(Described, msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One key of a Listing; the fields mean what they mean in :class:`Found`."""
 
     key: str

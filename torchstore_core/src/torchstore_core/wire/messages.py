@@ -15,8 +15,10 @@ from __future__ import annotations
 import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.summaries import found_text, status_text
 from torchstore_core.topology import Topology
 from torchstore_core.values import TensorSlice, ValueMeta
+from torchstore_core.wire.facts import Described as Described
 from torchstore_core.wire.facts import Listed as Listed
 from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import Pending as Pending
@@ -46,6 +48,8 @@ MAX_INLINE = 1 << 20
 #: Most entries of one Listing, and most characters of keys in it: keeps the reply at a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
+#: Most unfinished versions of one StatusReport.
+MAX_PENDING = 100
 
 
 # ---- client to server ---------------------------------------------------------------------
@@ -289,7 +293,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """The connection stands. ``session``: token that further lanes join with.
 
     ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``:
-    where the relay is that carries it; None: there is none.
+    where the relay is that carries it; None: there is none. ``owner``: pid of the process that the
+    store ends with; 0: none.
     """
 
     id: int
@@ -301,6 +306,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     warm: list[tuple[int, int, int]]
     transport: str | tuple[str, ...] | None = None
     via: Topology | None = None
+    owner: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -411,8 +417,8 @@ class KeyList(Message, frozen=True, tag="keylist"):
     continued: bool = False
 
 
-class Found(Message, frozen=True, tag="found"):
-    """One key, for ``torchstore stat``.
+class Found(Described, Message, frozen=True, tag="found"):
+    """One key, for ``torchstore stat``; printed, some lines for people.
 
     ``segment`` is -1 for an inline value, -2 for what is in several places (shards, a state dict);
     ``offset`` is -1 for both. ``parts``: the shards it lies in, or entries it has. ``versions``:
@@ -437,17 +443,29 @@ class Found(Message, frozen=True, tag="found"):
     lost: str = ""
     copies: int = 1
 
+    def __str__(self) -> str:
+        return found_text(self)
+
 
 class Listing(Message, frozen=True, tag="listing"):
-    """A page of keys, sorted. ``more``: ask again, with ``after`` the last key of this page."""
+    """A page of keys, sorted. ``more``: ask again, with ``after`` the last key of this page.
+
+    ``pending``: the versions of the same range of keys that are not whole, by key; of a key that
+    has no other one there is no entry.
+    """
 
     id: int
     entries: list[Listed]
     more: bool
+    pending: list[Pending] = []
 
 
 class StatusReport(Message, frozen=True, tag="status-report"):
-    """Everything ``torchstore status`` shows. ``operations`` counts by name since the start."""
+    """Everything ``torchstore status`` shows; printed, some lines for people.
+
+    ``operations`` counts by name since the start. ``pending``: the first versions that are not
+    whole yet, of ``pending_versions``; what is done of all of them takes ``pending_bytes``.
+    """
 
     id: int
     store_name: str
@@ -460,6 +478,12 @@ class StatusReport(Message, frozen=True, tag="status-report"):
     operations_per_s: float
     strategy: str
     plugin_errors: dict[str, str]
+    pending: list[Pending] = []
+    pending_versions: int = 0
+    pending_bytes: int = 0
+
+    def __str__(self) -> str:
+        return status_text(self)
 
 
 class Done(Message, frozen=True, tag="done"):
