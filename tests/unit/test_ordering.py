@@ -104,11 +104,11 @@ def test_a_prefix_costs_what_it_finds() -> None:
         ]
         assert len(looked) == 11
         looked.clear()
-        page, more = looking.listing(store.catalog, store.volumes, "model/", "model/00098")
+        page, _, more = looking.listing(store.catalog, store.volumes, "model/", "model/00098")
         assert (len(page), more) == (4901, False)
         monkeypatch.setattr(m, "MAX_LISTED", 10)
         looked.clear()
-        page, more = looking.listing(store.catalog, store.volumes, "model/", "model/00098")
+        page, _, more = looking.listing(store.catalog, store.volumes, "model/", "model/00098")
         assert ([one.key for one in page][:2], len(page), more) == (
             ["model/00099", "model/00100"],
             10,
