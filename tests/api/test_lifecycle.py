@@ -326,6 +326,8 @@ async def test_connecting_again_changes_no_earlier_client():
         {"store_name": 3},
         {"prefer": "shm"},
         {"block": "shm"},
+        {"prefer": ["shn"]},
+        {"block": ["inlin"]},
     ],
     ids=repr,
 )

@@ -434,6 +434,8 @@ async def test_serve_that_cannot_start(runtime_directory: Path):
     assert "'nonsense'" in error["message"]
     error = await fails("configuration", "serve", TORCHSTORE_LOG_LEVEL="loud")
     assert "TORCHSTORE_LOG_LEVEL" in error["message"]
+    error = await fails("configuration", "serve", TORCHSTORE_BLOCK="shn")
+    assert "did you mean 'shm'" in error["message"]
     assert not runtime_directory.exists() or [*runtime_directory.iterdir()] == []
 
 
@@ -511,6 +513,7 @@ async def test_doctor_finds_what_stops_a_store(store: ts.Client):
     assert [f"✗  {problem}" for problem in blocked.splitlines()] == human.lines[-3:-1]
     assert human.lines[-1] == "✗ 2 problems"  # a volume on this host, and that of the store
     assert "TORCHSTORE_COPY_THREADS" in await problems(TORCHSTORE_COPY_THREADS="many")
+    assert "did you mean 'shm'" in await problems(TORCHSTORE_PREFER="shn")
     assert "TORCHSTORE_ALLOW_PICKLE" in await problems(TORCHSTORE_ALLOW_PICKLE="perhaps")
     assert "/nowhere" in await problems("--address", "unix:/nowhere")
     assert "/nowhere" in await problems(TORCHSTORE_ADDRESS="unix:/nowhere")

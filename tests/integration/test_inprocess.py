@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import bits, running_store, until
+from tests.support import bits, free_port, running_store, until
 from tests.unit.test_plugins import OBSERVERS, Site
 
 import torchstore_core as ts
@@ -123,6 +123,27 @@ async def test_the_users_word_decides(
         assert (await chosen(client))[0] == expected
         await client.put("k", torch.arange(100_000))
         assert torch.equal(await client.get("k"), torch.arange(100_000))
+
+
+async def test_names_that_nobody_has_are_refused_however_a_store_is_joined(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments, and the environment of a process that calls no ``connect``."""
+    one = ts.SPMDEnv(0, 0, 1, 1, "127.0.0.1", free_port())
+    for wrong in ({"prefer": ["shn"]}, {"block": ["shn"]}):
+        with pytest.raises(ts.ConfigurationError, match=r"'shn'.*did you mean 'shm'"):
+            await ts.connect(server.address, store_name="here", **wrong)
+        with pytest.raises(ts.ConfigurationError, match=r"'shn'.*did you mean 'shm'"):
+            await ts.initialize_spmd(env=one, **wrong)
+    monkeypatch.setenv("TORCHSTORE_ADDRESS", server.address)
+    for variable in ("TORCHSTORE_PREFER", "TORCHSTORE_BLOCK"):
+        with monkeypatch.context() as environment:
+            environment.setenv(variable, "shn")
+            with pytest.raises(ts.ConfigurationError, match=f"{variable}.*'shn'"):
+                await ts.put("k", 1)
+            environment.setenv(variable, "inline")
+            await ts.put("k", 1)
+            await ts.shutdown()
 
 
 async def test_with_every_way_blocked_the_error_says_who_and_why(server: ServerThread) -> None:

@@ -16,8 +16,9 @@ import pytest
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
-from torchstore_core.errors import PluginError
+from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins import GROUPS, Registry, load_class
+from torchstore_core.ranking import Policy
 
 TRANSPORTS, STRATEGIES, RUNTIMES, OBSERVERS = GROUPS
 
@@ -368,6 +369,64 @@ def test_every_observer_is_called_whatever_the_others_do(site: Site) -> None:
         ["without"],
     ]
     assert list(registry.errors()) == [f"{OBSERVERS}:d"]
+
+
+# ---- names that nobody has ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+@pytest.mark.parametrize(
+    ("field", "names", "says"),
+    [
+        ("prefer", ["shn"], r"prefer=.*no transport is called 'shn' \(.*inline.*shm\).*mean 'shm'"),
+        ("prefer", ["shm", "zebra"], "no transport is called 'zebra'.*install its package"),
+        ("prefer", ["local"], "no transport is called 'local'"),  # that is a runtime
+        ("block", ["in-line"], "block=.*no plug-in is called 'in-line'.*mean 'inline'"),
+        ("block", ["Shm", "zebra"], "no plug-in is called 'Shm', 'zebra'.*mean 'shm'"),
+    ],
+)
+def test_a_name_that_nobody_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, how: str, field: str, names: list[str], says: str
+) -> None:
+    arguments = {field: names}
+    if how == "environment":
+        monkeypatch.setenv(f"TORCHSTORE_{field.upper()}", ",".join(names))
+        arguments = {}
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        Policy.make(**arguments)
+    assert f"TORCHSTORE_{field.upper()}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "names", [5, None, "shm", b"shm", [5], [b"shm"], [["shm"]], {"shm": 1}, ("shm", None)], ids=repr
+)
+@pytest.mark.parametrize("field", ["prefer", "block"])
+def test_what_is_no_list_of_names_is_refused(field: str, names: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{field} is a list of names, not"):
+        Policy.make(**{field: names})
+
+
+def test_a_missing_package_of_ours_is_named(site: Site) -> None:
+    with pytest.raises(ConfigurationError, match=r"'shm'.*pip install torchstore-transports"):
+        Policy(prefer=("shm", "inline")).check_installed(site.registry())
+
+
+def test_every_kind_of_plug_in_can_be_blocked_broken_or_not(site: Site) -> None:
+    for group in GROUPS:
+        site.install(f"of-{group[11:]}", group, **{f"broken_{group[11:]}": "1 / 0"})
+    names = ["singleton", "local", "shm", *(f"broken_{group[11:]}" for group in GROUPS)]
+    policy = Policy.make(block=names)
+    registry = Registry(block=policy.block)
+    registry.load_all()
+    assert registry.errors() == {}
+    assert site.imported() == set()
+    assert Policy.make({"shm"}, {"shm"}).prefer == ("shm",)
+    assert Policy.make(prefer=["broken_transports"]).prefer == ("broken_transports",)
+
+
+def test_a_server_does_not_mind_names_that_it_alone_does_not_have(site: Site) -> None:
+    """The client that says them has them."""
+    assert site.registry(block=("of-the-client",)).names(TRANSPORTS) == []
 
 
 # ---- classes that descriptors name ----------------------------------------------------------

@@ -6,6 +6,7 @@ when it is asked for by name; two distributions that claim one name are an error
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import logging
@@ -20,7 +21,7 @@ from torchstore_core.contracts import hooks
 from torchstore_core.contracts.runtime import RuntimeSpec
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
-from torchstore_core.errors import PluginError
+from torchstore_core.errors import ConfigurationError, PluginError
 
 __all__ = ["GROUPS", "Registry", "load_class"]
 
@@ -88,6 +89,11 @@ def _name_of(distribution: metadata.Distribution) -> str:
     return found[1] if found is not None else str(distribution.metadata["Name"] or "")
 
 
+def _kind(group: str) -> str:
+    """What a plug-in of that group is called."""
+    return GROUPS[group].removeprefix("torchstore_").replace("operation", "plug-in")
+
+
 def _identity(entry: metadata.EntryPoint) -> tuple[str, str]:
     return entry.value, _distribution(entry)
 
@@ -138,6 +144,35 @@ class Registry:
         broken = {n: str(e) for (g, n), e in self._errors.items() if g == group}
         return {**broken, **blocked}
 
+    def check_installed(
+        self, what: str, names: Sequence[str], groups: Sequence[str] = tuple(GROUPS)
+    ) -> None:
+        """Every name is one of an installed plug-in, broken and blocked ones included.
+
+        Args:
+            what: what the names are given to, for the error.
+            groups: where they may be.
+
+        Raises:
+            ConfigurationError: names those that nobody has installed here, and what there is.
+        """
+        known = {name for group in groups for name in self._entries[group]}
+        unknown = [name for name in names if name not in known]
+        if not unknown:
+            return
+        packages = [_PACKAGES[g, n] for g in groups for n in unknown if (g, n) in _PACKAGES]
+        near = [n for u in unknown for n in difflib.get_close_matches(u, known, 1)]
+        advice = "install its package"
+        if packages:
+            advice = f"pip install {' '.join(dict.fromkeys(packages))}"
+        elif near:
+            advice = f"did you mean {' and '.join(map(repr, dict.fromkeys(near)))}?"
+        kind = _kind(groups[0]) if len(groups) == 1 else "plug-in"
+        raise ConfigurationError(
+            f"{what}: no {kind} is called {', '.join(map(repr, unknown))} (installed: "
+            f"{', '.join(sorted(known)) or 'none'}); {advice}, or leave the name out"
+        )
+
     def source(self, group: str, name: str) -> str:
         """The distribution(s) that a name comes from."""
         return ", ".join(sorted(_distribution(e) for e in self._entries[group].get(name, [])))
@@ -160,7 +195,7 @@ class Registry:
         return self._results[key]
 
     def _load(self, group: str, name: str) -> Any:
-        kind = GROUPS[group].removeprefix("torchstore_").replace("operation", "plug-in")
+        kind = _kind(group)
         if name in self.block:
             raise PluginError(f"{kind} {name!r} is blocked by configuration")
         entries = self._entries[group].get(name, [])

@@ -58,7 +58,7 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
     """Look at everything; raises nothing that the report can say."""
     found = _Findings()
     here = topology.probe()
-    policy = Policy.make()
+    policy = Policy.said()
     registry = Registry(block=policy.block)
     registry.load_all()
     limits = _limits()
@@ -300,16 +300,7 @@ def _look_at_limits(limits: reports.Limits, here: topology.Topology, found: _Fin
 def _look_at_environment(policy: Policy, registry: Registry, found: _Findings) -> None:
     found.check(stores.ADDRESSES, lambda: stores.inherited_address("any other"))
     found.check("TORCHSTORE_ALLOW_PICKLE", stores.allow_pickle_default)
-    found.notes += [
-        f"TORCHSTORE_PREFER names {name!r}, which is no transport here"
-        for name in policy.prefer
-        if not registry.source("torchstore.transports", name)
-    ]
-    found.notes += [
-        f"TORCHSTORE_BLOCK names {name!r}, which is no plug-in here"
-        for name in policy.block
-        if not any(registry.source(group, name) for group in GROUPS)
-    ]
+    found.check("the environment", lambda: policy.check_installed(registry))
 
 
 def _copy_threads(found: _Findings) -> int | None:

@@ -214,6 +214,7 @@ def find(store_name: str) -> Membership:
 
     Raises:
         StoreClosedError: no such store here, and none in the environment.
+        ConfigurationError: the environment prefers or blocks what nobody has installed here.
     """
     membership = _memberships.get(store_name)
     if membership is not None:
