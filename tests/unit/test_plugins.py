@@ -131,7 +131,18 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     "no_module": (TRANSPORTS, "import surely_not_installed", "surely_not_installed"),
     "syntax": (TRANSPORTS, "def (:", "SyntaxError"),
     "raises": (TRANSPORTS, "raise RuntimeError('no driver')", "no driver"),
-    "exits": (TRANSPORTS, "1 / 0", "ZeroDivisionError"),
+    "divides": (TRANSPORTS, "1 / 0", "ZeroDivisionError"),
+    "exits": (TRANSPORTS, "raise SystemExit(3)", "SystemExit(3)"),
+    "panics": (
+        OBSERVERS,
+        "class Panic(BaseException): pass\nraise Panic('in the engine')",
+        "in the engine",
+    ),
+    "hook_exits": (
+        RUNTIMES,
+        "@hookimpl\ndef torchstore_runtime(): raise SystemExit('no')\n",
+        "SystemExit('no')",
+    ),
     "empty": (TRANSPORTS, "", "does not implement the hook torchstore_transport"),
     "undecorated": (
         TRANSPORTS,
@@ -445,7 +456,17 @@ def test_a_class_that_is_not_there_is_a_plugin_error(path: str) -> None:
         load_class(path)
 
 
-def test_a_class_whose_module_is_broken_is_a_plugin_error(site: Site) -> None:
-    site.install("package", TRANSPORTS, half="raise ValueError('no library')")
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
+def test_a_class_whose_module_is_broken_is_a_plugin_error(site: Site, error: str) -> None:
+    site.install("package", TRANSPORTS, half=f"raise {error}('no library')")
     with pytest.raises(PluginError, match="no library"):
         load_class("site_package_half:Link")
+
+
+def test_an_interrupt_is_the_users_and_nothing_is_broken(site: Site) -> None:
+    site.install("package", TRANSPORTS, slow="raise KeyboardInterrupt")
+    registry = site.registry()
+    for load in (registry.load_all, lambda: load_class("site_package_slow:Link")):
+        with pytest.raises(KeyboardInterrupt):
+            load()
+    assert registry.errors() == {}

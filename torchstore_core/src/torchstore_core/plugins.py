@@ -57,7 +57,9 @@ def load_class(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # one that exits, or panics, is as broken as one that raises
         raise PluginError(f"cannot import {path!r}: {error!r}") from error
 
 
@@ -213,7 +215,9 @@ class Registry:
         origin = f"{kind} {name!r} (from {_distribution(entry)})"
         try:
             plugin = entry.load()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # see load_class
             raise PluginError(f"{origin} cannot be imported: {error!r}") from error
         return self._call(group, name, plugin, origin)
 
@@ -244,7 +248,9 @@ class Registry:
             return plugin
         try:
             result = found[0]()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # see load_class
             raise PluginError(f"{origin}: its hook {hook} failed: {error!r}") from error
         return _checked(hook, name, result, origin)
 
