@@ -6,7 +6,10 @@ And observers: plug-ins that are told about every operation.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import bits, free_port, running_store, until
+from tests.support import bits, free_port, run_script, running_store, until
 from tests.unit.test_plugins import OBSERVERS, Site
 
 import torchstore_core as ts
@@ -348,20 +351,106 @@ async def test_an_observer_is_told_which_transport_moved_the_bytes(
         ]
 
 
-async def test_an_observer_that_fails_breaks_nothing(
-    site: Site, caplog: pytest.LogCaptureFixture
+FAILING = {
+    "raises": "raise ValueError('my fault')",
+    "exits": "raise SystemExit('my fault')",
+    "cancels": "raise asyncio.CancelledError('my fault')",
+    "closes": "raise GeneratorExit('my fault')",
+    "panics": "raise type('Panic', (BaseException,), {})('my fault')",
+    "forgets": "return asyncio.sleep(0, 'my fault')",  # a coroutine, of a plain function
+    "generates": "return (print(i) for i in ['my fault'])",
+}
+
+
+async def test_an_observer_that_fails_breaks_nothing_and_is_reported_once(
+    site: Site, caplog: pytest.LogCaptureFixture, server: ServerThread
 ) -> None:
-    broken = "@hookimpl\ndef torchstore_operation(operation): raise ValueError('my fault')\n"
+    """Whatever it raises; in every store that the process joins."""
+    body = "import asyncio\n@hookimpl\ndef torchstore_operation(operation): "
     site.install("watcher", OBSERVERS, w=WATCH)
-    site.install("another", OBSERVERS, x=broken)
+    site.install("another", OBSERVERS, **{name: body + how for name, how in FAILING.items()})
     site.install("third", OBSERVERS, a=WATCH)
-    with caplog.at_level(logging.ERROR):
-        async with running_store() as client:
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(2):
+            async with connected(server.address) as client:
+                await client.put("k", 1)
+                assert await client.get("k") == 1
+                wrong = (await client.status()).plugin_errors
+    for one in (seen(), seen("third", "a")):
+        assert [o.name for o in one] == ["put", "get", "status"] * 2
+    for name in FAILING:
+        about = [r for r in caplog.records if f"plug-in {name!r} failed" in r.getMessage()]
+        levels = [record.levelno for record in about]
+        assert levels == [logging.WARNING] + [logging.DEBUG] * 5
+        assert about[0].exc_info
+        assert "it has failed 6 times" in wrong[f"{OBSERVERS}:{name}"]
+    assert "ValueError('my fault')" in wrong[f"{OBSERVERS}:raises"]
+    assert "returned a coroutine, which nobody runs" in wrong[f"{OBSERVERS}:forgets"]
+
+
+async def test_an_interrupt_in_an_observer_is_the_users(site: Site, server: ServerThread) -> None:
+    """Ctrl-C comes up wherever the interpreter is; the operation has ended by then."""
+    body = "@hookimpl\ndef torchstore_operation(operation):\n    if operation.name == 'put': "
+    site.install("another", OBSERVERS, x=body + "raise KeyboardInterrupt")
+    async with connected(server.address) as client:
+        with pytest.raises(KeyboardInterrupt):
             await client.put("k", 1)
-            assert await client.get("k") == 1
-    assert [o.name for o in seen()] == ["put", "get"]
-    assert [o.name for o in seen("third", "a")] == ["put", "get"]
-    assert caplog.text.count("ValueError: my fault") == 2
+        assert await client.get("k") == 1
+        assert f"{OBSERVERS}:x" not in (await client.status()).plugin_errors
+
+
+async def test_observers_that_do_not_load_are_said_once_and_in_status(
+    site: Site, server: ServerThread, tmp_path: Path
+) -> None:
+    """Through real entry points, in a process of its own: what it logs, and what tools say."""
+    site.install("watcher", OBSERVERS, fine=WATCH)
+    later = "@hookimpl\nasync def torchstore_operation(operation): pass"
+    misspelt = "@hookimpl\ndef torchstore_operations(operation): pass"
+    broken = {"missing": "import surely_not_here", "later": later, "misspelt": misspelt}
+    site.install("another", OBSERVERS, **broken, blocked="raise SystemExit")
+    with pytest.MonkeyPatch.context() as environment:
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        environment.setenv("PYTHONPATH", path)
+        environment.setenv("TORCHSTORE_BLOCK", "blocked")
+        printed = await run_script(
+            f"""
+            import json, logging
+            logging.basicConfig(stream=sys.stdout, format="LOG %(levelname)s %(message)s")
+            for name in ("one", "other"):
+                client = await ts.connect({server.address!r}, store_name=name)
+                await client.put("k", 1)
+            await ts.reset_client("one")
+            print("ERRORS", json.dumps((await ts.status(store_name="one")).plugin_errors))
+            from site_watcher_fine import operations
+            print("SEEN", [operation.name for operation in operations])
+            """
+        )
+        tool = [sys.executable, "-m", "torchstore_core.cli"]
+        shown = await asyncio.to_thread(
+            subprocess.run,
+            [*tool, "status", "--json", "--address", server.address],
+            capture_output=True,
+            check=True,
+            timeout=30,
+        )
+    lines = dict.fromkeys(line.partition(" ")[0] for line in printed.splitlines())
+    assert list(lines) == ["LOG", "ERRORS", "SEEN"], printed
+    logged = [line for line in printed.splitlines() if line.startswith("LOG")]
+    assert len(logged) == len(broken)
+    (errors,) = [line for line in printed.splitlines() if line.startswith("ERRORS")]
+    for wrong in (json.loads(errors[7:]), json.loads(shown.stdout)["plugin_errors"]):
+        assert set(wrong) == {f"{OBSERVERS}:{name}" for name in broken}
+        for name, what in (
+            ("missing", "surely_not_here"),
+            ("later", "not async"),
+            ("misspelt", "torchstore_operations"),
+        ):
+            assert what in wrong[f"{OBSERVERS}:{name}"]
+            (line,) = [line for line in logged if repr(name) in line]
+            assert line.startswith("LOG WARNING")
+            assert what in line
+            assert f"TORCHSTORE_BLOCK={name}" in line
+    assert "SEEN ['put', 'put', 'status']" in printed
 
 
 async def test_a_blocked_observer_sees_nothing(site: Site) -> None:

@@ -185,6 +185,26 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "@hookimpl\nasync def torchstore_operation(operation): pass\n",
         "must be a plain function, not async",
     ),
+    "asynchronous_generator": (
+        OBSERVERS,
+        "@hookimpl\nasync def torchstore_operation(operation): yield\n",
+        "must be a plain function, not async",
+    ),
+    "generator": (
+        OBSERVERS,
+        "@hookimpl\ndef torchstore_operation(operation): yield\n",
+        "must be a plain function, without a yield",
+    ),
+    "coroutine_in_disguise": (
+        STRATEGIES,
+        "async def later(): pass\n@hookimpl\ndef torchstore_strategy(): return later()\n",
+        "must return a subclass of Strategy",
+    ),
+    "two_hooks": (
+        TRANSPORTS,
+        TRANSPORT + "\n@hookimpl\ndef torchstore_operation(operation): pass\n",
+        "implements torchstore_operation, too, which nobody would call",
+    ),
     "no_hook": (OBSERVERS, "", "does not implement the hook torchstore_operation"),
     "wrong_type": (
         TRANSPORTS,
@@ -231,7 +251,7 @@ def test_a_broken_one_is_recorded_and_raised_only_when_asked_for(site: Site, nam
     several: dict[str, Callable[[], list[Any]]] = {
         TRANSPORTS: registry.transports,
         RUNTIMES: registry.runtimes,
-        OBSERVERS: registry.observers,
+        OBSERVERS: lambda: [*registry.observers()],
         STRATEGIES: lambda: [registry.strategy("good"), registry.load_all()][:1],
     }
     assert len(several[group]()) == 1  # the good one, and no exception
@@ -368,7 +388,7 @@ def test_every_observer_is_called_whatever_the_others_do(site: Site) -> None:
     registry = site.registry()
     operation = Operation("put", "s", 1, 2, "shm", 0.1, {"plan": 0.1})
     failed = 0
-    for observer in registry.observers():
+    for observer in registry.observers().values():
         try:
             observer(operation=operation)
         except ValueError:

@@ -23,18 +23,20 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
 
-__all__ = ["GROUPS", "Registry", "load_class"]
+__all__ = ["GROUPS", "OBSERVERS", "Registry", "load_class"]
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"^name:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 
+#: Entry-point group of those that are told of operations.
+OBSERVERS = "torchstore.plugins"
 #: Entry-point group of each kind of plug-in, and the hook its modules implement.
 GROUPS = {
     "torchstore.transports": "torchstore_transport",
     "torchstore.strategies": "torchstore_strategy",
     "torchstore.runtimes": "torchstore_runtime",
-    "torchstore.plugins": "torchstore_operation",
+    OBSERVERS: "torchstore_operation",
 }
 
 _PACKAGES = {
@@ -227,7 +229,7 @@ class Registry:
         try:
             self._manager.register(plugin, name=unique)
             self._manager.check_pending()
-        except (pluggy.PluginValidationError, ValueError) as error:
+        except Exception as error:
             if self._manager.has_plugin(unique):
                 self._manager.unregister(name=unique)
             raise PluginError(f"{origin} is not a valid plug-in: {error}") from error
@@ -242,8 +244,16 @@ class Registry:
         ]
         if not found:
             raise PluginError(f"{origin} does not implement the hook {hook}")
-        if inspect.iscoroutinefunction(found[0]):
+        callers = self._manager.get_hookcallers(plugin) or []
+        if others := sorted(caller.name for caller in callers if caller.name != hook):
+            raise PluginError(
+                f"{origin} implements {' and '.join(others)}, too, which nobody would call; "
+                "each hook needs a module and an entry point of its own"
+            )
+        if inspect.iscoroutinefunction(found[0]) or inspect.isasyncgenfunction(found[0]):
             raise PluginError(f"{origin}: {hook} must be a plain function, not async")
+        if inspect.isgeneratorfunction(found[0]):
+            raise PluginError(f"{origin}: {hook} must be a plain function, without a yield")
         if hook == "torchstore_operation":
             return plugin
         try:
@@ -297,21 +307,21 @@ class Registry:
         spec: RuntimeSpec = self.load("torchstore.runtimes", name)
         return spec
 
-    def observers(self) -> list[Callable[..., Any]]:
-        """The hook ``torchstore_operation`` of every observer plug-in that loads, one by one: none
-        of them can keep the others from being called.
+    def observers(self) -> dict[str, Callable[..., list[Any]]]:
+        """The hook ``torchstore_operation`` of every observer plug-in that loads, by its name: none
+        of them can keep the others from being called. The others are :meth:`left_out`.
         """
-        plugins = []
-        for name in self.names("torchstore.plugins"):
+        plugins = {}
+        for name in self.names(OBSERVERS):
             try:
-                plugins.append(self.load("torchstore.plugins", name))
+                plugins[name] = self.load(OBSERVERS, name)
             except PluginError:
                 continue
         everybody = self._manager.get_plugins()
-        return [
-            self._manager.subset_hook_caller("torchstore_operation", everybody - {plugin})
-            for plugin in plugins
-        ]
+        return {
+            name: self._manager.subset_hook_caller("torchstore_operation", everybody - {plugin})
+            for name, plugin in plugins.items()
+        }
 
     def load_all(self) -> None:
         """Load every plug-in of every group, so that :meth:`errors` is complete."""
@@ -324,6 +334,8 @@ class Registry:
 
 
 def _checked(hook: str, name: str, result: Any, origin: str) -> Any:
+    if inspect.iscoroutine(result):
+        result.close()  # or it would be reported as never awaited, far from here
     if hook == "torchstore_strategy":
         if not (isinstance(result, type) and issubclass(result, Strategy)):
             raise PluginError(f"{origin}: {hook} must return a subclass of Strategy")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchstore_core.client_side import writing
+import msgspec
+
+from torchstore_core.client_side import observing, writing
 from torchstore_core.client_side.base import ClientBase
 from torchstore_core.client_side.operations import Clock, cancel_wait
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
@@ -147,8 +149,15 @@ class KeyOperations(ClientBase):
         return await self._call("stat", m.Found, m.Stat, timeout, key)
 
     async def status(self, *, timeout: float | None = None) -> m.StatusReport:
-        """Volumes, memory, sessions, operations. Raises what every operation does."""
-        return await self._call("status", m.StatusReport, m.Status, timeout)
+        """Volumes, memory, sessions, operations; ``plugin_errors`` of the server's plug-ins, and of
+        this process's. Raises what every operation does.
+        """
+        reply = await self._call("status", m.StatusReport, m.Status, timeout)
+        session = self._membership.session_here()
+        if session is None:
+            return reply
+        wrong = {**observing.errors(session.registry), **reply.plugin_errors}
+        return msgspec.structs.replace(reply, plugin_errors=wrong)
 
     async def explain(
         self, nbytes: int = 1 << 30, *, timeout: float | None = None
