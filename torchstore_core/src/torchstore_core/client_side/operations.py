@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import is_sharded, local_parts
 from torchstore_core.client_side.tensors import plain_slice
+from torchstore_core.contracts.observer import Operation
 from torchstore_core.errors import (
     ConfigurationError,
     LayoutMismatchError,
@@ -29,6 +30,9 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
+if TYPE_CHECKING:
+    from torchstore_core.client_side.stores import Membership
+
 __all__ = ["Clock", "Leasing", "Putting", "Unreachable", "Want", "asks_of"]
 __all__ += ["cancel_wait", "check_version", "get_asks", "put_sources"]
 
@@ -38,16 +42,113 @@ T = TypeVar("T")
 R = TypeVar("R", bound=m.Message)
 
 
-class Clock:
-    """Deadline and phases of one operation."""
+class Seen:
+    """What observers will be told of an operation beside its outcome; made if there are any."""
 
-    __slots__ = ("_deadline", "_last", "phases", "start", "timeout")
+    __slots__ = ("_last", "nbytes", "phases", "transports", "volumes")
 
-    def __init__(self, timeout: float | None) -> None:
-        self.start = self._last = time.perf_counter()
-        self.timeout = timeout
-        self._deadline = None if timeout is None else self.start + timeout
+    def __init__(self, start: float) -> None:
+        self._last = start
         self.phases: dict[str, float] = {}
+        self.nbytes = 0
+        self.transports: set[str] = set()
+        self.volumes: set[str] = set()
+
+    def phase(self, name: str) -> None:
+        """See :meth:`Clock.phase`."""
+        now = time.perf_counter()
+        self.phases[name] = self.phases.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def moved(self, nbytes: int, transports: str, volumes: Iterable[str] = ()) -> None:
+        """So many bytes went by these transports (joined by ``+``), to or from these volumes."""
+        if nbytes:
+            self.nbytes += nbytes
+            self.transports.update(transports.split("+"))
+            self.volumes.update(volumes)
+
+
+class Clock:
+    """Deadline of one operation, and what observers are told when it has ended: on leaving it as a
+    context manager, unless it ``goes_on``.
+
+    Args:
+        timeout: seconds; None: there is no deadline.
+        name, key: see ``contracts.observer.Operation``.
+        membership: who has observers.
+
+    Attributes:
+        seen: None where nobody observes.
+    """
+
+    __slots__ = (
+        "_deadline",
+        "_membership",
+        "_start",
+        "entries",
+        "goes_on",
+        "key",
+        "name",
+        "seen",
+        "timeout",
+        "version",
+    )
+
+    def __init__(
+        self,
+        timeout: float | None,
+        name: str = "",
+        key: object = "",
+        membership: Membership | None = None,
+    ) -> None:
+        self._start = time.perf_counter()
+        self.timeout = timeout
+        self._deadline = None if timeout is None else self._start + timeout
+        self.name = name
+        self.key = key
+        self.version = 0
+        self.entries = 1
+        self.goes_on = False
+        self.seen: Seen | None = None
+        self._membership = membership
+        if membership is not None and membership.observe is not None:
+            self.seen = Seen(self._start)
+
+    def __enter__(self) -> Clock:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.seen is not None and not self.goes_on:
+            self.end(error)
+
+    def joined(self) -> None:
+        """There is a session now, which knows whether anybody observes."""
+        if self.seen is None and self._membership is not None and self._membership.observe:
+            self.seen = Seen(self._start)
+
+    def end(self, error: BaseException | None) -> None:
+        """It has ended, with this error; tell the observers."""
+        seen, membership = self.seen, self._membership
+        if seen is None or membership is None or membership.observe is None:
+            return
+        code = ""
+        if error is not None:
+            code = error.code if isinstance(error, TorchStoreError) else type(error).__name__
+        membership.observe(
+            Operation(
+                self.name,
+                membership.store_name,
+                self.entries,
+                seen.nbytes,
+                "+".join(sorted(seen.transports)),
+                time.perf_counter() - self._start,
+                seen.phases,
+                code,
+                self.key if isinstance(self.key, str) else "",
+                self.version,
+                tuple(sorted(seen.volumes)),
+            )
+        )
 
     def left(self) -> float | None:
         """Seconds left; StoreTimeoutError when there are none."""
@@ -81,9 +182,8 @@ class Clock:
 
     def phase(self, name: str) -> None:
         """The time since the last phase belongs to ``name``."""
-        now = time.perf_counter()
-        self.phases[name] = self.phases.get(name, 0.0) + now - self._last
-        self._last = now
+        if self.seen is not None:
+            self.seen.phase(name)
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):
@@ -172,18 +272,24 @@ async def put_sources(
     *,
     version: int = 0,
     group: m.Publication | None = None,
-) -> tuple[list[int], str]:
-    """One message for small puts; else begin, write, commit. Undone if anything goes wrong."""
+) -> list[int]:
+    """One message for small puts; else begin, write, commit. Undone if anything goes wrong.
+
+    Returns:
+        The versions, by source; of a state dict one.
+    """
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [source.item(writing.inline_bytes(source)) for source in sources]
         put = m.Put(lane.next_id(), session.next_id(), items, version, group)
         reply = await _begin(session, lane, put, m.Committed, clock)
         clock.phase("plan")
-        return reply.versions, "inline" if nbytes else ""
+        if clock.seen is not None:
+            clock.seen.moved(nbytes, "inline")
+        return reply.versions
     with Putting(session, lane, sources, clock, version, group) as putting:
         await putting.begin()
         await putting.write()
-        return await putting.commit(), putting.transport
+        return await putting.commit()
 
 
 class Putting:
@@ -201,13 +307,12 @@ class Putting:
         self._session = session
         self._lane = lane
         self._sources = sources
-        self._clock = clock
+        self.clock = clock
         self._version = version
         self._group = group
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
-        self.transport = ""
 
     def __enter__(self) -> Putting:
         return self
@@ -216,9 +321,9 @@ class Putting:
         """Memory is granted."""
         items = [source.item(None if source.nbytes else b"") for source in self._sources]
         put = m.Put(self._lane.next_id(), self._txn, items, self._version, self._group)
-        granted = await _begin(self._session, self._lane, put, m.Granted, self._clock)
+        granted = await _begin(self._session, self._lane, put, m.Granted, self.clock)
         self._grants = granted.grants
-        self._clock.phase("plan")
+        self.clock.phase("plan")
 
     async def write(self) -> None:
         """Move the bytes. Afterwards the sources may be changed."""
@@ -228,17 +333,22 @@ class Putting:
         pairs = zip(placed, self._grants, strict=True)
         wanted = [(source, grant) for source, grant in pairs if grant is not None]
         work = writing.write(self._session, wanted)
-        self.transport = await self._clock.within(work, self._lane)
+        transports = await self.clock.within(work, self._lane)
+        if self.clock.seen is not None:
+            volumes = self._session.volumes
+            kept = [(s, grant) for s, grant in wanted if not volumes[grant.volume].lost]
+            ids = {volumes[grant.volume].info.id for _, grant in kept}
+            self.clock.seen.moved(sum([source.nbytes for source, _ in kept]), transports, ids)
         self._sources = ()
-        self._clock.phase("copy")
+        self.clock.phase("copy")
 
     async def commit(self) -> list[int]:
         """Make it visible; the versions."""
         commit = m.Commit(self._lane.next_id(), self._txn)
         quick = len(self._grants) <= _QUICK_ENTRIES
-        done = await self._lane.call(commit, m.Committed, self._clock.left(), quick=quick)
+        done = await self._lane.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
-        self._clock.phase("commit")
+        self.clock.phase("commit")
         return done.versions
 
     def undo_with(self, owner: object) -> None:
@@ -276,15 +386,15 @@ async def get_asks(
     clock: Clock,
     allow_pickle: bool,
     unreachable: Unreachable | None = None,
-) -> tuple[reading.Result, list[m.Entry], int]:
+) -> tuple[reading.Result, list[m.Entry]]:
     """Locate and lease, check everything, then move bytes; give back what is not mapped. If a
     volume cannot be reached, again, with copies elsewhere.
 
     Returns:
-        The values by position of their ask, the entries, and how many bytes were moved.
+        The values by position of their ask, and the entries.
     """
     if not asks:
-        return reading.Result({}, set(), ""), [], 0
+        return reading.Result({}, set(), ""), []
     try:
         with Leasing(session, lane, clock) as leasing:
             wants = [ask.wire() for ask in asks]
@@ -302,7 +412,7 @@ async def get_asks(
                 for at, (ask, entry, start) in enumerate(found)
             ]
             result = await leasing.read(targets, allow_pickle)
-            return result, located.entries, sum([target.nbytes for target in targets])
+            return result, located.entries
     except TransportError as error:
         unreachable = unreachable or Unreachable()
         unreachable.add(error)
@@ -372,8 +482,23 @@ class Leasing:
             self._mapped = result.mapped
         else:
             result = reading.from_message(targets, allow_pickle=allow_pickle)
+        if self._clock.seen is not None:
+            self._account(self._clock.seen, targets, result.transport)
         self._clock.phase("copy")
         return result
+
+    def _account(self, seen: Seen, targets: Sequence[reading.Target], transports: str) -> None:
+        """What was moved. Some of it may have come inside the message."""
+        inline, by_link = 0, 0
+        volumes: set[str] = set()
+        for piece in [piece for target in targets for piece in target.pieces]:
+            if piece.grant is None:
+                inline += piece.nbytes
+            else:
+                by_link += piece.nbytes
+                volumes.add(self._session.volumes[piece.grant.volume].info.id)
+        seen.moved(inline, "inline")
+        seen.moved(by_link, transports, volumes)
 
     def __exit__(self, *_: object) -> None:
         if self._leased and len(self._mapped) < self._count:
