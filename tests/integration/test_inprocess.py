@@ -138,6 +138,16 @@ async def test_names_that_nobody_has_are_refused_however_a_store_is_joined(
             await ts.shutdown()
 
 
+async def test_a_server_does_not_mind_names_that_it_has_not_installed() -> None:
+    """The client that says them may have them."""
+    server = ServerThread(block=("of-the-client-alone", "inprocess"))
+    try:
+        async with connected(server.address) as client:
+            assert (await chosen(client))[0] == "shm"
+    finally:
+        server.stop()
+
+
 async def test_with_every_way_blocked_the_error_says_who_and_why(server: ServerThread) -> None:
     async with connected(server.address, block=["shm", "inprocess", "inline"]) as client:
         with pytest.raises(ts.TransportUnavailableError) as caught:

@@ -455,11 +455,6 @@ def test_every_kind_of_plug_in_can_be_blocked_broken_or_not(site: Site) -> None:
     assert Policy.make(prefer=["broken_transports"]).prefer == ("broken_transports",)
 
 
-def test_a_server_does_not_mind_names_that_it_alone_does_not_have(site: Site) -> None:
-    """The client that says them has them."""
-    assert site.registry(block=("of-the-client",)).names(TRANSPORTS) == []
-
-
 # ---- classes that descriptors name ----------------------------------------------------------
 
 

@@ -53,7 +53,9 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True):
-    """``torchstore status``. ``sessions`` leaves out the one that asked."""
+    """``torchstore status``. ``sessions`` leaves out the one that asked. ``plugin_errors``: of the
+    server's plug-ins, and of the observers of this environment, which clients load.
+    """
 
     address: str
     store_name: str

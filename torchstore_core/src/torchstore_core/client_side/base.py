@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchstore_core.client_side.clock import Clock
 from torchstore_core.client_side.lane import Lane
-from torchstore_core.client_side.operations import Clock
 from torchstore_core.client_side.session import Session
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.wire import messages as m

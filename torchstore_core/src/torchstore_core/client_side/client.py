@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.client_side import packed, state_dicts, writing
+from torchstore_core.client_side.clock import Clock
 from torchstore_core.client_side.key_operations import KeyOperations, check_min_version
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.operations import (
-    Clock,
     Putting,
     Want,
     asks_of,

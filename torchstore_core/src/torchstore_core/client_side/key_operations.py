@@ -9,7 +9,8 @@ import msgspec
 
 from torchstore_core.client_side import observing, writing
 from torchstore_core.client_side.base import ClientBase
-from torchstore_core.client_side.operations import Clock, cancel_wait
+from torchstore_core.client_side.clock import Clock
+from torchstore_core.client_side.operations import cancel_wait
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m

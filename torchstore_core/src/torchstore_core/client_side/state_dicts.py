@@ -16,10 +16,10 @@ import torch
 
 from torchstore_core.client_side import nesting, reading, writing
 from torchstore_core.client_side.casting import CastPlan, Casts
+from torchstore_core.client_side.clock import Clock
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.nesting import Leaf
 from torchstore_core.client_side.operations import (
-    Clock,
     Leasing,
     Putting,
     Unreachable,
