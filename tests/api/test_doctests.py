@@ -14,6 +14,7 @@ MODULES = [name for package in SOURCES for name in modules_of(package)]
 WITH_EXAMPLES = {
     "torchstore_core",
     "torchstore_core.boxes",
+    "torchstore_core.contracts.observer",
     "torchstore_core.errors",
     "torchstore_core.values",
     "torchstore_core.ranking",

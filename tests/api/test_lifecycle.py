@@ -302,7 +302,7 @@ async def test_connecting_again_changes_no_earlier_client():
         await other.put("k", Path())
         with pytest.raises(ts.StoreTimeoutError, match=r"0\.2 s"):
             await other.wait("never")
-        assert hardened._clock(None).timeout == 30
+        assert hardened._watch("get", None).timeout == 30
 
 
 @pytest.mark.parametrize(
@@ -317,6 +317,8 @@ async def test_connecting_again_changes_no_earlier_client():
         {"store_name": 3},
         {"prefer": "shm"},
         {"block": "shm"},
+        {"prefer": ["shn"]},
+        {"block": ["inlin"]},
     ],
     ids=repr,
 )

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,8 +23,18 @@ import pytest
 import torch
 from tests.cli.terminals import on_a_terminal
 from tests.support import running_store
+from tests.unit.test_plugins import (
+    OBSERVERS,
+    RUNTIME,
+    RUNTIMES,
+    STRATEGIES,
+    TRANSPORT,
+    TRANSPORTS,
+    Site,
+)
 
 import torchstore_core as ts
+from torchstore_core.cli import trying
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
 
@@ -571,6 +582,8 @@ async def test_serve_that_cannot_start(runtime_directory: Path):
     assert "'nonsense'" in error["message"]
     error = await fails("configuration", "serve", TORCHSTORE_LOG_LEVEL="loud")
     assert "TORCHSTORE_LOG_LEVEL" in error["message"]
+    error = await fails("configuration", "serve", TORCHSTORE_BLOCK="shn")
+    assert "did you mean 'shm'" in error["message"]
     assert not runtime_directory.exists() or [*runtime_directory.iterdir()] == []
 
 
@@ -593,6 +606,9 @@ async def test_doctor_without_a_store(runtime_directory: Path):
     assert {"shm", "inline"} <= set(bids)
     assert bids["inline"]["max_bytes"] == m.MAX_INLINE
     assert bids["shm"]["bytes_per_s"] > bids["inline"]["bytes_per_s"]
+    assert set(bids) & {"monarch-rpc", "monarch-rdma"} == set()
+    for name in ("monarch-rpc", "monarch-rdma"):
+        assert link["refusals"][name].startswith("only in a Monarch job")
     plugins = {(p["group"], p["name"]): p for p in report["plugins"]}
     shm = plugins["torchstore.transports", "shm"]
     assert (shm["distribution"], shm["state"], shm["error"]) == (
@@ -639,7 +655,7 @@ async def test_doctor_finds_what_stops_a_store(store: ts.Client):
         assert result.json["ok"] is False
         return "\n".join(result.json["problems"])
 
-    block = "shm,monarch-rpc,monarch-rdma"  # the latter two would, were it in a Monarch job
+    block = "shm"
     blocked = await problems(TORCHSTORE_BLOCK=block)
     assert "no transport moves large values" in blocked
     assert "shm: blocked" in blocked
@@ -648,6 +664,7 @@ async def test_doctor_finds_what_stops_a_store(store: ts.Client):
     assert [f"✗  {problem}" for problem in blocked.splitlines()] == human.lines[-3:-1]
     assert human.lines[-1] == "✗ 2 problems"  # a volume on this host, and that of the store
     assert "TORCHSTORE_COPY_THREADS" in await problems(TORCHSTORE_COPY_THREADS="many")
+    assert "did you mean 'shm'" in await problems(TORCHSTORE_PREFER="shn")
     assert "TORCHSTORE_ALLOW_PICKLE" in await problems(TORCHSTORE_ALLOW_PICKLE="perhaps")
     assert "/nowhere" in await problems("--address", "unix:/nowhere")
     assert "/nowhere" in await problems(TORCHSTORE_ADDRESS="unix:/nowhere")
@@ -670,25 +687,118 @@ def _distribution(where: Path, name: str, entry_points: str) -> None:
 
 async def test_doctor_names_broken_and_blocked_plugins(tmp_path: Path):
     _distribution(tmp_path, "acme-store", "[torchstore.transports]\nacme = no_such_module\n")
-    result = await torchstore("doctor", "--json", PYTHONPATH=str(tmp_path))
+    result = await torchstore("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
     assert (result.status, result.json["problems"]) == (0, [])
     (acme,) = [p for p in result.json["plugins"] if p["name"] == "acme"]
     assert (acme["group"], acme["distribution"]) == ("torchstore.transports", "acme-store")
     assert acme["state"] == "error"
     assert "no_such_module" in acme["error"]
-    human = await torchstore("doctor", PYTHONPATH=str(tmp_path))
+    human = await torchstore("doctor", PYTHONPATH=_python_path(tmp_path))
     assert any("acme-store" in line and "no_such_module" in line for line in human.lines)
     blocked = await torchstore(
-        "doctor", "--json", PYTHONPATH=str(tmp_path), TORCHSTORE_BLOCK="acme"
+        "doctor", "--json", PYTHONPATH=_python_path(tmp_path), TORCHSTORE_BLOCK="acme"
     )
     (acme,) = [p for p in blocked.json["plugins"] if p["name"] == "acme"]
     assert (acme["state"], acme["error"]) == ("blocked", None)
     assert "blocked" in blocked.json["link"]["refusals"]["acme"]
 
 
+HALVES = """
+@hookimpl
+def torchstore_transport():
+    return TransportSpec(
+        {name!r}, bid=lambda context: Bid(1e-6, 1e12, "it"), client=CLIENT, server=SERVER
+    )
+
+CLIENT = "torchstore_transports.shm.link:ShmLink"
+SERVER = "torchstore_transports.shm.server:ShmServer"
+"""
+CRASHES = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+TROUBLE: dict[str, tuple[str, str, str]] = {
+    # name: group, source, what is said of it ("": nothing); what is in capitals ends the process
+    "a_fine": (TRANSPORTS, HALVES, ""),
+    "b_no_link": (
+        TRANSPORTS,
+        HALVES + "CLIENT = 'site_acme_b_no_link:Link'",
+        "no attribute 'Link'",
+    ),
+    "c_no_module": (TRANSPORTS, HALVES + "SERVER = 'surely_not_here:S'", "surely_not_here"),
+    "d_no_class": (TRANSPORTS, HALVES + "SERVER = CLIENT", "is no subclass of TransportServer"),
+    "e_exits": (TRANSPORTS, "raise SystemExit(3)", r"SystemExit\(3\)"),
+    "f_VANISHES": (
+        TRANSPORTS,
+        "import os\nos._exit(0)",
+        r"importing it ended the process \(exit sta",
+    ),
+    "g_CRASHES": (TRANSPORTS, HALVES + "CLIENT = 'site_crash:L'", r"site_crash:L ended .*SIGSEGV"),
+    "h_does_not_start": (
+        TRANSPORTS,
+        HALVES + "SERVER = 'site_no_start:S'",
+        r"started.*no such card",
+    ),
+    "i_fine_too": (TRANSPORTS, HALVES, ""),
+    "j_strategy": (STRATEGIES, "import surely_not_here", "surely_not_here"),
+    "k_runtime": (RUNTIMES, RUNTIME, "'nowhere:Class'"),
+    "l_observer": (OBSERVERS, "def (:", "SyntaxError"),
+}
+NO_START = """
+from torchstore_transports.shm.server import ShmServer
+
+class S(ShmServer):
+    async def start(self, context, segments):
+        print("on standard output")
+        raise OSError("no such card")
+"""
+
+
+async def test_doctor_tries_what_plugins_name_and_outlives_it(tmp_path: Path):
+    site = Site(tmp_path)
+    by_group: dict[str, dict[str, str]] = {}
+    for name, (group, source, _) in TROUBLE.items():
+        by_group.setdefault(group, {})[name] = source
+    for group, plugins in by_group.items():
+        site.install("acme" if group == TRANSPORTS else f"acme-{group[11:]}", group, **plugins)
+    (tmp_path / "site_crash.py").write_text(CRASHES)
+    (tmp_path / "site_no_start.py").write_text(NO_START)
+    result = await torchstore("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
+    report = result.json
+    lines = {p["name"]: p for p in report["plugins"]}
+    bids = {bid["transport"] for bid in report["link"]["bids"]}
+    for name, (group, _, says) in TROUBLE.items():
+        line = lines[name]
+        assert (line["group"], line["state"]) == (group, "error" if says else "ok"), line
+        assert re.search(says, line["error"] or ""), line
+        named = [p for p in report["problems"] if repr(name) in p]
+        noted = [n for n in report["notes"] if repr(name) in n]
+        fatal = name.lower() != name
+        assert (len(named), len(noted)) == (fatal, bool(says) and not fatal), name
+        assert all(f"TORCHSTORE_BLOCK={name}" in problem for problem in named)
+        if group == TRANSPORTS:
+            assert (name in bids) is not bool(says)
+            assert report["link"]["refusals"].get(name) == line["error"]
+    assert lines["shm"]["state"] == lines["local"]["state"] == "ok"
+    assert (result.status, len(report["problems"])) == (1, 2)
+
+
+async def test_doctor_gives_up_a_plugin_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    site = Site(tmp_path)
+    hangs = "import threading\nthreading.Event().wait()"
+    site.install("acme", TRANSPORTS, hangs=hangs, fine=TRANSPORT)
+    monkeypatch.setenv("PYTHONPATH", _python_path(tmp_path))
+    monkeypatch.setattr(trying, "_LONGEST_S", 1.5)
+    one, other = (TRANSPORTS, "hangs"), (TRANSPORTS, "fine")
+    outcomes = await trying.try_plugins([one, other], [])
+    assert outcomes[one].error == "importing it did not end within 1.5 s"
+    assert outcomes[other] == trying.Outcome()
+
+
+def _python_path(first: Path) -> str:
+    return os.pathsep.join([str(first), os.environ.get("PYTHONPATH", "")])
+
+
 async def test_doctor_names_both_claimants_of_a_name(tmp_path: Path):
     _distribution(tmp_path, "acme-store", "[torchstore.transports]\nshm = acme.plugin\n")
-    result = await torchstore("doctor", "--json", PYTHONPATH=str(tmp_path))
+    result = await torchstore("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
     assert result.status == 1
     (problem, *_) = result.json["problems"]
     assert "acme-store" in problem

@@ -272,7 +272,13 @@ async def test_an_installed_transport_moves_tensors(arguments: str, preferred: b
 async def test_where_it_is_not_installed_it_is_gone(installed: Path) -> None:
     assert str(installed) not in os.environ.get("PYTHONPATH", "")
     out = await run("""
-    await ts.initialize(capacity=64 << 20, prefault=0, prefer=["procfd"])
+    try:
+        await ts.initialize(capacity=64 << 20, prefault=0, prefer=["procfd"])
+    except ts.ConfigurationError as error:
+        assert "no transport is called 'procfd'" in str(error), error
+    else:
+        raise AssertionError("it was not refused")
+    await ts.initialize(capacity=64 << 20, prefault=0)
     only = await volume()
     assert only["chosen"] == "shm", only
     assert "procfd" not in str(only)

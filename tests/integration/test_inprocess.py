@@ -1,27 +1,19 @@
-"""The example transport ``inprocess``: a store in the test's own process, on a thread of its own.
-
-And observers: plug-ins that are told about every operation.
-"""
+"""The example transport ``inprocess``: a store in the test's own process, on its own thread."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support import bits, running_store, until
-from tests.unit.test_plugins import OBSERVERS, Site
+from tests.support import bits, free_port, running_store
 
 import torchstore_core as ts
 import torchstore_inprocess.transport as inprocess
-from torchstore_core.contracts.observer import Operation
 from torchstore_core.server.app import Server, ServerOptions
 
 CAPACITY = 64 << 20
@@ -125,6 +117,37 @@ async def test_the_users_word_decides(
         assert torch.equal(await client.get("k"), torch.arange(100_000))
 
 
+async def test_names_that_nobody_has_are_refused_however_a_store_is_joined(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments, and the environment of a process that calls no ``connect``."""
+    one = ts.SPMDEnv(0, 0, 1, 1, "127.0.0.1", free_port())
+    for wrong in ({"prefer": ["shn"]}, {"block": ["shn"]}):
+        with pytest.raises(ts.ConfigurationError, match=r"'shn'.*did you mean 'shm'"):
+            await ts.connect(server.address, store_name="here", **wrong)
+        with pytest.raises(ts.ConfigurationError, match=r"'shn'.*did you mean 'shm'"):
+            await ts.initialize_spmd(env=one, **wrong)
+    monkeypatch.setenv("TORCHSTORE_ADDRESS", server.address)
+    for variable in ("TORCHSTORE_PREFER", "TORCHSTORE_BLOCK"):
+        with monkeypatch.context() as environment:
+            environment.setenv(variable, "shn")
+            with pytest.raises(ts.ConfigurationError, match=f"{variable}.*'shn'"):
+                await ts.put("k", 1)
+            environment.setenv(variable, "inline")
+            await ts.put("k", 1)
+            await ts.shutdown()
+
+
+async def test_a_server_does_not_mind_names_that_it_has_not_installed() -> None:
+    """The client that says them may have them."""
+    server = ServerThread(block=("of-the-client-alone", "inprocess"))
+    try:
+        async with connected(server.address) as client:
+            assert (await chosen(client))[0] == "shm"
+    finally:
+        server.stop()
+
+
 async def test_with_every_way_blocked_the_error_says_who_and_why(server: ServerThread) -> None:
     async with connected(server.address, block=["shm", "inprocess", "inline"]) as client:
         with pytest.raises(ts.TransportUnavailableError) as caught:
@@ -217,151 +240,3 @@ async def test_it_ends_with_its_server_and_leaves_nothing(server: ServerThread) 
         assert inprocess._served == {}
         with pytest.raises(ts.StoreClosedError):
             await client.put("k", torch.zeros(100_000))
-
-
-# ---- observers ------------------------------------------------------------------------------
-
-WATCH = """
-operations = []
-
-@hookimpl
-def torchstore_operation(operation):
-    operations.append(operation)
-"""
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    made = Site(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield made
-    for module in made.modules:
-        sys.modules.pop(module, None)
-
-
-def seen(distribution: str = "watcher", name: str = "w") -> list[Operation]:
-    return list(sys.modules[f"site_{distribution}_{name}"].operations)
-
-
-async def test_an_observer_sees_every_operation_with_its_phases(site: Site) -> None:
-    site.install("watcher", OBSERVERS, w=WATCH)
-    async with running_store() as client:
-        await client.put("small", 5)
-        await client.put_batch({"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 18)})
-        into = torch.empty(1 << 20)
-        await client.get("a", into)
-        await client.get_batch(["a", "b", "small"])
-        await client.exists("a")
-        await client.keys()
-        await client.wait(["a", "b"])
-        with pytest.raises(ts.StoreTimeoutError):
-            await client.wait("never", timeout=0.01)
-        with pytest.raises(ts.KeyNotFoundError):
-            await client.get("missing")
-        with pytest.raises(ts.UnsupportedValueError):
-            await client.put("meta", torch.empty(3, device="meta"))
-        await client.delete("a")
-        await client.delete_batch(["b", "missing"])
-        await client.put_state_dict({"w": torch.zeros(1 << 20), "n": {"step": 1}}, "model")
-        await client.put_state_dict({"w": torch.zeros(3)}, "small model")
-        mine = {"w": torch.empty(1 << 20), "n": {"step": 0}}
-        await client.get_state_dict("model", mine)
-        with pytest.raises(ts.LayoutMismatchError):
-            await client.get_state_dict("model", {"w": torch.empty(1)})
-        with pytest.raises(ts.UnsupportedValueError):
-            await client.put_state_dict([], "model")
-        await client.versions("model")
-        await client.latest_version("model")
-    operations = seen()
-    assert [(o.name, o.entries, o.error) for o in operations] == [
-        ("put", 1, ""),
-        ("put_batch", 2, ""),
-        ("get", 1, ""),
-        ("get_batch", 3, ""),
-        ("exists", 1, ""),
-        ("keys", 1, ""),
-        ("wait", 2, ""),
-        ("wait", 1, "timeout"),
-        ("get", 1, "key-not-found"),
-        ("put", 1, "unsupported-value"),
-        ("delete", 1, ""),
-        ("delete_batch", 2, ""),
-        ("put_state_dict", 2, ""),
-        ("put_state_dict", 1, ""),
-        ("get_state_dict", 2, ""),
-        ("get_state_dict", 1, "layout-mismatch"),
-        ("put_state_dict", 1, "unsupported-value"),
-        ("versions", 1, ""),
-        ("versions", 1, ""),
-    ]
-    assert all(o.store_name == "torchstore" for o in operations)
-    small, batch, get, several = operations[:4]
-    assert (small.transport, set(small.phases)) == ("inline", {"plan"})
-    assert (batch.transport, set(batch.phases)) == ("shm", {"plan", "copy", "commit"})
-    assert (get.transport, set(get.phases)) == ("shm", {"plan", "copy"})
-    assert batch.nbytes == (5 << 20) and get.nbytes == 4 << 20  # noqa: PT018
-    assert several.nbytes >= 5 << 20
-    for operation in operations:
-        assert 0 <= sum(operation.phases.values()) <= operation.seconds < 20
-    assert batch.phases["copy"] > 0
-    assert operations[8].transport == ""
-    published, little, filled = operations[12:15]
-    assert (published.transport, set(published.phases)) == ("shm", {"plan", "copy", "commit"})
-    assert (little.transport, set(little.phases)) == ("inline", {"plan"})
-    assert (filled.transport, set(filled.phases)) == ("shm", {"plan", "copy"})
-    assert published.nbytes >= 4 << 20
-    assert filled.nbytes == published.nbytes
-
-
-async def test_an_observer_is_told_which_transport_moved_the_bytes(
-    site: Site, server: ServerThread
-) -> None:
-    site.install("watcher", OBSERVERS, w=WATCH)
-    for blocked, expected in ((["shm"], "inprocess"), (["inprocess"], "shm")):
-        async with connected(server.address, block=blocked) as client:
-            await client.put("k", torch.zeros(1 << 18))
-            await client.get("k", torch.empty(1 << 18))
-        assert [(o.name, o.transport, o.store_name) for o in seen()[-2:]] == [
-            ("put", expected, "here"),
-            ("get", expected, "here"),
-        ]
-
-
-async def test_an_observer_that_fails_breaks_nothing(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = "@hookimpl\ndef torchstore_operation(operation): raise ValueError('my fault')\n"
-    site.install("watcher", OBSERVERS, w=WATCH)
-    site.install("another", OBSERVERS, x=broken)
-    site.install("third", OBSERVERS, a=WATCH)
-    with caplog.at_level(logging.ERROR):
-        async with running_store() as client:
-            await client.put("k", 1)
-            assert await client.get("k") == 1
-    assert [o.name for o in seen()] == ["put", "get"]
-    assert [o.name for o in seen("third", "a")] == ["put", "get"]
-    assert caplog.text.count("ValueError: my fault") == 2
-
-
-async def test_a_blocked_observer_sees_nothing(site: Site) -> None:
-    site.install("watcher", OBSERVERS, w=WATCH)
-    async with running_store(block=["w"]) as client:
-        await client.put("k", 1)
-    assert "site_watcher_w" not in sys.modules
-
-
-async def test_a_cancelled_operation_is_observed_as_such(site: Site) -> None:
-    site.install("watcher", OBSERVERS, w=WATCH)
-    async with running_store() as client:
-        waiting = asyncio.create_task(client.wait("never"))
-        await until(lambda: sessions_waiting(client))
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        waits = [operation for operation in seen() if operation.name == "wait"]
-        assert [operation.error for operation in waits] == ["CancelledError"]
-
-
-async def sessions_waiting(client: ts.Client) -> bool:
-    """Whether the server has seen the Wait."""
-    return (await client.status()).operations.get("Wait", 0) > 0

@@ -16,8 +16,9 @@ import pytest
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
-from torchstore_core.errors import PluginError
+from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins import GROUPS, Registry, load_class
+from torchstore_core.ranking import Policy
 
 TRANSPORTS, STRATEGIES, RUNTIMES, OBSERVERS = GROUPS
 
@@ -130,7 +131,18 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     "no_module": (TRANSPORTS, "import surely_not_installed", "surely_not_installed"),
     "syntax": (TRANSPORTS, "def (:", "SyntaxError"),
     "raises": (TRANSPORTS, "raise RuntimeError('no driver')", "no driver"),
-    "exits": (TRANSPORTS, "1 / 0", "ZeroDivisionError"),
+    "divides": (TRANSPORTS, "1 / 0", "ZeroDivisionError"),
+    "exits": (TRANSPORTS, "raise SystemExit(3)", "SystemExit(3)"),
+    "panics": (
+        OBSERVERS,
+        "class Panic(BaseException): pass\nraise Panic('in the engine')",
+        "in the engine",
+    ),
+    "hook_exits": (
+        RUNTIMES,
+        "@hookimpl\ndef torchstore_runtime(): raise SystemExit('no')\n",
+        "SystemExit('no')",
+    ),
     "empty": (TRANSPORTS, "", "does not implement the hook torchstore_transport"),
     "undecorated": (
         TRANSPORTS,
@@ -172,6 +184,26 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         OBSERVERS,
         "@hookimpl\nasync def torchstore_operation(operation): pass\n",
         "must be a plain function, not async",
+    ),
+    "asynchronous_generator": (
+        OBSERVERS,
+        "@hookimpl\nasync def torchstore_operation(operation): yield\n",
+        "must be a plain function, not async",
+    ),
+    "generator": (
+        OBSERVERS,
+        "@hookimpl\ndef torchstore_operation(operation): yield\n",
+        "must be a plain function, without a yield",
+    ),
+    "coroutine_in_disguise": (
+        STRATEGIES,
+        "async def later(): pass\n@hookimpl\ndef torchstore_strategy(): return later()\n",
+        "must return a subclass of Strategy",
+    ),
+    "two_hooks": (
+        TRANSPORTS,
+        TRANSPORT + "\n@hookimpl\ndef torchstore_operation(operation): pass\n",
+        "implements torchstore_operation, too, which nobody would call",
     ),
     "no_hook": (OBSERVERS, "", "does not implement the hook torchstore_operation"),
     "wrong_type": (
@@ -219,7 +251,7 @@ def test_a_broken_one_is_recorded_and_raised_only_when_asked_for(site: Site, nam
     several: dict[str, Callable[[], list[Any]]] = {
         TRANSPORTS: registry.transports,
         RUNTIMES: registry.runtimes,
-        OBSERVERS: registry.observers,
+        OBSERVERS: lambda: [*registry.observers()],
         STRATEGIES: lambda: [registry.strategy("good"), registry.load_all()][:1],
     }
     assert len(several[group]()) == 1  # the good one, and no exception
@@ -356,7 +388,7 @@ def test_every_observer_is_called_whatever_the_others_do(site: Site) -> None:
     registry = site.registry()
     operation = Operation("put", "s", 1, 2, "shm", 0.1, {"plan": 0.1})
     failed = 0
-    for observer in registry.observers():
+    for observer in registry.observers().values():
         try:
             observer(operation=operation)
         except ValueError:
@@ -368,6 +400,59 @@ def test_every_observer_is_called_whatever_the_others_do(site: Site) -> None:
         ["without"],
     ]
     assert list(registry.errors()) == [f"{OBSERVERS}:d"]
+
+
+# ---- names that nobody has ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+@pytest.mark.parametrize(
+    ("field", "names", "says"),
+    [
+        ("prefer", ["shn"], r"prefer=.*no transport is called 'shn' \(.*inline.*shm\).*mean 'shm'"),
+        ("prefer", ["shm", "zebra"], "no transport is called 'zebra'.*install its package"),
+        ("prefer", ["local"], "no transport is called 'local'"),  # that is a runtime
+        ("block", ["in-line"], "block=.*no plug-in is called 'in-line'.*mean 'inline'"),
+        ("block", ["Shm", "zebra"], "no plug-in is called 'Shm', 'zebra'.*mean 'shm'"),
+    ],
+)
+def test_a_name_that_nobody_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, how: str, field: str, names: list[str], says: str
+) -> None:
+    arguments = {field: names}
+    if how == "environment":
+        monkeypatch.setenv(f"TORCHSTORE_{field.upper()}", ",".join(names))
+        arguments = {}
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        Policy.make(**arguments)
+    assert f"TORCHSTORE_{field.upper()}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "names", [5, None, "shm", b"shm", [5], [b"shm"], [["shm"]], {"shm": 1}, ("shm", None)], ids=repr
+)
+@pytest.mark.parametrize("field", ["prefer", "block"])
+def test_what_is_no_list_of_names_is_refused(field: str, names: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{field} is a list of names, not"):
+        Policy.make(**{field: names})
+
+
+def test_a_missing_package_of_ours_is_named(site: Site) -> None:
+    with pytest.raises(ConfigurationError, match=r"'shm'.*pip install torchstore-transports"):
+        Policy(prefer=("shm", "inline")).check_installed(site.registry())
+
+
+def test_every_kind_of_plug_in_can_be_blocked_broken_or_not(site: Site) -> None:
+    for group in GROUPS:
+        site.install(f"of-{group[11:]}", group, **{f"broken_{group[11:]}": "1 / 0"})
+    names = ["singleton", "local", "shm", *(f"broken_{group[11:]}" for group in GROUPS)]
+    policy = Policy.make(block=names)
+    registry = Registry(block=policy.block)
+    registry.load_all()
+    assert registry.errors() == {}
+    assert site.imported() == set()
+    assert Policy.make({"shm"}, {"shm"}).prefer == ("shm",)
+    assert Policy.make(prefer=["broken_transports"]).prefer == ("broken_transports",)
 
 
 # ---- classes that descriptors name ----------------------------------------------------------
@@ -386,7 +471,17 @@ def test_a_class_that_is_not_there_is_a_plugin_error(path: str) -> None:
         load_class(path)
 
 
-def test_a_class_whose_module_is_broken_is_a_plugin_error(site: Site) -> None:
-    site.install("package", TRANSPORTS, half="raise ValueError('no library')")
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
+def test_a_class_whose_module_is_broken_is_a_plugin_error(site: Site, error: str) -> None:
+    site.install("package", TRANSPORTS, half=f"raise {error}('no library')")
     with pytest.raises(PluginError, match="no library"):
         load_class("site_package_half:Link")
+
+
+def test_an_interrupt_is_the_users_and_nothing_is_broken(site: Site) -> None:
+    site.install("package", TRANSPORTS, slow="raise KeyboardInterrupt")
+    registry = site.registry()
+    for load in (registry.load_all, lambda: load_class("site_package_slow:Link")):
+        with pytest.raises(KeyboardInterrupt):
+            load()
+    assert registry.errors() == {}

@@ -280,15 +280,15 @@ def test_a_dropped_transport_is_never_chosen_again() -> None:
 @pytest.mark.parametrize("field", ["prefer", "block"])
 def test_arguments_come_before_the_environment(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variable = f"TORCHSTORE_{field.upper()}"
-    assert getattr(Policy.make(), field) == ()
-    assert getattr(Policy.make(**{field: ["x"]}), field) == ("x",)
+    assert getattr(Policy.said(), field) == ()
+    assert getattr(Policy.said(**{field: ["x"]}), field) == ("x",)
     monkeypatch.setenv(variable, " tcp, shm ,,rdma,")
-    assert getattr(Policy.make(), field) == ("tcp", "shm", "rdma")
-    assert getattr(Policy.make(**{field: ["shm", "x"]}), field) == ("shm", "x", "tcp", "rdma")
+    assert getattr(Policy.said(), field) == ("tcp", "shm", "rdma")
+    assert getattr(Policy.said(**{field: ["shm", "x"]}), field) == ("shm", "x", "tcp", "rdma")
     other = {"prefer": "block", "block": "prefer"}[field]
-    assert getattr(Policy.make(), other) == ()
+    assert getattr(Policy.said(), other) == ()
     monkeypatch.setenv(variable, "")
-    assert getattr(Policy.make(), field) == ()
+    assert getattr(Policy.said(), field) == ()
 
 
 def test_what_is_both_preferred_and_blocked_is_blocked() -> None:

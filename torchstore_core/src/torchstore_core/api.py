@@ -92,11 +92,11 @@ async def initialize(
             speed; None: up to 1 GiB; 0: nothing, ever.
         allow_pickle: False refuses values that need pickle, by default for every operation.
         prefer: transports to use first (also TORCHSTORE_PREFER, comma-separated).
-        block: plug-ins not to load (also TORCHSTORE_BLOCK).
+        block: plug-ins of any kind not to load, here and in the server (also TORCHSTORE_BLOCK).
 
     Raises:
-        ConfigurationError: a bad argument, or this process has such a store already: see
-            :func:`connect_or_initialize`, which returns that.
+        ConfigurationError: a bad argument, a name that nobody has installed here, or this process
+            has such a store already: see :func:`connect_or_initialize`, which returns that.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not give so much address space to a volume.
         StoreTimeoutError, StoreClosedError: the server did not come up.

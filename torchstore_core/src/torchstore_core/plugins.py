@@ -6,6 +6,7 @@ when it is asked for by name; two distributions that claim one name are an error
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import logging
@@ -20,20 +21,22 @@ from torchstore_core.contracts import hooks
 from torchstore_core.contracts.runtime import RuntimeSpec
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
-from torchstore_core.errors import PluginError
+from torchstore_core.errors import ConfigurationError, PluginError
 
-__all__ = ["GROUPS", "Registry", "load_class"]
+__all__ = ["GROUPS", "OBSERVERS", "Registry", "load_class"]
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"^name:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 
+#: Entry-point group of those that are told of operations.
+OBSERVERS = "torchstore.plugins"
 #: Entry-point group of each kind of plug-in, and the hook its modules implement.
 GROUPS = {
     "torchstore.transports": "torchstore_transport",
     "torchstore.strategies": "torchstore_strategy",
     "torchstore.runtimes": "torchstore_runtime",
-    "torchstore.plugins": "torchstore_operation",
+    OBSERVERS: "torchstore_operation",
 }
 
 _PACKAGES = {
@@ -56,7 +59,9 @@ def load_class(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # one that exits, or panics, is as broken as one that raises
         raise PluginError(f"cannot import {path!r}: {error!r}") from error
 
 
@@ -86,6 +91,11 @@ def _name_of(distribution: metadata.Distribution) -> str:
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     found = _NAME.search(text)
     return found[1] if found is not None else str(distribution.metadata["Name"] or "")
+
+
+def _kind(group: str) -> str:
+    """What a plug-in of that group is called."""
+    return GROUPS[group].removeprefix("torchstore_").replace("operation", "plug-in")
 
 
 def _identity(entry: metadata.EntryPoint) -> tuple[str, str]:
@@ -138,6 +148,35 @@ class Registry:
         broken = {n: str(e) for (g, n), e in self._errors.items() if g == group}
         return {**broken, **blocked}
 
+    def check_installed(
+        self, what: str, names: Sequence[str], groups: Sequence[str] = tuple(GROUPS)
+    ) -> None:
+        """Every name is one of an installed plug-in, broken and blocked ones included.
+
+        Args:
+            what: what the names are given to, for the error.
+            groups: where they may be.
+
+        Raises:
+            ConfigurationError: names those that nobody has installed here, and what there is.
+        """
+        known = {name for group in groups for name in self._entries[group]}
+        unknown = [name for name in names if name not in known]
+        if not unknown:
+            return
+        packages = [_PACKAGES[g, n] for g in groups for n in unknown if (g, n) in _PACKAGES]
+        near = [n for u in unknown for n in difflib.get_close_matches(u, known, 1)]
+        advice = "install its package"
+        if packages:
+            advice = f"pip install {' '.join(dict.fromkeys(packages))}"
+        elif near:
+            advice = f"did you mean {' and '.join(map(repr, dict.fromkeys(near)))}?"
+        kind = _kind(groups[0]) if len(groups) == 1 else "plug-in"
+        raise ConfigurationError(
+            f"{what}: no {kind} is called {', '.join(map(repr, unknown))} (installed: "
+            f"{', '.join(sorted(known)) or 'none'}); {advice}, or leave the name out"
+        )
+
     def source(self, group: str, name: str) -> str:
         """The distribution(s) that a name comes from."""
         return ", ".join(sorted(_distribution(e) for e in self._entries[group].get(name, [])))
@@ -160,7 +199,7 @@ class Registry:
         return self._results[key]
 
     def _load(self, group: str, name: str) -> Any:
-        kind = GROUPS[group].removeprefix("torchstore_").replace("operation", "plug-in")
+        kind = _kind(group)
         if name in self.block:
             raise PluginError(f"{kind} {name!r} is blocked by configuration")
         entries = self._entries[group].get(name, [])
@@ -178,7 +217,9 @@ class Registry:
         origin = f"{kind} {name!r} (from {_distribution(entry)})"
         try:
             plugin = entry.load()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # see load_class
             raise PluginError(f"{origin} cannot be imported: {error!r}") from error
         return self._call(group, name, plugin, origin)
 
@@ -188,7 +229,7 @@ class Registry:
         try:
             self._manager.register(plugin, name=unique)
             self._manager.check_pending()
-        except (pluggy.PluginValidationError, ValueError) as error:
+        except Exception as error:
             if self._manager.has_plugin(unique):
                 self._manager.unregister(name=unique)
             raise PluginError(f"{origin} is not a valid plug-in: {error}") from error
@@ -203,13 +244,23 @@ class Registry:
         ]
         if not found:
             raise PluginError(f"{origin} does not implement the hook {hook}")
-        if inspect.iscoroutinefunction(found[0]):
+        callers = self._manager.get_hookcallers(plugin) or []
+        if others := sorted(caller.name for caller in callers if caller.name != hook):
+            raise PluginError(
+                f"{origin} implements {' and '.join(others)}, too, which nobody would call; "
+                "each hook needs a module and an entry point of its own"
+            )
+        if inspect.iscoroutinefunction(found[0]) or inspect.isasyncgenfunction(found[0]):
             raise PluginError(f"{origin}: {hook} must be a plain function, not async")
+        if inspect.isgeneratorfunction(found[0]):
+            raise PluginError(f"{origin}: {hook} must be a plain function, without a yield")
         if hook == "torchstore_operation":
             return plugin
         try:
             result = found[0]()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # see load_class
             raise PluginError(f"{origin}: its hook {hook} failed: {error!r}") from error
         return _checked(hook, name, result, origin)
 
@@ -256,21 +307,21 @@ class Registry:
         spec: RuntimeSpec = self.load("torchstore.runtimes", name)
         return spec
 
-    def observers(self) -> list[Callable[..., Any]]:
-        """The hook ``torchstore_operation`` of every observer plug-in that loads, one by one: none
-        of them can keep the others from being called.
+    def observers(self) -> dict[str, Callable[..., list[Any]]]:
+        """The hook ``torchstore_operation`` of every observer plug-in that loads, by its name: none
+        of them can keep the others from being called. The others are :meth:`left_out`.
         """
-        plugins = []
-        for name in self.names("torchstore.plugins"):
+        plugins = {}
+        for name in self.names(OBSERVERS):
             try:
-                plugins.append(self.load("torchstore.plugins", name))
+                plugins[name] = self.load(OBSERVERS, name)
             except PluginError:
                 continue
         everybody = self._manager.get_plugins()
-        return [
-            self._manager.subset_hook_caller("torchstore_operation", everybody - {plugin})
-            for plugin in plugins
-        ]
+        return {
+            name: self._manager.subset_hook_caller("torchstore_operation", everybody - {plugin})
+            for name, plugin in plugins.items()
+        }
 
     def load_all(self) -> None:
         """Load every plug-in of every group, so that :meth:`errors` is complete."""
@@ -283,6 +334,8 @@ class Registry:
 
 
 def _checked(hook: str, name: str, result: Any, origin: str) -> Any:
+    if inspect.iscoroutine(result):
+        result.close()  # or it would be reported as never awaited, far from here
     if hook == "torchstore_strategy":
         if not (isinstance(result, type) and issubclass(result, Strategy)):
             raise PluginError(f"{origin}: {hook} must return a subclass of Strategy")

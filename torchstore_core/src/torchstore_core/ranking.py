@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import msgspec
 
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 from torchstore_core.errors import ConfigurationError, TransportUnavailableError
+from torchstore_core.plugins import Registry
 
 __all__ = ["Candidate", "Policy", "Ranking", "rank"]
 
@@ -40,14 +41,40 @@ class Policy(msgspec.Struct, frozen=True):
         """Arguments joined with TORCHSTORE_PREFER and TORCHSTORE_BLOCK (comma-separated).
 
         Raises:
-            ConfigurationError: one str instead of a list of names.
+            ConfigurationError: not a list of names, or a name that nobody has installed here.
         """
-        if isinstance(prefer, str) or isinstance(block, str):
-            raise ConfigurationError("prefer and block are lists of names, not one str")
+        made = cls.said(prefer, block)
+        if made.prefer or made.block:
+            made.check_installed(Registry())
+        return made
+
+    @classmethod
+    def said(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
+        """The same, whether or not there are such plug-ins.
+
+        Raises:
+            ConfigurationError: not a list of names.
+        """
+        both: dict[str, object] = {"prefer": prefer, "block": block}
+        for what, given in both.items():
+            names = given if isinstance(given, Sequence | Set) else [None]
+            if isinstance(given, str | bytes) or not all(isinstance(name, str) for name in names):
+                raise ConfigurationError(f"{what} is a list of names, not {given!r}")
         return cls(
             (*prefer, *(n for n in _names("TORCHSTORE_PREFER") if n not in prefer)),
             (*block, *(n for n in _names("TORCHSTORE_BLOCK") if n not in block)),
         )
+
+    def check_installed(self, registry: Registry) -> None:
+        """Every name is one of a plug-in that is installed in this environment, working or not. A
+        server takes the names as they come: what it has not installed, it does not load.
+
+        Raises:
+            ConfigurationError: names those that nobody has installed, and what there is.
+        """
+        transports = ["torchstore.transports"]
+        registry.check_installed("prefer= or TORCHSTORE_PREFER", self.prefer, transports)
+        registry.check_installed("block= or TORCHSTORE_BLOCK", self.block)
 
     def of_store(self, transport: str | tuple[str, ...] | None) -> Policy:
         """With what the store's strategy says: a name forces, a tuple prefers.

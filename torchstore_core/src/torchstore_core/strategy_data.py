@@ -30,15 +30,8 @@ def check_transport(strategy: object, registry: Registry) -> None:
     names = _transport_names(strategy)
     if not names:
         return
-    installed = {*registry.names(_TRANSPORTS), *registry.left_out(_TRANSPORTS)}
-    unknown = [name for name in names if name not in installed]
-    if unknown:
-        there = ", ".join(sorted(installed)) or "none"
-        raise ConfigurationError(
-            f"transport={strategy.transport!r} of {type(strategy).__name__}: no transport is "
-            f"called {', '.join(map(repr, unknown))} (installed: {there}); install its package, or "
-            "leave the name out"
-        )
+    what = f"transport={strategy.transport!r} of {type(strategy).__name__}"
+    registry.check_installed(what, names, [_TRANSPORTS])
 
 
 def _transport_names(strategy: Strategy) -> Sequence[str]:

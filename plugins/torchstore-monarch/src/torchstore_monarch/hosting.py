@@ -62,7 +62,7 @@ class HostedServer(TransportServer):
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         if not is_hosting():
-            raise TransportUnavailableError("this server is not hosted by a Monarch actor")
+            raise TransportUnavailableError("only in a Monarch job: no actor hosts the volume")
         self._segments = {segment.id: segment for segment in segments}
         self._volume_id = context.volume_id
         self._here[context.volume_id] = self

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from torchstore_core import topology
 from torchstore_core.cli import reports
 from torchstore_core.cli.connecting import open_store
+from torchstore_core.cli.trying import try_plugins
+from torchstore_core.plugins import OBSERVERS, Registry
+from torchstore_core.ranking import Policy
 from torchstore_core.wire import messages as m
 
 __all__ = ["ask_key", "ask_keys", "ask_status", "remove"]
@@ -17,6 +20,7 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
     """Everything about one store."""
     async with open_store(address, timeout) as store:
         status = await store.call(m.StatusReport, m.Status)
+    wrong = {**await _observer_errors(), **status.plugin_errors}
     here = topology.probe()
     return reports.StatusReport(
         address=store.address,
@@ -31,11 +35,19 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
         keys=status.keys,
         operations=dict(sorted(status.operations.items())),
         operations_per_s=status.operations_per_s,
-        plugin_errors=status.plugin_errors,
+        plugin_errors=dict(sorted(wrong.items())),
         pending=status.pending,
         pending_versions=status.pending_versions,
         pending_bytes=status.pending_bytes,
     )
+
+
+async def _observer_errors() -> dict[str, str]:
+    """What clients of this environment find wrong with its observers, which no server loads."""
+    block = Policy.said().block
+    names = [(OBSERVERS, name) for name in Registry(block=block).names(OBSERVERS)]
+    tried = await try_plugins(names, block)
+    return {f"{group}:{n}": o.error for (group, n), o in tried.items() if o.error is not None}
 
 
 async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.KeyReport:

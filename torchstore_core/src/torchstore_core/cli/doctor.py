@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -18,10 +18,11 @@ import msgspec
 from torchstore_core import copying, discovery, topology
 from torchstore_core.cli import reports
 from torchstore_core.cli.connecting import given_address, open_store
+from torchstore_core.cli.trying import Outcome, try_plugins
 from torchstore_core.client_side import stores
 from torchstore_core.client_side.lane import socket_path
 from torchstore_core.client_side.links import VolumeLinks
-from torchstore_core.contracts.transport import LinkContext, TransportSpec
+from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.plugins import GROUPS, Registry
 from torchstore_core.ranking import Policy, Ranking, rank
@@ -58,23 +59,29 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
     """Look at everything; raises nothing that the report can say."""
     found = _Findings()
     here = topology.probe()
-    policy = Policy.make()
-    registry = Registry(block=policy.block)
-    registry.load_all()
+    policy = Policy.said()
+    installed = Registry(block=policy.block)
+    names = [(group, name) for group in GROUPS for name in installed.names(group)]
+    outcomes = await try_plugins(names, policy.block)
+    fatal = [name for (_, name), outcome in outcomes.items() if outcome.ends_process]
+    registry = Registry(block=(*policy.block, *fatal))
     limits = _limits()
-    link = _hypothetical(here, registry, policy, found)
+    link = _hypothetical(here, registry, policy, outcomes, found)
     found.check("the default strategy", lambda: registry.strategy(ServerOptions().strategy))
     found.check("the local runtime", lambda: registry.runtime("local"))
     found.check("the runtime directory", runtime_directory)
     found.check("shared memory", _share_memory)
-    _look_at_environment(policy, registry, found)
+    _look_at_environment(policy, installed, found)
     _look_at_limits(limits, here, found)
-    plugins = [*_plugins(registry, policy)]
-    found.notes += [
-        f"the plug-in {p.name!r} of {p.group} does not load, the others do"
-        for p in plugins
-        if p.state == "error"
-    ]
+    plugins = [*_plugins(installed, policy, outcomes)]
+    for p in plugins:
+        if p.name in fatal and p.state == "error":
+            found.problems.append(
+                f"the plug-in {p.name!r} of {p.group} takes processes down ({p.error}): block it "
+                f"(TORCHSTORE_BLOCK={p.name}) or uninstall {p.distribution}"
+            )
+        elif p.state == "error":
+            found.notes.append(f"the plug-in {p.name!r} of {p.group} does not load, the others do")
     copy = reports.CopyEngine(copying.has_native(), _copy_threads(found))
     running_stores = await _stores(address, timeout, registry, policy, found)
     return reports.DoctorReport(
@@ -106,7 +113,11 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
 
 
 def _hypothetical(
-    here: topology.Topology, registry: Registry, policy: Policy, found: _Findings
+    here: topology.Topology,
+    registry: Registry,
+    policy: Policy,
+    outcomes: Mapping[tuple[str, str], Outcome],
+    found: _Findings,
 ) -> reports.LinkReport:
     """The link to a volume that another process of this host would have."""
     try:
@@ -115,17 +126,17 @@ def _hypothetical(
         found.problems.append(error.message)
         specs = []
     there = msgspec.structs.replace(here, pid=0)
-    offers = [spec.name for spec in specs if spec.server is not None and _usable(spec)]
+    offers = [spec.name for spec in specs if spec.server is not None]
     ranking = rank(specs, LinkContext(here, there, same_host=True, offered=True), offers, policy)
+    for (group, name), outcome in outcomes.items():
+        reason = outcome.error or outcome.refusal
+        if group == "torchstore.transports" and reason is not None:
+            ranking.drop(name, reason)
     for name in policy.block:
         if registry.source("torchstore.transports", name):
             ranking.refusals[name] = "blocked by configuration"
     _check_reach("a volume on this host", ranking, found)
     return _link("", True, ranking)
-
-
-def _usable(spec: TransportSpec) -> bool:
-    return spec.probe is None or spec.probe() is None
 
 
 def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
@@ -216,16 +227,17 @@ async def _store(
 # ---- plug-ins -----------------------------------------------------------------------------
 
 
-def _plugins(registry: Registry, policy: Policy) -> Iterator[reports.PluginLine]:
-    errors = registry.errors()
+def _plugins(
+    registry: Registry, policy: Policy, outcomes: Mapping[tuple[str, str], Outcome]
+) -> Iterator[reports.PluginLine]:
     for group in GROUPS:
         blocked = {name for name in policy.block if registry.source(group, name)}
         for name in sorted({*registry.names(group), *blocked}):
             source = registry.source(group, name)
-            error = errors.get(f"{group}:{name}")
             if name in blocked:
                 yield reports.PluginLine(group, name, source, "blocked")
             else:
+                error = outcomes[group, name].error
                 yield reports.PluginLine(group, name, source, "error" if error else "ok", error)
 
 
@@ -304,16 +316,7 @@ def _look_at_limits(limits: reports.Limits, here: topology.Topology, found: _Fin
 def _look_at_environment(policy: Policy, registry: Registry, found: _Findings) -> None:
     found.check(stores.ADDRESSES, lambda: stores.inherited_address("any other"))
     found.check("TORCHSTORE_ALLOW_PICKLE", stores.allow_pickle_default)
-    found.notes += [
-        f"TORCHSTORE_PREFER names {name!r}, which is no transport here"
-        for name in policy.prefer
-        if not registry.source("torchstore.transports", name)
-    ]
-    found.notes += [
-        f"TORCHSTORE_BLOCK names {name!r}, which is no plug-in here"
-        for name in policy.block
-        if not any(registry.source(group, name) for group in GROUPS)
-    ]
+    found.check("the environment", lambda: policy.check_installed(registry))
 
 
 def _copy_threads(found: _Findings) -> int | None:

@@ -48,7 +48,8 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True):
 class StatusReport(msgspec.Struct, frozen=True):
     """``torchstore status``: the fields of what ``ts.status()`` returns, and the address.
 
-    ``sessions`` leaves out the one that asked.
+    ``sessions`` leaves out the one that asked. ``plugin_errors``: of the server's plug-ins, and of
+    the observers of this environment, which clients load.
     """
 
     address: str

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchstore_core.client_side.clock import Clock
 from torchstore_core.client_side.lane import Lane
-from torchstore_core.client_side.operations import Clock
 from torchstore_core.client_side.session import Session
-from torchstore_core.contracts.observer import Operation
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.wire import messages as m
 
@@ -20,19 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["ClientBase"]
 
 # Requests that the server answers faster than a task switch takes.
-_QUICK = frozenset(("delete", "exists", "stat", "versions"))
+_QUICK = frozenset(("delete", "exists", "latest_version", "stat", "versions"))
 R = TypeVar("R", bound=m.Message)
-
-
-class Seen:
-    """What an observer is told of an operation; filled in while it runs."""
-
-    __slots__ = ("entries", "nbytes", "transport")
-
-    def __init__(self) -> None:
-        self.entries = 1
-        self.nbytes = 0
-        self.transport = ""
 
 
 class ClientBase:
@@ -70,64 +55,18 @@ class ClientBase:
 
     async def _join(self, clock: Clock) -> tuple[Session, Lane]:
         session = await self._membership.session(clock.left())
+        clock.joined()
         return session, await session.lane(clock.left())
 
-    def _clock(self, timeout: float | None) -> Clock:
+    def _watch(self, name: str, timeout: float | None, key: object = "") -> Clock:
+        """The clock of one operation, the first of a key: it tells the observers how it went."""
         if timeout is None:
             timeout = self._timeout
         elif not timeout >= 0:
             raise ConfigurationError(f"timeout is seconds, at least 0, not {timeout!r}")
-        return Clock(timeout)
+        return Clock(timeout, name, key, self._membership)
 
-    async def _call(
-        self,
-        name: str,
-        expect: type[R],
-        message: type[Any],
-        timeout: float | None,
-        *args: Any,
-        entries: int = 1,
-    ) -> R:
-        clock = self._clock(timeout)
-        error = ""
-        try:
-            _, lane = self._here() or await self._join(clock)
-            request = message(lane.next_id(), *args)
-            return await lane.call(request, expect, clock.left(), quick=name in _QUICK)
-        except BaseException as caught:
-            error = getattr(caught, "code", type(caught).__name__)
-            raise
-        finally:
-            self._observe(name, clock, entries, 0, "", error)
-
-    @contextmanager
-    def _watch(self, name: str, clock: Clock) -> Iterator[Seen]:
-        """Tell the observers how it went."""
-        seen = Seen()
-        error = ""
-        try:
-            yield seen
-        except BaseException as caught:
-            error = getattr(caught, "code", type(caught).__name__)
-            raise
-        finally:
-            self._observe(name, clock, seen.entries, seen.nbytes, seen.transport, error)
-
-    def _observe(
-        self, name: str, clock: Clock, entries: int, nbytes: int, transport: str, error: str
-    ) -> None:
-        observe = self._membership.observe
-        if observe is not None:
-            seconds = time.perf_counter() - clock.start
-            observe(
-                Operation(
-                    name,
-                    self.store_name,
-                    entries,
-                    nbytes,
-                    transport,
-                    seconds,
-                    clock.phases,
-                    error,
-                )
-            )
+    async def _call(self, clock: Clock, expect: type[R], message: type[Any], *args: Any) -> R:
+        _, lane = self._here() or await self._join(clock)
+        request = message(lane.next_id(), *args)
+        return await lane.call(request, expect, clock.left(), quick=clock.name in _QUICK)

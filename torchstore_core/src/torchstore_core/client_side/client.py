@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.client_side import packed, state_dicts, writing
+from torchstore_core.client_side.clock import Clock
 from torchstore_core.client_side.key_operations import KeyOperations, check_min_version
+from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.operations import (
-    Clock,
     Putting,
     Want,
     asks_of,
@@ -17,10 +18,12 @@ from torchstore_core.client_side.operations import (
     put_sources,
 )
 from torchstore_core.client_side.packed import TorchStoreStateDict
+from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import TensorShard
 from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
+from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
     import torch
@@ -87,15 +90,13 @@ class Client(KeyOperations):
             TransportUnavailableError: no permitted transport reaches the volume.
             PluginError: the store's strategy names no volume.
         """
-        if tensor_slice_spec is not None:
-            value = TensorShard(value, tensor_slice_spec)
-        if isinstance(value, TorchStoreStateDict):
-            ref = await self.put_state_dict(
-                value, key, version=version, timeout=timeout, allow_pickle=allow_pickle
-            )
-            return await ref if isinstance(ref, PendingPut) else ref
-        versions = await self._put("put", ((key, value),), version, timeout, allow_pickle)
-        return ObjectRef(key, versions[0])
+        with self._watch("put", timeout, key) as clock:
+            if tensor_slice_spec is not None:
+                value = TensorShard(value, tensor_slice_spec)
+            if isinstance(value, TorchStoreStateDict):
+                return await self._put_packed(key, value, version, clock, allow_pickle)
+            versions = await self._put(((key, value),), version, clock, allow_pickle)
+            return ObjectRef(key, versions[0])
 
     async def put_batch(
         self,
@@ -109,49 +110,55 @@ class Client(KeyOperations):
 
         With DTensors each rank puts the same keys; the put that completes them shows all at once.
         """
-        if not isinstance(items, Mapping):
-            raise UnsupportedValueError(
-                f"put_batch takes a dict of key to value, not a {type(items).__qualname__}"
-            )
-        if not items:
-            return {}
-        versions = await self._put("put_batch", items.items(), version, timeout, allow_pickle)
-        return {k: ObjectRef(k, version) for k, version in zip(items, versions, strict=True)}
+        with self._watch("put_batch", timeout) as clock:
+            if not isinstance(items, Mapping):
+                raise UnsupportedValueError(
+                    f"put_batch takes a dict of key to value, not a {type(items).__qualname__}"
+                )
+            clock.entries = len(items)
+            if not items:
+                return {}
+            clock.key = next(iter(items))
+            versions = await self._put(items.items(), version, clock, allow_pickle)
+            return {k: ObjectRef(k, version) for k, version in zip(items, versions, strict=True)}
 
     async def _put(
         self,
-        name: str,
         items: Collection[tuple[str, Any]],
         version: int | None,
-        timeout: float | None,
+        clock: Clock,
         allow_pickle: bool | None,
     ) -> list[int]:
         """The versions, by item."""
-        clock = self._clock(timeout)
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
-        nbytes = 0
-        transport = ""
-        error = ""
-        try:
-            exact = check_version(version)
-            sources, counts = writing.prepare_all(items, allow_pickle=pickle_too)
+        clock.version = exact = check_version(version)
+        sources, counts = writing.prepare_all(items, allow_pickle=pickle_too)
+        versions: list[int] = []
+        if sources:
+            session, lane = self._here() or await self._join(clock)
             nbytes = sum([source.nbytes for source in sources])
-            versions: list[int] = []
-            if sources:
-                session, lane = self._here() or await self._join(clock)
-                versions, transport = await put_sources(
-                    session, lane, sources, nbytes, clock, version=exact
-                )
-        except BaseException as caught:
-            error = getattr(caught, "code", type(caught).__name__)
-            raise
-        finally:
-            if self._membership.observe is not None:
-                self._observe(name, clock, len(items), nbytes, transport, error)
-        if counts is None:
-            return versions
-        each = iter(versions)  # one for each shard
-        return [max([next(each) for _ in range(count)], default=0) for count in counts]
+            versions = await put_sources(session, lane, sources, nbytes, clock, version=exact)
+        if counts is not None:
+            each = iter(versions)  # one for each shard
+            versions = [max([next(each) for _ in range(count)], default=0) for count in counts]
+        clock.version = versions[0]
+        return versions
+
+    async def _put_packed(
+        self,
+        key: str,
+        value: TorchStoreStateDict,
+        version: int | None,
+        clock: Clock,
+        allow_pickle: bool | None,
+    ) -> ObjectRef:
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        clock.version = exact = check_version(version)
+        session, lane = self._here() or await self._join(clock)
+        planned = state_dicts.plan_put(
+            value, writing.check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
+        )
+        return await _publish(session, lane, key, planned, clock, exact)
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -190,9 +197,9 @@ class Client(KeyOperations):
                 a value that cannot be rebuilt here.
             TransportUnavailableError: no permitted transport reaches the volume.
         """
-        want = Want.make(key_or_ref, inplace_tensor, tensor_slice_spec)
-        values = await self._get("get", [want], timeout, allow_pickle)
-        return values[0]
+        with self._watch("get", timeout) as clock:
+            want = Want.make(key_or_ref, inplace_tensor, tensor_slice_spec)
+            return (await self._get([want], clock, allow_pickle))[0]
 
     async def get_batch(
         self,
@@ -215,67 +222,45 @@ class Client(KeyOperations):
             ConfigurationError: a key is asked for twice, at different versions or slices.
             And as ``get``.
         """
-        wants = [*_wants(keys)]
-        if not wants:
-            return {}
-        if len({want.key for want in wants}) < len(wants):
-            _refuse_ambiguous(wants)
-        values = await self._get("get_batch", wants, timeout, allow_pickle)
-        return {want.key: value for want, value in zip(wants, values, strict=True)}
+        with self._watch("get_batch", timeout) as clock:
+            wants = [*_wants(keys)]
+            clock.entries = len(wants)
+            if not wants:
+                return {}
+            if len({want.key for want in wants}) < len(wants):
+                _refuse_ambiguous(wants)
+            values = await self._get(wants, clock, allow_pickle)
+            return {want.key: value for want, value in zip(wants, values, strict=True)}
 
     async def _get(
-        self, name: str, wants: Sequence[Want], timeout: float | None, allow_pickle: bool | None
+        self, wants: Sequence[Want], clock: Clock, allow_pickle: bool | None
     ) -> list[Any]:
-        clock = self._clock(timeout)
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
-        nbytes = 0
-        transport = ""
-        error = ""
+        clock.key, clock.version = wants[0].key, wants[0].version
         values: list[Any] = []
         dicts: list[tuple[int, int, StateDictMeta]] = []
-        try:
-            asked = [asks_of(want) for want in wants]
-            asks = [ask for parts in asked for ask in parts]
-            session, lane = self._here() or await self._join(clock)
-            result, entries, nbytes = await get_asks(session, lane, asks, clock, pickle_too)
-            transport = result.transport
-            at = 0
-            for want, parts in zip(wants, asked, strict=True):
-                if parts and type(meta := entries[at].meta) is StateDictMeta:
-                    dicts.append((len(values), entries[at].version, meta))
-                # The very tensor that was given (a read writes into a detached alias of it).
-                values.append(result.values[at] if want.tensor is None else want.tensor)
-                at += len(parts)
-        except BaseException as caught:
-            error = getattr(caught, "code", type(caught).__name__)
-            raise
-        finally:
-            if self._membership.observe is not None:
-                self._observe(name, clock, len(wants), nbytes, transport, error)
+        asked = [asks_of(want) for want in wants]
+        asks = [ask for parts in asked for ask in parts]
+        session, lane = self._here() or await self._join(clock)
+        result, entries = await get_asks(session, lane, asks, clock, pickle_too)
+        if asked[0]:
+            clock.version = entries[0].version
+        at = 0
+        for want, parts in zip(wants, asked, strict=True):
+            if parts and type(meta := entries[at].meta) is StateDictMeta:
+                dicts.append((len(values), entries[at].version, meta))
+            # The very tensor that was given (a read writes into a detached alias of it).
+            values.append(result.values[at] if want.tensor is None else want.tensor)
+            at += len(parts)
         for at, version, meta in dicts:
-            found = await self._get_dict(wants[at], version, clock, allow_pickle)
+            fetched = await _get_dict(session, lane, wants[at], version, clock, pickle_too)
+            if at == 0:
+                clock.version = fetched.version
+            found = fetched.state_dict
             if meta.packed:
                 found = await clock.within(packed.pack(found, allow_pickle=pickle_too))
             values[at] = found
         return values
-
-    async def _get_dict(
-        self, want: Want, version: int, clock: Clock, allow_pickle: bool | None
-    ) -> Any:
-        """What a key that turned out to be a state dict's stands for."""
-
-        async def get(exact: int | None) -> dict[str, Any]:
-            found: dict[str, Any] = await self.get_state_dict(
-                want.key, version=exact, timeout=clock.left(), allow_pickle=allow_pickle
-            )
-            return found
-
-        try:
-            return await get(version)
-        except VersionGoneError:
-            if want.version:
-                raise
-            return await get(None)  # it was overtaken while we asked
 
     # ---- state dicts ----------------------------------------------------------------------
 
@@ -325,12 +310,11 @@ class Client(KeyOperations):
             KeyNotFoundError: ``partial``, but there is no version before.
             VersionGoneError, UnsupportedValueError, StoreFullError, ...: as ``put``.
         """
-        clock = self._clock(timeout)
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
-        exact = check_version(version)
-        with self._watch("put_state_dict", clock) as seen:
+        with self._watch("put_state_dict", timeout, key) as clock:
+            clock.version = exact = check_version(version)
             session, lane = self._here() or await self._join(clock)
-            sources, group = state_dicts.plan_put(
+            planned = state_dicts.plan_put(
                 state_dict,
                 writing.check_key(key),
                 participants=participants,
@@ -341,17 +325,14 @@ class Client(KeyOperations):
                 anonymous=session.anonymous,
                 allow_pickle=pickle_too,
             )
-            if group is None:
-                nothing = ObjectRef(key, 0)
-                return nothing if blocking else PendingPut.finished(nothing)
-            seen.entries = len(sources)
-            seen.nbytes = nbytes = sum([source.nbytes for source in sources])
-            if blocking or nbytes <= session.inline_max():
-                versions, seen.transport = await put_sources(
-                    session, lane, sources, nbytes, clock, version=exact, group=group
-                )
-                ref = ObjectRef(key, versions[0])
-                return ref if blocking else PendingPut.finished(ref)
+            sources, group = planned
+            clock.entries = len(sources)
+            if blocking:
+                return await _publish(session, lane, key, planned, clock, exact)
+            nbytes = sum([source.nbytes for source in sources])
+            if group is None or nbytes <= session.inline_max():
+                ref = await _publish(session, lane, key, planned, clock, exact)
+                return PendingPut.finished(ref)
             putting = Putting(session, lane, sources, clock, exact, group)
             try:
                 await putting.begin()
@@ -359,7 +340,6 @@ class Client(KeyOperations):
             except BaseException:
                 putting.__exit__()
                 raise
-            seen.transport = putting.transport
             return PendingPut(key, putting)
 
     async def get_state_dict(
@@ -397,22 +377,54 @@ class Client(KeyOperations):
             StoreTimeoutError: no such version in time.
             LayoutMismatchError: names all entries that are missing, unexpected or mismatched.
         """
-        clock = self._clock(timeout)
-        exact = check_version(version)
-        check_min_version(min_version)
-        if exact and min_version is not None and min_version > exact:
-            raise ConfigurationError(f"version {exact} is below min_version {min_version}")
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
-        with self._watch("get_state_dict", clock) as seen:
+        with self._watch("get_state_dict", timeout, key) as clock:
+            clock.version = exact = check_version(version)
+            check_min_version(min_version)
+            if exact and min_version is not None and min_version > exact:
+                raise ConfigurationError(f"version {exact} is below min_version {min_version}")
             wanted = state_dicts.plan_get(writing.check_key(key), user_state_dict)
             session, lane = self._here() or await self._join(clock)
             if min_version is not None:
                 await self._wait([key], min_version, clock)
             how = state_dicts.Filling(strict, cast, report, pickle_too)
             result = await state_dicts.fetch(session, lane, key, exact, wanted, clock, how)
-            seen.entries, seen.nbytes = result.entries, result.nbytes
-            seen.transport = result.transport
+            clock.entries, clock.version = result.entries, result.version
             return result.state_dict
+
+
+async def _publish(
+    session: Session,
+    lane: Lane,
+    key: str,
+    planned: tuple[list[writing.Source], m.Publication | None],
+    clock: Clock,
+    version: int,
+) -> ObjectRef:
+    """Put what was planned, to its end; version 0 if that is nothing."""
+    sources, group = planned
+    if group is None:
+        return ObjectRef(key, 0)
+    nbytes = sum([source.nbytes for source in sources])
+    versions = await put_sources(
+        session, lane, sources, nbytes, clock, version=version, group=group
+    )
+    clock.version = versions[0]
+    return ObjectRef(key, versions[0])
+
+
+async def _get_dict(
+    session: Session, lane: Lane, want: Want, version: int, clock: Clock, allow_pickle: bool
+) -> state_dicts.Fetched:
+    """What a key that turned out to be a state dict's stands for."""
+    how = state_dicts.Filling(allow_pickle=allow_pickle)
+    try:
+        return await state_dicts.fetch(session, lane, want.key, version, None, clock, how)
+    except VersionGoneError:
+        if want.version:
+            raise
+        # It was overtaken while we asked.
+        return await state_dicts.fetch(session, lane, want.key, 0, None, clock, how)
 
 
 def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:

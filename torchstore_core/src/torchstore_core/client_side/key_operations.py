@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchstore_core.client_side import writing
+import msgspec
+
+from torchstore_core.client_side import observing, writing
 from torchstore_core.client_side.base import ClientBase
-from torchstore_core.client_side.operations import Clock
+from torchstore_core.client_side.clock import Clock
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
@@ -28,7 +30,8 @@ class KeyOperations(ClientBase):
         Raises:
             KeyNotFoundError: no such key.
         """
-        await self._delete("delete", [key], True, timeout)
+        with self._watch("delete", timeout, key) as clock:
+            await self._delete(clock, [key], strict=True)
 
     async def delete_batch(self, keys: Iterable[str], *, timeout: float | None = None) -> int:
         """Delete keys; missing ones are ignored. How many were deleted.
@@ -36,25 +39,22 @@ class KeyOperations(ClientBase):
         Raises:
             UnsupportedValueError: one str instead of several.
         """
-        return await self._delete("delete_batch", _key_list(keys), False, timeout)
+        with self._watch("delete_batch", timeout) as clock:
+            return await self._delete(clock, _key_list(keys), strict=False)
 
-    async def _delete(self, name: str, keys: list[str], strict: bool, timeout: float | None) -> int:
+    async def _delete(self, clock: Clock, keys: list[str], *, strict: bool) -> int:
+        _several(clock, keys)
         if not keys:
             return 0
-        for key in keys:
-            writing.check_key(key)
-        reply = await self._call(
-            name, m.Deleted, m.Delete, timeout, keys, strict, entries=len(keys)
-        )
-        return reply.count
+        return (await self._call(clock, m.Deleted, m.Delete, keys, strict)).count
 
     async def exists(self, key: str, *, timeout: float | None = None) -> bool:
         """Whether a key, or an entry of a state dict, has a whole version that can be read: False
         if any of it is lost. Raises what every operation does.
         """
-        writing.check_key(key)
-        reply = await self._call("exists", m.Flags, m.Exists, timeout, [key])
-        return reply.flags[0]
+        with self._watch("exists", timeout, key) as clock:
+            writing.check_key(key)
+            return (await self._call(clock, m.Flags, m.Exists, [key])).flags[0]
 
     async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
         """Keys that start with ``prefix`` (as ``str.startswith``), sorted; a state dict's own key
@@ -63,10 +63,10 @@ class KeyOperations(ClientBase):
         Raises:
             UnsupportedValueError: the prefix is not a str.
         """
-        if not (prefix is None or isinstance(prefix, str)):
-            raise UnsupportedValueError(f"a prefix is a str, not a {type(prefix).__qualname__}")
-        reply = await self._call("keys", m.KeyList, m.Keys, timeout, prefix or "")
-        return reply.keys
+        with self._watch("keys", timeout) as clock:
+            if not (prefix is None or isinstance(prefix, str)):
+                raise UnsupportedValueError(f"a prefix is a str, not a {type(prefix).__qualname__}")
+            return (await self._call(clock, m.KeyList, m.Keys, prefix or "")).keys
 
     async def versions(self, key: str, *, timeout: float | None = None) -> list[int]:
         """The versions of a key that can be read, ascending; [] if there is none.
@@ -74,16 +74,22 @@ class KeyOperations(ClientBase):
         More than one only of a state dict that was put with ``keep=``. Raises what every
         operation does.
         """
-        writing.check_key(key)
-        reply = await self._call("versions", m.Committed, m.Versions, timeout, key)
-        return reply.versions
+        with self._watch("versions", timeout, key) as clock:
+            return await self._versions(clock, key)
 
     async def latest_version(self, key: str, *, timeout: float | None = None) -> int:
         """The newest version of a key that can be read; 0 if there is none. Raises what every
         operation does.
         """
-        found = await self.versions(key, timeout=timeout)
-        return found[-1] if found else 0
+        with self._watch("latest_version", timeout, key) as clock:
+            await self._versions(clock, key)
+            return clock.version
+
+    async def _versions(self, clock: Clock, key: str) -> list[int]:
+        writing.check_key(key)
+        found = (await self._call(clock, m.Committed, m.Versions, key)).versions
+        clock.version = found[-1] if found else 0
+        return found
 
     async def wait(
         self,
@@ -101,21 +107,15 @@ class KeyOperations(ClientBase):
             StoreTimeoutError: not within ``timeout`` seconds.
             UnsupportedValueError: ``min_version`` is not an int.
         """
-        names = [keys] if isinstance(keys, str) else _key_list(keys)
-        for key in names:
-            writing.check_key(key)
-        check_min_version(min_version)
-        if not names:
-            return {}
-        clock = self._clock(timeout)
-        error = ""
-        try:
+        with self._watch("wait", timeout) as clock:
+            names = [keys] if isinstance(keys, str) else _key_list(keys)
+            _several(clock, names)
+            check_min_version(min_version)
+            clock.version = min_version or 0
+            if not names:
+                return {}
             versions = await self._wait(names, min_version or 1, clock)
-        except BaseException as caught:
-            error = getattr(caught, "code", type(caught).__name__)
-            raise
-        finally:
-            self._observe("wait", clock, len(names), 0, "", error)
+            clock.version = versions[0]
         return {k: ObjectRef(k, v) for k, v in zip(names, versions, strict=True)}
 
     async def _wait(self, names: list[str], min_version: int, clock: Clock) -> list[int]:
@@ -143,12 +143,23 @@ class KeyOperations(ClientBase):
         Raises:
             KeyNotFoundError: no such key.
         """
-        writing.check_key(key)
-        return await self._call("stat", m.Found, m.Stat, timeout, key)
+        with self._watch("stat", timeout, key) as clock:
+            writing.check_key(key)
+            found = await self._call(clock, m.Found, m.Stat, key)
+            clock.version = found.version
+            return found
 
     async def status(self, *, timeout: float | None = None) -> m.StatusReport:
-        """Volumes, memory, sessions, operations. Raises what every operation does."""
-        return await self._call("status", m.StatusReport, m.Status, timeout)
+        """Volumes, memory, sessions, operations; ``plugin_errors`` of the server's plug-ins, and of
+        this process's. Raises what every operation does.
+        """
+        with self._watch("status", timeout) as clock:
+            reply = await self._call(clock, m.StatusReport, m.Status)
+            session = self._membership.session_here()
+            if session is None:
+                return reply
+            wrong = {**observing.errors(session.registry), **reply.plugin_errors}
+            return msgspec.structs.replace(reply, plugin_errors=wrong)
 
     async def explain(
         self, nbytes: int = 1 << 30, *, timeout: float | None = None
@@ -156,8 +167,10 @@ class KeyOperations(ClientBase):
         """For every volume: who would move ``nbytes`` bytes, what each transport bid, and why the
         others refused. Plain data. Raises what every operation does.
         """
-        session = await self._membership.session(self._clock(timeout).left())
-        return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
+        with self._watch("explain", timeout) as clock:
+            session = await self._membership.session(clock.left())
+            clock.joined()
+            return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
 
 
 def check_min_version(version: object) -> None:
@@ -165,6 +178,14 @@ def check_min_version(version: object) -> None:
     if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
         return
     raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
+
+
+def _several(clock: Clock, keys: list[str]) -> None:
+    """The operation is of these keys. Raises UnsupportedValueError for what is no key."""
+    clock.entries = len(keys)
+    clock.key = keys[0] if keys else ""
+    for key in keys:
+        writing.check_key(key)
 
 
 def _key_list(keys: Iterable[str]) -> list[str]:

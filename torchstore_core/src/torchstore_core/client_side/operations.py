@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 import weakref
-from collections.abc import Awaitable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from torchstore_core.client_side import reading, writing
+from torchstore_core.client_side.clock import Clock, Seen
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import is_sharded, local_parts
@@ -20,7 +18,6 @@ from torchstore_core.errors import (
     ConfigurationError,
     LayoutMismatchError,
     StoreFullError,
-    StoreTimeoutError,
     TorchStoreError,
     TransportError,
     UnsupportedValueError,
@@ -29,61 +26,12 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Clock", "Leasing", "Putting", "Unreachable", "Want", "asks_of"]
+__all__ = ["Leasing", "Putting", "Unreachable", "Want", "asks_of"]
 __all__ += ["check_version", "get_asks", "put_sources"]
 
 # The server answers requests on up to this many entries faster than a task switch takes.
 _QUICK_ENTRIES = 32
-T = TypeVar("T")
 R = TypeVar("R", bound=m.Message)
-
-
-class Clock:
-    """Deadline and phases of one operation."""
-
-    __slots__ = ("_deadline", "_last", "phases", "start", "timeout")
-
-    def __init__(self, timeout: float | None) -> None:
-        self.start = self._last = time.perf_counter()
-        self.timeout = timeout
-        self._deadline = None if timeout is None else self.start + timeout
-        self.phases: dict[str, float] = {}
-
-    def left(self) -> float | None:
-        """Seconds left; StoreTimeoutError when there are none."""
-        if self._deadline is None:
-            return None
-        left = self._deadline - time.perf_counter()
-        if left <= 0:
-            raise self._over()
-        return left
-
-    async def within(self, work: Awaitable[T], lane: Lane | None = None) -> T:
-        """Await ``work``; cancel it, and raise StoreTimeoutError, when no time is left.
-
-        Given a lane, cancel it, and raise the lane's error, also when that is lost.
-        """
-        left = None
-        if self._deadline is not None:
-            left = max(0.0, self._deadline - time.perf_counter())
-        limit = asyncio.timeout(left)
-        try:
-            with nullcontext() if lane is None else lane.ending(limit):
-                async with limit:
-                    return await work
-        except TimeoutError as error:
-            if limit.expired():
-                raise self._over() from error
-            raise
-
-    def _over(self) -> StoreTimeoutError:
-        return StoreTimeoutError(f"the operation did not end within {self.timeout} s")
-
-    def phase(self, name: str) -> None:
-        """The time since the last phase belongs to ``name``."""
-        now = time.perf_counter()
-        self.phases[name] = self.phases.get(name, 0.0) + now - self._last
-        self._last = now
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):
@@ -172,18 +120,24 @@ async def put_sources(
     *,
     version: int = 0,
     group: m.Publication | None = None,
-) -> tuple[list[int], str]:
-    """One message for small puts; else begin, write, commit. Undone if anything goes wrong."""
+) -> list[int]:
+    """One message for small puts; else begin, write, commit. Undone if anything goes wrong.
+
+    Returns:
+        The versions, by source; of a state dict one.
+    """
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [source.item(writing.inline_bytes(source)) for source in sources]
         put = m.Put(lane.next_id(), session.next_id(), items, version, group)
         reply = await _begin(session, lane, put, m.Committed, clock)
         clock.phase("plan")
-        return reply.versions, "inline" if nbytes else ""
+        if clock.seen is not None:
+            clock.seen.moved(nbytes, "inline")
+        return reply.versions
     with Putting(session, lane, sources, clock, version, group) as putting:
         await putting.begin()
         await putting.write()
-        return await putting.commit(), putting.transport
+        return await putting.commit()
 
 
 class Putting:
@@ -201,13 +155,12 @@ class Putting:
         self._session = session
         self._lane = lane
         self._sources = sources
-        self._clock = clock
+        self.clock = clock
         self._version = version
         self._group = group
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
-        self.transport = ""
 
     def __enter__(self) -> Putting:
         return self
@@ -216,9 +169,9 @@ class Putting:
         """Memory is granted."""
         items = [source.item(None if source.nbytes else b"") for source in self._sources]
         put = m.Put(self._lane.next_id(), self._txn, items, self._version, self._group)
-        granted = await _begin(self._session, self._lane, put, m.Granted, self._clock)
+        granted = await _begin(self._session, self._lane, put, m.Granted, self.clock)
         self._grants = granted.grants
-        self._clock.phase("plan")
+        self.clock.phase("plan")
 
     async def write(self) -> None:
         """Move the bytes. Afterwards the sources may be changed."""
@@ -228,17 +181,22 @@ class Putting:
         pairs = zip(placed, self._grants, strict=True)
         wanted = [(source, grant) for source, grant in pairs if grant is not None]
         work = writing.write(self._session, wanted)
-        self.transport = await self._clock.within(work, self._lane)
+        transports = await self.clock.within(work, self._lane)
+        if self.clock.seen is not None:
+            volumes = self._session.volumes
+            kept = [(s, grant) for s, grant in wanted if not volumes[grant.volume].lost]
+            ids = {volumes[grant.volume].info.id for _, grant in kept}
+            self.clock.seen.moved(sum([source.nbytes for source, _ in kept]), transports, ids)
         self._sources = ()
-        self._clock.phase("copy")
+        self.clock.phase("copy")
 
     async def commit(self) -> list[int]:
         """Make it visible; the versions."""
         commit = m.Commit(self._lane.next_id(), self._txn)
         quick = len(self._grants) <= _QUICK_ENTRIES
-        done = await self._lane.call(commit, m.Committed, self._clock.left(), quick=quick)
+        done = await self._lane.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
-        self._clock.phase("commit")
+        self.clock.phase("commit")
         return done.versions
 
     def undo_with(self, owner: object) -> None:
@@ -276,15 +234,15 @@ async def get_asks(
     clock: Clock,
     allow_pickle: bool,
     unreachable: Unreachable | None = None,
-) -> tuple[reading.Result, list[m.Entry], int]:
+) -> tuple[reading.Result, list[m.Entry]]:
     """Locate and lease, check everything, then move bytes; give back what is not mapped. If a
     volume cannot be reached, again, with copies elsewhere.
 
     Returns:
-        The values by position of their ask, the entries, and how many bytes were moved.
+        The values by position of their ask, and the entries.
     """
     if not asks:
-        return reading.Result({}, set(), ""), [], 0
+        return reading.Result({}, set(), ""), []
     try:
         with Leasing(session, lane, clock) as leasing:
             wants = [ask.wire() for ask in asks]
@@ -302,7 +260,7 @@ async def get_asks(
                 for at, (ask, entry, start) in enumerate(found)
             ]
             result = await leasing.read(targets, allow_pickle)
-            return result, located.entries, sum([target.nbytes for target in targets])
+            return result, located.entries
     except TransportError as error:
         unreachable = unreachable or Unreachable()
         unreachable.add(error)
@@ -372,8 +330,23 @@ class Leasing:
             self._mapped = result.mapped
         else:
             result = reading.from_message(targets, allow_pickle=allow_pickle)
+        if self._clock.seen is not None:
+            self._account(self._clock.seen, targets, result.transport)
         self._clock.phase("copy")
         return result
+
+    def _account(self, seen: Seen, targets: Sequence[reading.Target], transports: str) -> None:
+        """What was moved. Some of it may have come inside the message."""
+        inline, by_link = 0, 0
+        volumes: set[str] = set()
+        for piece in [piece for target in targets for piece in target.pieces]:
+            if piece.grant is None:
+                inline += piece.nbytes
+            else:
+                by_link += piece.nbytes
+                volumes.add(self._session.volumes[piece.grant.volume].info.id)
+        seen.moved(inline, "inline")
+        seen.moved(by_link, transports, volumes)
 
     def __exit__(self, *_: object) -> None:
         if self._leased and len(self._mapped) < self._count:

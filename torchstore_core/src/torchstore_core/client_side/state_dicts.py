@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import math
@@ -15,10 +16,10 @@ import torch
 
 from torchstore_core.client_side import nesting, reading, writing
 from torchstore_core.client_side.casting import CastPlan, Casts
+from torchstore_core.client_side.clock import Clock
 from torchstore_core.client_side.lane import Lane, MessageTooLargeError
 from torchstore_core.client_side.nesting import Leaf
 from torchstore_core.client_side.operations import (
-    Clock,
     Leasing,
     Putting,
     Unreachable,
@@ -71,7 +72,8 @@ class PendingPut:
             # Not in the task: one that is cancelled before it begins would undo nothing.
             self._task.add_done_callback(putting.__exit__)
             putting.undo_with(self._task)
-            self._task.add_done_callback(_ended)
+            putting.clock.goes_on = True
+            self._task.add_done_callback(functools.partial(_ended, putting.clock))
 
     @classmethod
     def finished(cls, ref: ObjectRef) -> PendingPut:
@@ -99,23 +101,26 @@ class PendingPut:
 
     async def _commit(self, putting: Putting) -> ObjectRef:
         versions = await putting.commit()
+        putting.clock.version = versions[0]
         return ObjectRef(self.key, versions[0])
 
 
-def _ended(task: asyncio.Task[ObjectRef]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
+def _ended(clock: Clock, task: asyncio.Task[ObjectRef]) -> None:
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if error is not None and not task.cancelled():
         log.warning("a put_state_dict with blocking=False failed: %s", error)
+    clock.end(error)
 
 
 def plan_put(
     state_dict: Any,
     key: str,
     *,
-    participants: int | None,
-    participant: str | int | None,
-    transfer_dtype: Casts,
-    partial: bool,
-    keep: int | None,
+    participants: int | None = None,
+    participant: str | int | None = None,
+    transfer_dtype: Casts = None,
+    partial: bool = False,
+    keep: int | None = None,
     anonymous: str,
     allow_pickle: bool,
 ) -> tuple[list[writing.Source], m.Publication | None]:
@@ -327,8 +332,7 @@ class Fetched(NamedTuple):
 
     state_dict: Any
     entries: int
-    nbytes: int
-    transport: str
+    version: int
 
 
 async def fetch(
@@ -407,12 +411,11 @@ async def _fetch(
             if found:
                 log.warning("%r version %d: %s", key, reply.version, found)
         result = await leasing.read(targets, how.allow_pickle)
-    nbytes = sum([target.nbytes for target in targets])
     if wanted is None:
         made = _rebuilt(key, reply, result.values)
     else:
         made = _filled(wanted, targets, result.values)
-    return Fetched(made, len(targets), nbytes, result.transport)
+    return Fetched(made, len(targets), reply.version)
 
 
 def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.Fetched, list[int]]:

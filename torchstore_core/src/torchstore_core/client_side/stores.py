@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core.client_side import observing
 from torchstore_core.client_side.lane import Ranks
 from torchstore_core.client_side.session import Session
 from torchstore_core.contracts.observer import Operation
@@ -122,7 +123,7 @@ class Membership:
                 return session
             self._session = made
             _sessions.add(made)
-        self.observe = _observer(made)
+        self.observe = observing.watch(made.registry)
         return made
 
     def _no_server(self) -> str:
@@ -162,21 +163,6 @@ class Membership:
         """Leave the store for good."""
         self._closed = True
         self.reset()
-
-
-def _observer(session: Session) -> Callable[[Operation], None] | None:
-    observers = session.registry.observers()
-    if not observers:
-        return None
-
-    def observe(operation: Operation) -> None:
-        for observer in observers:
-            try:
-                observer(operation=operation)
-            except Exception:  # foreign code must not break the operation it watches
-                log.exception("an observer plug-in failed")
-
-    return observe
 
 
 _lock = threading.RLock()
@@ -220,6 +206,7 @@ def find(store_name: str) -> Membership:
 
     Raises:
         StoreClosedError: no such store here, and none in the environment.
+        ConfigurationError: the environment prefers or blocks what nobody has installed here.
     """
     membership = _memberships.get(store_name)
     if membership is not None:

@@ -57,5 +57,6 @@ class HookSpecs:
     def torchstore_operation(self, operation: Operation) -> None:
         """Group ``torchstore.plugins``: called in the client after every operation ended.
 
-        It runs on the caller's event loop: be quick. What it raises is logged, never passed on.
+        It runs on the caller's event loop: be quick. What it raises is logged once and counted,
+        never passed on (but for Ctrl-C). See ``contracts.observer``, which has an example.
         """
