@@ -23,6 +23,7 @@ __all__ = [
     "StoreTimeoutError",
     "TorchStoreError",
     "TransportError",
+    "TransportNotReadyError",
     "TransportUnavailableError",
     "UnsafeObjectError",
     "UnsupportedValueError",
@@ -140,6 +141,14 @@ class TransportUnavailableError(TransportError):
     code = "transport-unavailable"
 
 
+class TransportNotReadyError(TransportUnavailableError):
+    """A transport cannot reach the volume at this moment: file descriptors are used up, here or in
+    the server, or the server is too busy. The store tries it again by itself, a little later.
+    """
+
+    code = "transport-not-ready"
+
+
 class PluginError(TorchStoreError):
     """A plug-in is missing, broken, or claims a name that is taken."""
 
@@ -184,6 +193,7 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
         LayoutMismatchError,
         TransportError,
         TransportUnavailableError,
+        TransportNotReadyError,
         PluginError,
         ProtocolError,
         UnsafeObjectError,

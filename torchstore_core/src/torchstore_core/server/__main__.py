@@ -15,6 +15,7 @@ import msgspec
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.app import Ready, Server, ServerOptions
+from torchstore_core.server.listening import raise_descriptor_limit
 from torchstore_core.server.members import Members
 
 _M_MMAP_THRESHOLD = -3
@@ -47,6 +48,7 @@ def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | 
             By default that is a line of JSON on stdout.
     """
     _return_large_blocks()
+    raise_descriptor_limit()
     try:
         import uvloop
     except ImportError:
@@ -92,7 +94,7 @@ async def _watch(options: ServerOptions, server: Server, address: str) -> Ready:
     owner_ended = server.stop_soon
     if isinstance(options, ProcessOptions) and options.members:
         members = Members(server.stop_soon)
-        where = await members.listen(Path(address.partition(":")[2]).parent)
+        where = members.open(Path(address.partition(":")[2]).parent)
         ready = ReadyForMembers(address, os.getpid(), where)
         owner_ended = members.starter_ended
     if options.owner:

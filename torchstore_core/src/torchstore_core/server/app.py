@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ from torchstore_core.server.connection import Connection
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.conversation import Conversation
 from torchstore_core.server.directories import PrivateDirectory
+from torchstore_core.server.listening import Listener, speaking
 from torchstore_core.server.orphans import Orphans
 from torchstore_core.server.placement import session_bytes
 from torchstore_core.server.processes import Watcher
@@ -100,7 +102,7 @@ class Server:
         self._controller: Controller | None = None
         self._orphans: Orphans | None = None
         self._watcher = Watcher(self.process_ended)
-        self._listener: asyncio.AbstractServer | None = None
+        self._listener = Listener(speaking(functools.partial(Connection, self)))
         self._stopping = False
         self._stopped = asyncio.Event()
         self._all_gone = asyncio.Event()
@@ -125,10 +127,7 @@ class Server:
             if not options.attached:
                 self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
             path = self._directory.control
-            self._listener = await self._loop.create_unix_server(
-                lambda: Connection(self), path, backlog=512
-            )
-            os.chmod(path, 0o600)
+            self._listener.open(path)
         except BaseException:
             await self.close()
             raise
@@ -196,8 +195,7 @@ class Server:
     async def close(self) -> None:
         """Stop listening, close every connection, release memory, remove the directory."""
         self._watcher.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         for connection in list(self.connections):
             connection.close()
         if self.connections:
@@ -329,6 +327,7 @@ class Server:
     def disconnected(self, connection: Connection) -> None:
         """A connection is gone."""
         self.connections.discard(connection)
+        self._listener.freed()
         if not self.connections:
             self._all_gone.set()
 
