@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 
 import msgspec
 
@@ -21,6 +22,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.ranking import Policy
 from torchstore_core.strategy_data import encode_strategy
+from torchstore_core.topology import beyond_memory, memory_limit_bytes
 
 __all__ = ["LocalRuntime"]
 
@@ -51,6 +53,9 @@ class LocalRuntime(Runtime):
         self._given_up = False
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
+        limit = memory_limit_bytes()
+        if beyond := beyond_memory(options.capacity or 0, limit, "this host"):
+            warnings.warn(beyond, RuntimeWarning, stacklevel=2)
         strategy = options.strategy
         config = {
             "store_name": options.store_name,

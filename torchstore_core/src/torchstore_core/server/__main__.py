@@ -13,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from torchstore_core.errors import TorchStoreError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.server.app import Ready, Server, ServerOptions
+from torchstore_core.server.journal import log_to_stderr
 from torchstore_core.server.listening import raise_descriptor_limit
 from torchstore_core.server.members import Members
 
@@ -143,10 +144,11 @@ def _poll_owner(owner: int, ended: Callable[[], None]) -> None:
 
 def main() -> int:
     """Entry point of the module."""
-    logging.basicConfig(
-        level=os.environ.get("TORCHSTORE_LOG_LEVEL", "WARNING").upper(),
-        format="torchstore server %(process)d: %(levelname)s %(name)s: %(message)s",
-    )
+    try:
+        log_to_stderr("WARNING", "torchstore server %(process)d")
+    except ConfigurationError as error:
+        _say({"error": error.code, "message": error.message})
+        return 1
     return run(msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions))
 
 
