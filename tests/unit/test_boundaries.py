@@ -201,6 +201,7 @@ async def main(directory):
     await ask(m.Delete(8, ["a"], True), m.Failure)
     await ask(m.Keys(9, ""), m.KeyList)
     await ask(m.Wait(10, ["b"], 1), m.Committed)
+    await ask(m.Unmet(10, ["b"], 7), m.UnmetKeys)
     await ask(m.Stat(11, "b"), m.Found)
     await ask(m.List(12, ""), m.Listing)
     await ask(m.Status(13), m.StatusReport)

@@ -29,6 +29,7 @@ __all__ = [
     "UnsupportedValueError",
     "VersionGoneError",
     "from_wire",
+    "in_seconds",
 ]
 
 
@@ -112,7 +113,13 @@ class StoreFullError(TorchStoreError):
 
 
 class StoreTimeoutError(TorchStoreError, TimeoutError):
-    """An operation did not end within its ``timeout=`` (seconds)."""
+    """An operation did not end within its ``timeout=`` (seconds).
+
+    ``details`` of a wait: ``keys`` and ``min_version`` that were waited for, ``timeout``; and, if the
+    server could still say it, ``unmet``: for each key that is not there (the first ones of many) its
+    ``key``, newest ``version`` (0: none), whether that is ``lost``, and the ``pending`` versions that
+    are half put, each with its ``participants`` and who of them has ``committed``.
+    """
 
     code = "timeout"
 
@@ -206,3 +213,14 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
 def from_wire(code: str, message: str, key: str | None, details: dict[str, Any]) -> TorchStoreError:
     """The error that ``code`` stands for; an unknown code (newer server) gives the base class."""
     return _BY_CODE.get(code, TorchStoreError)(message, key=key, details=details)
+
+
+def in_seconds(timeout: float | None) -> str:
+    """A time-out in words: what was asked for, though a part of it was used up before.
+
+    >>> in_seconds(0.1 + 0.2), in_seconds(1.4999), in_seconds(5), in_seconds(3600.0)
+    ('0.3 s', '1.5 s', '5 s', '3600 s')
+    """
+    if timeout is None:
+        return "any time"
+    return f"{timeout:.0f} s" if timeout >= 1000 else f"{timeout:.3g} s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchstore_core.client_side import writing
+from torchstore_core.client_side import waited, writing
 from torchstore_core.client_side.base import ClientBase
 from torchstore_core.client_side.operations import Clock, cancel_wait
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
@@ -125,11 +125,8 @@ class KeyOperations(ClientBase):
             reply = await lane.call(request, m.Committed, clock.left())
         except StoreTimeoutError as caught:
             cancel_wait(lane, request.id)
-            least = f" with version {min_version} or newer" if min_version > 1 else ""
-            raise StoreTimeoutError(
-                f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
-                key=names[0],
-            ) from caught
+            unmet = await waited.ask(lane, names, min_version)
+            raise waited.not_there(names, min_version, clock.timeout, unmet) from caught
         except BaseException:
             cancel_wait(lane, request.id)
             raise

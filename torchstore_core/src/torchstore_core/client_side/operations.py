@@ -25,6 +25,7 @@ from torchstore_core.errors import (
     TransportError,
     UnsupportedValueError,
     VersionGoneError,
+    in_seconds,
 )
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
@@ -77,7 +78,7 @@ class Clock:
             raise
 
     def _over(self) -> StoreTimeoutError:
-        return StoreTimeoutError(f"the operation did not end within {self.timeout} s")
+        return StoreTimeoutError(f"the operation did not end within {in_seconds(self.timeout)}")
 
     def phase(self, name: str) -> None:
         """The time since the last phase belongs to ``name``."""

@@ -19,6 +19,7 @@ from torchstore_core.errors import (
     StoreClosedError,
     StoreTimeoutError,
     from_wire,
+    in_seconds,
 )
 from torchstore_core.ranking import Policy
 from torchstore_core.strategy_data import encode_strategy
@@ -78,7 +79,7 @@ class LocalRuntime(Runtime):
         except TimeoutError as error:
             await self._give_up()
             raise StoreTimeoutError(
-                f"the server did not come up within {options.timeout} s"
+                f"the server did not come up within {in_seconds(options.timeout)}"
             ) from error
         except BaseException:
             await self._give_up()

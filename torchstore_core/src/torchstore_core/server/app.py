@@ -17,6 +17,7 @@ from torchstore_core.errors import (
     StoreClosedError,
     StoreFullError,
     StoreTimeoutError,
+    in_seconds,
 )
 from torchstore_core.plugins import Registry
 from torchstore_core.server.allocator import Allocator
@@ -169,7 +170,7 @@ class Server:
             wanted = self.options.num_storage_volumes
             raise StoreTimeoutError(
                 f"{wanted - len(self._attached)} of {wanted} volumes did not attach "
-                f"within {timeout} s"
+                f"within {in_seconds(timeout)}"
             ) from error
 
     @property

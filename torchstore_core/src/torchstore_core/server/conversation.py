@@ -253,6 +253,9 @@ class Conversation:
                 waiter = self._waiters.pop(request.wait, None)
                 if waiter is not None:
                     controller.waiting.forget(waiter)
+            case m.Unmet():
+                unmet = controller.waiting.unmet(request.keys, request.min_version)
+                return m.UnmetKeys(request.id, unmet)
             case m.Versions():
                 return m.Committed(request.id, controller.catalog.versions(request.key))
             case m.Stat():
