@@ -115,10 +115,10 @@ class StoreFullError(TorchStoreError):
 class StoreTimeoutError(TorchStoreError, TimeoutError):
     """An operation did not end within its ``timeout=`` (seconds).
 
-    ``details`` of a wait: ``keys`` and ``min_version`` that were waited for, ``timeout``; and, if the
-    server could still say it, ``unmet``: for each key that is not there (the first ones of many) its
-    ``key``, newest ``version`` (0: none), whether that is ``lost``, and the ``pending`` versions that
-    are half put, each with its ``participants`` and who of them has ``committed``.
+    ``details`` of a wait: ``timeout``, ``keys`` and ``min_version`` that were waited for; and, if
+    the server could still say it, ``unmet``: of each key that is not there (the first ones of many)
+    its ``key``, newest ``version`` (0: none), whether that is ``lost``, and the ``pending`` versions
+    that are half put, each with its ``participants`` and who of them has ``committed``.
     """
 
     code = "timeout"

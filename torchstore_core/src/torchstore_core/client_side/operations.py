@@ -78,7 +78,10 @@ class Clock:
             raise
 
     def _over(self) -> StoreTimeoutError:
-        return StoreTimeoutError(f"the operation did not end within {in_seconds(self.timeout)}")
+        return StoreTimeoutError(
+            f"the operation did not end within {in_seconds(self.timeout)}",
+            details={"timeout": self.timeout},
+        )
 
     def phase(self, name: str) -> None:
         """The time since the last phase belongs to ``name``."""

@@ -110,7 +110,8 @@ class Meeting:
         store = await _aside(
             lambda: _tcp_store(env, hosts, deadline - time.monotonic()),
             deadline,
-            f"the rendezvous store at {where} did not answer within {in_seconds(timeout)}; is it one?",
+            f"the rendezvous store at {where} did not answer within {in_seconds(timeout)}; "
+            "is it one?",
             f"no rendezvous store at {where}",
         )
         lobby = cls(env, _prefixed(prefix, store), deadline, timeout)
@@ -335,7 +336,8 @@ class Meeting:
             what = "came to initialize_spmd but did not get ready"
             do = "it has died, or needs a longer timeout"
         return StoreTimeoutError(
-            f"{_named(missing)} of {self.env.world_size} {what} within {in_seconds(self._timeout)}; {do}",
+            f"{_named(missing)} of {self.env.world_size} {what} within "
+            f"{in_seconds(self._timeout)}; {do}",
             details={"missing_ranks": missing},
         )
 
