@@ -106,7 +106,9 @@ class StoreFullError(TorchStoreError):
 
     ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes``, ``free_bytes``,
     ``largest_free_bytes`` (one value needs one free range), ``leased_bytes``,
-    ``unfinished_bytes`` and ``holders`` (a list of who holds how much).
+    ``unfinished_bytes`` and ``holders`` (a list of who holds how much). If enough is free, but not
+    in one piece: ``pieces`` (how many free ranges there are) and ``largest_value_bytes`` (of the
+    put).
     """
 
     code = "store-full"
@@ -117,8 +119,8 @@ class StoreTimeoutError(TorchStoreError, TimeoutError):
 
     ``details`` of a wait: ``timeout``, ``keys`` and ``min_version`` that were waited for; and, if
     the server could still say it, ``unmet``: of each key that is not there (the first ones of many)
-    its ``key``, newest ``version`` (0: none), whether that is ``lost``, and the ``pending`` versions
-    that are half put, each with its ``participants`` and who of them has ``committed``.
+    its ``key``, newest ``version`` (0: none), whether that is ``lost``, and the ``pending``
+    versions that are half put, with their ``participants`` and who of them has ``committed``.
     """
 
     code = "timeout"
