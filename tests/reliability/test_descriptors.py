@@ -33,9 +33,10 @@ class ScarceServer:
 
     Args:
         directory: an empty one, of a short name.
+        limit: arguments of ``ulimit``.
     """
 
-    def __init__(self, directory: Path, **options: object) -> None:
+    def __init__(self, directory: Path, limit: str = f"-n {LIMIT}", **options: object) -> None:
         self._log = directory / "log"
         self.directory = directory
         wanted = {"capacity": 256 << 20, "prefault": 0, "directory": str(directory), **options}
@@ -43,7 +44,7 @@ class ScarceServer:
         command.append(msgspec.json.encode(wanted).decode())
         with self._log.open("wb") as errors:
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", f'ulimit -n {LIMIT}; exec "$@"', "sh", *command],
+                ["/bin/sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -125,7 +126,7 @@ async def test_without_descriptors_it_waits_instead_of_spinning(
     before = scarce.log().count("resumed")
     with crowded(scarce, address):
         await until(lambda: f"connects to {path} waits" in scarce.log())
-        assert await scarce.busy(1.0) < 0.2
+        assert await scarce.busy(1.0) < 0.1
         assert scarce.log().count(f"connects to {path} waits") == 1
         assert "LimitNOFILE" in scarce.log()
         assert "Traceback" not in scarce.log()
@@ -171,7 +172,7 @@ async def test_memory_that_is_handed_over_too_late_is_not_lost_for_the_session(
         try:
             assert f"connects to {path} waits" in scarce.log()
             assert f"connects to {shm} waits" in scarce.log()
-            assert await scarce.busy(0.5) < 0.2
+            assert await scarce.busy(0.5) < 0.1
             with pytest.raises(ts.StoreTimeoutError):  # its lane waits as well
                 await client.put("late", LARGE, timeout=0.3)
             resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE, before)
@@ -233,3 +234,14 @@ def descriptors_left(count: int) -> Iterator[int]:
         yield limit
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_server_takes_as_many_descriptors_as_it_may() -> None:
+    """The usual soft limit is far below the hard one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        server = ScarceServer(Path(folder), limit=f"-n {2 * LIMIT}; ulimit -S -n {LIMIT}")
+        try:
+            limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+            assert limits == (2 * LIMIT, 2 * LIMIT)
+        finally:
+            server.close()
