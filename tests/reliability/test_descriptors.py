@@ -53,6 +53,7 @@ class ScarceServer:
         assert self._process.stdout is not None
         ready = msgspec.json.decode(self._process.stdout.readline())
         self.address, self.members = ready["address"], ready.get("members", "")
+        self.idle = 0  # how many it has while nobody is there
         self.process = psutil.Process(self._process.pid)
 
     def log(self) -> str:
@@ -77,7 +78,9 @@ def scarce() -> Iterator[ScarceServer]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         server = ScarceServer(Path(folder), owner=os.getpid(), members=True)
         try:
-            with Crowd(server.members, 1):  # or it would end with the last member
+            with Crowd(server.members, 1) as member:  # or it would end with the last one
+                member.wait()
+                server.idle = len(descriptors_of(server))
                 yield server
         finally:
             server.close()
@@ -92,6 +95,10 @@ class Crowd:
             sock = socket.socket(socket.AF_UNIX)
             self._sockets.append(sock)
             sock.connect(address.removeprefix("unix:"))
+
+    def wait(self) -> None:
+        """Until the first of them is let in, and told so."""
+        assert self._sockets[0].recv(1)
 
     def __enter__(self) -> Crowd:
         return self
@@ -159,7 +166,7 @@ async def test_memory_that_is_handed_over_too_late_is_not_lost_for_the_session(
     scarce: ScarceServer,
 ) -> None:
     """The server takes the connection with its last descriptor, and has none for the hand-over."""
-    await until(lambda: len(descriptors_of(scarce)) < LIMIT // 2)
+    await until(lambda: len(descriptors_of(scarce)) == scarce.idle)
     before = resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE)
     used = descriptors_of(scarce)
     last = next(number for number in range(LIMIT) if number not in used)
