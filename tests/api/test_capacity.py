@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 import torch
@@ -164,3 +165,57 @@ async def test_volumes_share_the_capacity(strategy):
         assert caught.value.details["used_bytes"] == CAPACITY
         for i in range(2):
             assert (await ts.get(f"k{i}") == i).all()
+
+
+async def _holes(*sizes: int) -> None:
+    """Fill the store with values of so many megabytes, and delete every other one, from the first
+    on.
+    """
+    assert sum(sizes) == CAPACITY // MB
+    for at, size in enumerate(sizes):
+        await ts.put(f"filler {at}", _megabytes(size, at))
+    for at in range(0, len(sizes), 2):
+        await ts.delete(f"filler {at}")
+
+
+async def test_memory_in_pieces_is_told_from_memory_that_is_used_up(small):
+    """A value lies in one piece: enough bytes are free, and it does not fit."""
+    await _holes(8, 8, 6, 10)
+    reader = await ts.get("filler 1")
+    with pytest.raises(ts.StoreFullError) as caught:
+        await ts.put("k", _megabytes(10))
+    error = caught.value
+    assert "14,680,064 are free, but in 2 piece(s), the largest of 8,388,608" in error.message
+    assert "the largest of this put has 10,485,760" in error.message
+    assert "smaller values" in error.message
+    assert "zero-copy gets returned, which lie in between" in error.message
+    assert f"pid {os.getpid()}: {8 * MB:,}" in error.message  # who holds what is between
+    assert error.details["pieces"] == 2
+    assert error.details["largest_value_bytes"] == 10 * MB
+    assert error.details["largest_free_bytes"] == 8 * MB
+    # The advice works.
+    await ts.put_batch({"a": _megabytes(5), "b": _megabytes(5)})
+    await ts.delete_batch(["a", "b"])
+    await ts.delete("filler 1")
+    del reader
+    await ts.put("k", _megabytes(10))
+
+
+async def test_values_that_do_not_go_into_the_pieces_together(small):
+    await _holes(8, 8, 6, 10)
+    with pytest.raises(ts.StoreFullError, match="the 2 of this put do not go into them") as caught:
+        await ts.put_batch({"a": _megabytes(7), "b": _megabytes(7)})
+    assert "Put fewer values at once" in caught.value.message
+    with pytest.raises(ts.StoreFullError) as caught:  # that is no question of pieces
+        await ts.put_batch({"a": _megabytes(8), "b": _megabytes(8)})
+    assert "pieces" not in caught.value.details
+    assert await _used() == 18 * MB
+
+
+async def test_values_find_their_pieces_whatever_their_order(small):
+    await _holes(8, 8, 4, 12)
+    values = {"small": _megabytes(4, 1), "large": _megabytes(8, 2)}
+    await ts.put_batch(values)  # the small one must not take the place of the large one
+    assert await _used() == CAPACITY
+    for key, value in values.items():
+        assert torch.equal(await ts.get(key), value)

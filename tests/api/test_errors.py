@@ -23,6 +23,7 @@ CODES = {
     "LayoutMismatchError": "layout-mismatch",
     "TransportError": "transport",
     "TransportUnavailableError": "transport-unavailable",
+    "TransportNotReadyError": "transport-not-ready",
     "PluginError": "plugin",
     "ProtocolError": "protocol",
     "UnsafeObjectError": "unsafe-object",
@@ -37,6 +38,7 @@ ALSO = {
     "UnsupportedValueError": TypeError,
     "ConfigurationError": ValueError,
     "TransportUnavailableError": errors.TransportError,
+    "TransportNotReadyError": errors.TransportUnavailableError,
 }
 
 

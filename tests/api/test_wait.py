@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
 
 import pytest
 import torch
-from tests.support import Script, until
+from tests.support import Script, halt, running_store, until
 
 import torchstore_core as ts
 
@@ -165,3 +168,69 @@ async def test_many_waiters_with_different_wishes(shared):
         ((key, ref),) = (await task).items()
         assert key == f"k{i % 10}"
         assert ref.version >= first + 1 + i // 10
+
+
+async def test_a_wait_in_vain_says_what_there_is(shared):
+    """Seconds are rounded, and it is said which keys are missing, and how far the others are."""
+    ref = await ts.put("old", 1)
+    there = await ts.put("there", 1)
+    await ts.put_state_dict({"x": 1}, "half", participants=2, participant="0")
+    with pytest.raises(ts.StoreTimeoutError) as caught:
+        await ts.wait(["never", "old", "there"], min_version=ref.version + 5, timeout=0.1 + 0.2)
+    error = caught.value
+    wanted = f"version {ref.version + 5} or newer"
+    assert error.message.startswith(f"not there within 0.3 s with {wanted}: ")
+    assert "'never' (there is none)" in error.message
+    assert f"'old' (the newest is version {ref.version})" in error.message
+    assert error.details["min_version"] == ref.version + 5
+    assert error.details["keys"] == ["never", "old", "there"]
+    unmet = {one["key"]: one["version"] for one in error.details["unmet"]}
+    assert unmet == {"never": 0, "old": ref.version, "there": there.version}
+    for key in ("half", "half/x"):
+        with pytest.raises(ts.StoreTimeoutError) as caught:
+            await ts.wait(["there", key], timeout=0.01)
+        assert "is half put, by 1 of 2 participants (0)" in caught.value.message
+        assert caught.value.key == key
+        ((one,),) = [caught.value.details["unmet"]]
+        assert one["key"] == key
+        assert one["pending"][0]["participants"] == 2
+        assert one["pending"][0]["committed"] == ["0"]
+
+
+async def test_a_wait_in_vain_for_many_keys_names_a_few(shared):
+    await ts.put("k", 1)
+    names = [f"{i:05}" for i in range(5000)]
+    with pytest.raises(ts.StoreTimeoutError) as caught:
+        await ts.wait(["k", *names], timeout=0)
+    assert len(caught.value.message) < 1000
+    assert len(caught.value.details["keys"]) == 16
+    assert [one["key"] for one in caught.value.details["unmet"]] == names[:16]
+
+
+async def test_a_state_dict_that_does_not_come_says_what_there_is(shared):
+    ref = await ts.put_state_dict({"x": 1}, "k")
+    with pytest.raises(ts.StoreTimeoutError, match="the newest is version") as caught:
+        await ts.get_state_dict("k", min_version=ref.version + 1, timeout=0)
+    assert caught.value.details["unmet"][0]["version"] == ref.version
+
+
+async def test_a_wait_ends_in_time_though_nobody_can_say_what_there_is():
+    """The server is stopped, then it dies: neither hides that the time is over, or prolongs it."""
+    async with running_store(store_name="stopped") as client:
+        await client.put("k", 1)
+        pid = (await client.status()).controller_pid
+        await halt(pid)
+        try:
+            start = time.monotonic()
+            with pytest.raises(ts.StoreTimeoutError, match=r"within 0\.5 s: 'never'") as caught:
+                await client.wait("never", timeout=0.5)
+            assert 0.5 <= time.monotonic() - start < 0.9
+            assert caught.value.details == {"keys": ["never"], "min_version": 1, "timeout": 0.5}
+            waiting = asyncio.create_task(client.wait("never", timeout=0.3))
+            await asyncio.wait([waiting], timeout=0.35)  # it asks what there is
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises((ts.StoreTimeoutError, ts.StoreClosedError)):
+                await waiting
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)

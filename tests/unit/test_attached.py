@@ -176,7 +176,9 @@ async def test_no_server_there(stage: Backstage, tmp_path: Path) -> None:
     stage.do(made.volumes[0].close())
 
 
-async def test_the_end_of_a_line_is_the_end_of_its_volume(stage: Backstage, tmp_path: Path) -> None:
+async def test_the_end_of_a_line_is_the_end_of_its_volume(
+    stage: Backstage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with _attached(stage, tmp_path, 2) as made:
         stage.do(made.attach(0))
         stage.do(made.attach(1))
@@ -193,6 +195,7 @@ async def test_the_end_of_a_line_is_the_end_of_its_volume(stage: Backstage, tmp_
             await client.get("k0")
         assert (await client.get("k1")).unique().tolist() == [1]
         assert made.gone == []  # it was closed here
+        assert f"lost: volume torchstore-0 on {topology.probe().hostname} is gone" in caplog.text
 
 
 async def test_the_end_of_the_server_is_told_to_volumes(stage: Backstage, tmp_path: Path) -> None:

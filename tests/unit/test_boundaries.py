@@ -201,6 +201,7 @@ async def main(directory):
     await ask(m.Delete(8, ["a"], True), m.Failure)
     await ask(m.Keys(9, ""), m.KeyList)
     await ask(m.Wait(10, ["b"], 1), m.Committed)
+    await ask(m.Unmet(10, ["b"], 7), m.UnmetKeys)
     await ask(m.Stat(11, "b"), m.Found)
     await ask(m.List(12, ""), m.Listing)
     await ask(m.Status(13), m.StatusReport)
@@ -246,3 +247,16 @@ def test_there_is_no_assert_in_the_sources(path: Path) -> None:
     assert not [
         n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)
     ]
+
+
+@pytest.mark.parametrize("path", modules(*SOURCES), ids=label)
+def test_only_one_module_listens(path: Path) -> None:
+    """It knows what to do when descriptors are used up (asyncio's servers do not)."""
+    called = {
+        node.func.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    found = called & {"listen", "accept", "create_server", "create_unix_server"}
+    found |= called & {"start_server", "start_unix_server"}
+    assert not found or path.name == "listening.py"

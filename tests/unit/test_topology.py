@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from torchstore_core.topology import Topology, memory_limit_bytes, probe
+from torchstore_core.topology import Topology, cgroup_limits, memory_limit_bytes, probe
 
 
 def test_it_is_this_process_on_this_host() -> None:
@@ -71,3 +71,22 @@ def test_the_memory_limit_is_that_of_the_machine_or_less() -> None:
 def test_it_crosses_the_wire() -> None:
     here = probe()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(here), type=Topology) == here
+
+
+def test_every_cgroup_that_a_process_is_in_may_limit_it() -> None:
+    """The one of its systemd unit, and those around it."""
+    root = "/sys/fs/cgroup"
+    both = [f"{root}/memory.max", f"{root}/memory/memory.limit_in_bytes"]
+    assert cgroup_limits("") == both
+    assert cgroup_limits("0::/\n") == both
+    assert cgroup_limits("0::/system.slice/ts.service\n") == [
+        *both,
+        f"{root}/system.slice/memory.max",
+        f"{root}/system.slice/ts.service/memory.max",
+    ]
+    assert cgroup_limits("4:cpu,memory:/a/b\n3:cpuset:/c\n0::/\nnonsense") == [
+        *both,
+        f"{root}/memory/a/memory.limit_in_bytes",
+        f"{root}/memory/a/b/memory.limit_in_bytes",
+    ]
+    assert cgroup_limits("0::/../../host") == both  # not seen from here

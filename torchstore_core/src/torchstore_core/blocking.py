@@ -43,10 +43,12 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     TorchStoreError,
     TransportError,
+    TransportNotReadyError,
     TransportUnavailableError,
     UnsafeObjectError,
     UnsupportedValueError,
     VersionGoneError,
+    in_seconds,
 )
 from torchstore_core.runtimes.spmd_env import SPMDEnv
 
@@ -74,6 +76,7 @@ __all__ = [
     "TorchStoreError",
     "TorchStoreStateDict",
     "TransportError",
+    "TransportNotReadyError",
     "TransportUnavailableError",
     "UnsafeObjectError",
     "UnsupportedValueError",
@@ -220,7 +223,7 @@ class PendingPut:
         # One that is over raises what went wrong, which may be a time-out too.
         if not self._ref.done() and not futures.wait([self._ref], timeout).done:
             raise StoreTimeoutError(
-                f"the commit of {self.key!r} is not done within {timeout} s", key=self.key
+                f"the commit of {self.key!r} is not done within {in_seconds(timeout)}", key=self.key
             )
         return self._ref.result()
 

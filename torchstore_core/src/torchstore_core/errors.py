@@ -23,11 +23,13 @@ __all__ = [
     "StoreTimeoutError",
     "TorchStoreError",
     "TransportError",
+    "TransportNotReadyError",
     "TransportUnavailableError",
     "UnsafeObjectError",
     "UnsupportedValueError",
     "VersionGoneError",
     "from_wire",
+    "in_seconds",
 ]
 
 
@@ -104,14 +106,22 @@ class StoreFullError(TorchStoreError):
 
     ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes``, ``free_bytes``,
     ``largest_free_bytes`` (one value needs one free range), ``leased_bytes``,
-    ``unfinished_bytes`` and ``holders`` (a list of who holds how much).
+    ``unfinished_bytes`` and ``holders`` (a list of who holds how much). If enough is free, but not
+    in one piece: ``pieces`` (how many free ranges there are) and ``largest_value_bytes`` (of the
+    put).
     """
 
     code = "store-full"
 
 
 class StoreTimeoutError(TorchStoreError, TimeoutError):
-    """An operation did not end within its ``timeout=`` (seconds)."""
+    """An operation did not end within its ``timeout=`` (seconds).
+
+    ``details`` of a wait: ``timeout``, ``keys`` and ``min_version`` that were waited for; and, if
+    the server could still say it, ``unmet``: of each key that is not there (the first ones of many)
+    its ``key``, newest ``version`` (0: none), whether that is ``lost``, and the ``pending``
+    versions that are half put, with their ``participants`` and who of them has ``committed``.
+    """
 
     code = "timeout"
 
@@ -138,6 +148,14 @@ class TransportUnavailableError(TransportError):
     """No installed and permitted transport reaches the volume. ``details["refusals"]`` says why."""
 
     code = "transport-unavailable"
+
+
+class TransportNotReadyError(TransportUnavailableError):
+    """A transport cannot reach the volume at this moment: file descriptors are used up, here or in
+    the server, or the server is too busy. The store tries it again by itself, a little later.
+    """
+
+    code = "transport-not-ready"
 
 
 class PluginError(TorchStoreError):
@@ -184,6 +202,7 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
         LayoutMismatchError,
         TransportError,
         TransportUnavailableError,
+        TransportNotReadyError,
         PluginError,
         ProtocolError,
         UnsafeObjectError,
@@ -196,3 +215,14 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
 def from_wire(code: str, message: str, key: str | None, details: dict[str, Any]) -> TorchStoreError:
     """The error that ``code`` stands for; an unknown code (newer server) gives the base class."""
     return _BY_CODE.get(code, TorchStoreError)(message, key=key, details=details)
+
+
+def in_seconds(timeout: float | None) -> str:
+    """A time-out in words: what was asked for, though a part of it was used up before.
+
+    >>> in_seconds(0.1 + 0.2), in_seconds(1.4999), in_seconds(5), in_seconds(3600.0)
+    ('0.3 s', '1.5 s', '5 s', '3600 s')
+    """
+    if timeout is None:
+        return "any time"
+    return f"{timeout:.0f} s" if timeout >= 1000 else f"{timeout:.3g} s"

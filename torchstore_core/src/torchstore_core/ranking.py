@@ -145,9 +145,16 @@ class Ranking:
         return order[0]
 
     def drop(self, name: str, reason: str) -> None:
-        """A link failed: do not choose it again."""
+        """A link failed: do not choose it any more."""
         self.candidates = [c for c in self.candidates if c.spec.name != name]
         self.refusals[name] = reason
+        self._inline_max = None
+
+    def restore(self, candidate: Candidate) -> None:
+        """One that was dropped can be chosen again."""
+        others = [c for c in self.candidates if c.spec.name != candidate.spec.name]
+        self.candidates = [*others, candidate]
+        self.refusals.pop(candidate.spec.name, None)
         self._inline_max = None
 
     def inline_max(self) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["HOST_ID", "Topology", "memory_limit_bytes", "probe", "started"]
+__all__ = ["HOST_ID", "Topology", "beyond_memory", "cgroup_limits", "memory_limit_bytes", "probe"]
+__all__ += ["started"]
 
 
 _STARTED = 19  # in /proc/<pid>/stat, counted from what follows the command's name
@@ -71,9 +72,15 @@ def started(pid: int) -> int | None:
 
 
 def memory_limit_bytes() -> int:
-    """Bytes of memory this process may use: the cgroup's limit if there is one, else all."""
+    """Bytes of memory this process may use: the least limit of the cgroups that it is in (of its
+    container, of its systemd unit), or all that there is.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    try:
+        groups = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        groups = ""
+    for name in cgroup_limits(groups):
         try:
             text = Path(name).read_text().strip()
         except OSError:
@@ -81,6 +88,45 @@ def memory_limit_bytes() -> int:
         if text.isdigit():
             total = min(total, int(text))
     return total
+
+
+def cgroup_limits(groups: str) -> list[str]:
+    """The files that may say how much memory a process may use.
+
+    Args:
+        groups: its ``/proc/<pid>/cgroup``. In a container the paths may be those of the host, of
+            which only the root is here.
+
+    >>> cgroup_limits("0::/a.slice/b.service")[-1]
+    '/sys/fs/cgroup/a.slice/b.service/memory.max'
+    """
+    files = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+    for line in groups.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            root, name = "/sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        for part in path.strip("/").split("/"):
+            if part in ("", ".."):
+                break
+            root = f"{root}/{part}"
+            files.append(f"{root}/{name}")
+    return files
+
+
+def beyond_memory(capacity: int, memory_bytes: int, host: str) -> str:
+    """The warning for a store that promises more memory than there is; empty if it does not."""
+    if capacity <= memory_bytes:
+        return ""
+    return (
+        f"a capacity of {capacity:,} bytes is more than the {memory_bytes:,} bytes of memory that "
+        f"may be used on {host} (its RAM, or the limit of a cgroup): a store that fills up is "
+        "killed, or its clients are, before a put is refused. Take a smaller capacity"
+    )
 
 
 def _cpus() -> int:

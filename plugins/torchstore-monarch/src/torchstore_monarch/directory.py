@@ -18,7 +18,12 @@ import msgspec
 from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, concurrent_endpoint, this_host
 
 from torchstore_core import topology
-from torchstore_core.errors import ConfigurationError, StoreClosedError, StoreTimeoutError
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreClosedError,
+    StoreTimeoutError,
+    in_seconds,
+)
 from torchstore_core.server.relaying import EXPIRE_S
 from torchstore_core.topology import Topology
 from torchstore_monarch.controller import ControllerActor
@@ -167,7 +172,7 @@ class Directory(Actor):
                 await self._discard(store)
             if isinstance(error, TimeoutError):
                 raise StoreTimeoutError(
-                    f"store {name!r} did not come up in {asked.timeout} s"
+                    f"store {name!r} did not come up within {in_seconds(asked.timeout)}"
                 ) from error
             raise
 

@@ -15,7 +15,12 @@ import msgspec
 from monarch.actor import context, get_or_spawn_controller, this_proc
 
 from torchstore_core import topology
-from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
+from torchstore_core.errors import (
+    StoreClosedError,
+    StoreTimeoutError,
+    TorchStoreError,
+    in_seconds,
+)
 from torchstore_monarch.core_thread import CoreThread
 from torchstore_monarch.directory import Directory
 from torchstore_monarch.plugin import is_worker
@@ -80,7 +85,9 @@ async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float 
                     log.debug("asking anew: %s", type(error).__name__)
             return await _run(work, await _adopted(known))
     except TimeoutError as error:
-        raise StoreTimeoutError(f"the Monarch job did not answer within {timeout} s") from error
+        raise StoreTimeoutError(
+            f"the Monarch job did not answer within {in_seconds(timeout)}"
+        ) from error
 
 
 async def _adopted(before: contextvars.Context | None) -> contextvars.Context:
@@ -245,7 +252,9 @@ async def end(store_name: str, timeout: float | None, token: str = "") -> bool:
     try:
         return await asyncio.wait_for(asyncio.shield(ending), timeout)
     except TimeoutError as error:
-        raise StoreTimeoutError(f"the Monarch job did not answer within {timeout} s") from error
+        raise StoreTimeoutError(
+            f"the Monarch job did not answer within {in_seconds(timeout)}"
+        ) from error
 
 
 def _ended(ending: asyncio.Task[bool]) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from torchstore_core import __version__
 from torchstore_core.cli.reports import Failed, Report, Serving
-from torchstore_core.errors import ConfigurationError, TorchStoreError
+from torchstore_core.errors import TorchStoreError
 from torchstore_core.units import parse_bytes
 
 __all__ = ["run"]
@@ -229,23 +229,16 @@ def serve(
 
     Prints its address and how to use it.
     """
-    import logging
-
     from torchstore_core.cli.serving import serve as run_server
     from torchstore_core.ranking import Policy
     from torchstore_core.server.app import ServerOptions
+    from torchstore_core.server.journal import log_to_stderr
 
     if not name:
         raise click.BadParameter("a store needs a name", param_hint="--name")
     if capacity is not None and capacity < 4096 * volumes:
         raise click.BadParameter("at least 4096 bytes a volume", param_hint="--capacity")
-    try:
-        logging.basicConfig(
-            level=os.environ.get("TORCHSTORE_LOG_LEVEL", "WARNING").upper(),
-            format="torchstore: %(levelname)s %(name)s: %(message)s",
-        )
-    except ValueError as error:
-        raise ConfigurationError(f"TORCHSTORE_LOG_LEVEL: {error}") from error
+    log_to_stderr("INFO", "torchstore")
 
     def ready(report: Serving) -> None:
         _answer(settings, report)

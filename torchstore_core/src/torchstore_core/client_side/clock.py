@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.contracts.observer import Operation
-from torchstore_core.errors import StoreTimeoutError, TorchStoreError
+from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_seconds
 
 if TYPE_CHECKING:
     from torchstore_core.client_side.stores import Membership
@@ -156,7 +156,10 @@ class Clock:
             raise
 
     def _over(self) -> StoreTimeoutError:
-        return StoreTimeoutError(f"the operation did not end within {self.timeout} s")
+        return StoreTimeoutError(
+            f"the operation did not end within {in_seconds(self.timeout)}",
+            details={"timeout": self.timeout},
+        )
 
     def phase(self, name: str) -> None:
         """The time since the last phase belongs to ``name``."""

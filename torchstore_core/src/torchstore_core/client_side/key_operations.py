@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from torchstore_core.client_side import observing, writing
+from torchstore_core.client_side import observing, waited, writing
 from torchstore_core.client_side.base import ClientBase
 from torchstore_core.client_side.clock import Clock
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
@@ -125,11 +125,8 @@ class KeyOperations(ClientBase):
             reply = await lane.call(request, m.Committed, clock.left())
         except StoreTimeoutError as caught:
             lane.cancel(request.id)
-            least = f" with version {min_version} or newer" if min_version > 1 else ""
-            raise StoreTimeoutError(
-                f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
-                key=names[0],
-            ) from caught
+            unmet = await waited.ask(lane, names, min_version)
+            raise waited.not_there(names, min_version, clock.timeout, unmet) from caught
         except BaseException:
             lane.cancel(request.id)
             raise

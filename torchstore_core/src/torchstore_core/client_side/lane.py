@@ -24,6 +24,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     TorchStoreError,
     from_wire,
+    in_seconds,
 )
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
@@ -99,7 +100,7 @@ async def handshake(
         reply = decode_reply(bodies[0])
     except TimeoutError as error:
         sock.close()
-        raise StoreTimeoutError(f"no answer from {address} within {timeout} s") from error
+        raise StoreTimeoutError(f"no answer from {address} within {in_seconds(timeout)}") from error
     except msgspec.DecodeError as error:
         sock.close()
         raise ProtocolError(f"{address} does not speak this protocol: {error}") from error

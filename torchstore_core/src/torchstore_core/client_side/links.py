@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
@@ -18,6 +20,7 @@ from torchstore_core.errors import (
     StoreClosedError,
     TorchStoreError,
     TransportError,
+    TransportNotReadyError,
     TransportUnavailableError,
 )
 from torchstore_core.plugins import Registry, load_class
@@ -29,6 +32,30 @@ __all__ = ["VolumeLinks"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# A transport that is not ready is left alone for so long; then twice as long, up to the longest.
+_REST_S = 1.0
+_LONGEST_REST_S = 30.0
+_TRYING_S = 15.0
+_FOR_NOW = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT)
+)
+
+
+class _Resting:
+    """A transport that was not ready, and when to try it again."""
+
+    __slots__ = ("candidate", "due", "failures")
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.failures = 0
+        self.failed()
+
+    def failed(self) -> None:
+        """Once more."""
+        self.due = time.monotonic() + min(_REST_S * 2**self.failures, _LONGEST_REST_S)
+        self.failures += 1
 
 
 class VolumeLinks:
@@ -58,6 +85,8 @@ class VolumeLinks:
         self._loop_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = (
             weakref.WeakKeyDictionary()
         )
+        self._resting: dict[str, _Resting] = {}  # by the name of the transport
+        self._retries: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         self._active = 0
         self._closed = False
@@ -68,14 +97,18 @@ class VolumeLinks:
 
     async def attempt(self, nbytes: int, action: Callable[[Link, Candidate], Awaitable[T]]) -> T:
         """Run ``action`` on the best link for ``nbytes``; a link that fails is dropped, loudly,
-        and the next bid gets its turn.
+        and the next bid gets its turn. One that cannot connect at this moment rests for a while;
+        it is tried all the same where nothing else is left.
 
         Raises:
+            TransportNotReadyError: nothing else can move them; it may be possible later.
             TransportUnavailableError: no link is left, or the volume is lost. ``details["volume"]``
                 is its index.
         """
+        last: TransportError | None = None
         with self._in_use():
-            for candidate in self.ranking.order(nbytes, in_band=False):
+            order = self.ranking.order(nbytes, in_band=False)
+            for candidate in order or [rested.candidate for rested in self._resting.values()]:
                 try:
                     link = await self._connected(candidate)
                     if self.context.same_host:
@@ -84,7 +117,13 @@ class VolumeLinks:
                 except TransportError as error:
                     if self.lost:
                         raise
-                    self._drop(candidate, error)
+                    self._give_up(candidate, error)
+                    last = error
+        if isinstance(last, TransportNotReadyError):
+            raise TransportNotReadyError(
+                f"volume {self.info.id} cannot be reached at this moment: {last.message}",
+                details={**last.details, "volume": self.info.index},
+            ) from last
         none_left = self.ranking.unavailable(nbytes)
         raise self._unreachable(none_left.message, none_left.details)
 
@@ -114,14 +153,27 @@ class VolumeLinks:
             details={**(details or {}), "volume": self.info.index},
         )
 
-    async def connect_best(self) -> None:
-        """Connect the link that large values will take, so that the first of them need not."""
+    async def connect_best(self, timeout: float | None = None) -> None:
+        """Connect the link that large values will take, so that the first of them need not. In at
+        most ``timeout`` seconds; then it is done when it is needed.
+        """
         order = self.ranking.order(1 << 30, in_band=False)
         if order and not self.lost:
             try:
-                await self._connected(order[0])
+                async with asyncio.timeout(timeout) as limit:
+                    await self._connected(order[0])
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                self._rest(order[0], TransportNotReadyError("the server is slow to let it connect"))
             except TransportError as error:
-                self._drop(order[0], error)
+                self._give_up(order[0], error)
+
+    def inline_max(self) -> int:
+        """See ``Ranking.inline_max``. On a running event loop."""
+        if self._resting:
+            self._try_again()
+        return self.ranking.inline_max()
 
     def warm(self, segment: int, nbytes: int) -> None:
         """Fill this process's page tables for warm memory. Blocks: not for an event loop."""
@@ -174,15 +226,63 @@ class VolumeLinks:
             except TorchStoreError:
                 raise
             except Exception as error:
+                if isinstance(error, OSError) and error.errno in _FOR_NOW:
+                    raise TransportNotReadyError(f"it cannot connect: {error}") from error
                 raise TransportUnavailableError(f"it cannot connect: {error!r}") from error
             with self._lock:
                 link = links.setdefault(spec.name, made)
             if link is not made:  # another loop was faster
                 made.close()
+        if self._resting and self._resting.pop(spec.name, None) is not None:
+            self.ranking.restore(candidate)
+            log.info("transport %r to volume %s is ready now", spec.name, self.info.id)
         return link
+
+    def _give_up(self, candidate: Candidate, error: TransportError) -> None:
+        if isinstance(error, TransportNotReadyError):
+            self._rest(candidate, error)
+        else:
+            self._drop(candidate, error)
+
+    def _rest(self, candidate: Candidate, error: TransportNotReadyError) -> None:
+        name = candidate.spec.name
+        self.ranking.drop(name, f"it is not ready and will be tried again: {error}")
+        rested = self._resting.get(name)
+        if rested is not None:
+            rested.failed()
+            return
+        self._resting[name] = _Resting(candidate)
+        order = [c.spec.name for c in self.ranking.order(1 << 20)]
+        warnings.warn(
+            f"transport {name!r} to volume {self.info.id} is not ready: {error}. It is tried again "
+            f"every now and then; until then there is {', '.join(order) or 'nothing else'}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def _try_again(self) -> None:
+        """Connect, beside what this event loop does, what has rested for long enough."""
+        now = time.monotonic()
+        for rested in list(self._resting.values()):
+            if rested.due <= now:
+                rested.due = now + _TRYING_S  # if this loop ends meanwhile, another one has a go
+                task = asyncio.get_running_loop().create_task(self._retry(rested))
+                self._retries.add(task)
+                task.add_done_callback(self._retries.discard)
+
+    async def _retry(self, rested: _Resting) -> None:
+        try:
+            with self._in_use():
+                await self._connected(rested.candidate)
+        except TransportError as error:
+            if not self.lost:
+                self._give_up(rested.candidate, error)
+        except StoreClosedError:
+            log.debug("volume %s: nothing is tried any more", self.info.id)
 
     def _drop(self, candidate: Candidate, error: TransportError) -> None:
         name = candidate.spec.name
+        self._resting.pop(name, None)
         self.ranking.drop(name, f"its link failed: {error}")
         order = [c.spec.name for c in self.ranking.order(1 << 20)]
         warnings.warn(

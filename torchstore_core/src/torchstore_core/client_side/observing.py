@@ -53,12 +53,14 @@ def watch(registry: Registry) -> Callable[[Operation], None] | None:
 
 
 def errors(registry: Registry) -> dict[str, str]:
-    """``"group:name"`` to what is wrong, of plug-ins that do not load here and observers that
-    have failed in this process.
+    """``"group:name"`` to what is wrong, of plug-ins that do not load here and those of its
+    observers that have failed in this process.
     """
+    observers = registry.observers()
     failed = {
         f"{OBSERVERS}:{name}": f"it has failed {count} times, first with {_first[name]}"
         for name, count in _failed.items()
+        if name in observers
     }
     return {**registry.errors(), **failed}
 

@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -130,6 +131,7 @@ class Session:
         """
         here = topology.probe()
         facts = client_facts(os.environ, here, ranks)
+        started = time.monotonic()
         anchor, welcome = await handshake(address, b"", facts, here, timeout)
         try:
             session = cls(address, anchor, welcome, policy, facts)
@@ -138,7 +140,8 @@ class Session:
             raise
         try:
             for volume in session.volumes:
-                await volume.connect_best()
+                used = time.monotonic() - started
+                await volume.connect_best(None if timeout is None else max(0.0, timeout - used))
         except BaseException:
             session.retire()
             raise
@@ -220,8 +223,8 @@ class Session:
         The controller chooses the volume, so the smallest of all volumes' limits counts.
         """
         if len(self.volumes) == 1:
-            return self.volumes[0].ranking.inline_max()
-        living = [volume.ranking.inline_max() for volume in self.volumes if not volume.lost]
+            return self.volumes[0].inline_max()
+        living = [volume.inline_max() for volume in self.volumes if not volume.lost]
         return min(living, default=-1)
 
     # ---- giving back ----------------------------------------------------------------------

@@ -153,7 +153,9 @@ class Link(ABC):
         """Make a link from a volume's offer.
 
         Raises:
-            TransportUnavailableError: the offer cannot be used from here.
+            TransportNotReadyError: not at this moment (descriptors are used up, the server is
+                slow): the store goes on with the next bid, and tries again later.
+            TransportUnavailableError: the offer cannot be used from here, now or later.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 
 import msgspec
 
@@ -18,9 +19,11 @@ from torchstore_core.errors import (
     StoreClosedError,
     StoreTimeoutError,
     from_wire,
+    in_seconds,
 )
 from torchstore_core.ranking import Policy
 from torchstore_core.strategy_data import encode_strategy
+from torchstore_core.topology import beyond_memory, memory_limit_bytes
 
 __all__ = ["LocalRuntime"]
 
@@ -51,6 +54,9 @@ class LocalRuntime(Runtime):
         self._given_up = False
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
+        limit = memory_limit_bytes()
+        if beyond := beyond_memory(options.capacity or 0, limit, "this host"):
+            warnings.warn(beyond, RuntimeWarning, stacklevel=2)
         strategy = options.strategy
         config = {
             "store_name": options.store_name,
@@ -73,7 +79,7 @@ class LocalRuntime(Runtime):
         except TimeoutError as error:
             await self._give_up()
             raise StoreTimeoutError(
-                f"the server did not come up within {options.timeout} s"
+                f"the server did not come up within {in_seconds(options.timeout)}"
             ) from error
         except BaseException:
             await self._give_up()

@@ -8,7 +8,11 @@ import os
 import socket
 import weakref
 
-from torchstore_core.errors import StoreClosedError, StoreTimeoutError
+from torchstore_core.errors import (
+    StoreClosedError,
+    StoreTimeoutError,
+    in_seconds,
+)
 
 __all__ = ["Member"]
 
@@ -40,7 +44,9 @@ class Member:
                     raise StoreClosedError(f"the server at {address} ends: its last rank has left")
         except TimeoutError as error:
             sock.close()
-            raise StoreTimeoutError(f"no answer from {address} within {timeout:g} s") from error
+            raise StoreTimeoutError(
+                f"no answer from {address} within {in_seconds(timeout)}"
+            ) from error
         except OSError as error:
             sock.close()
             raise StoreClosedError(f"no store at {address}: rank 0 has ended ({error})") from error

@@ -30,6 +30,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     TorchStoreError,
     from_wire,
+    in_seconds,
 )
 from torchstore_core.runtimes.claims import Who
 from torchstore_core.runtimes.spmd_env import SPMDEnv
@@ -109,7 +110,8 @@ class Meeting:
         store = await _aside(
             lambda: _tcp_store(env, hosts, deadline - time.monotonic()),
             deadline,
-            f"the rendezvous store at {where} did not answer within {timeout} s; is it one?",
+            f"the rendezvous store at {where} did not answer within {in_seconds(timeout)}; "
+            "is it one?",
             f"no rendezvous store at {where}",
         )
         lobby = cls(env, _prefixed(prefix, store), deadline, timeout)
@@ -162,7 +164,7 @@ class Meeting:
             poll = min(2 * poll, _LONGEST_POLL_S)
         raise StoreTimeoutError(
             f"rank 0 of {self.env.world_size} did not come to initialize_spmd within "
-            f"{self._timeout:g} s; every rank has to call it",
+            f"{in_seconds(self._timeout)}; every rank has to call it",
             details={"missing_ranks": [0]},
         )
 
@@ -334,7 +336,8 @@ class Meeting:
             what = "came to initialize_spmd but did not get ready"
             do = "it has died, or needs a longer timeout"
         return StoreTimeoutError(
-            f"{_named(missing)} of {self.env.world_size} {what} within {self._timeout:g} s; {do}",
+            f"{_named(missing)} of {self.env.world_size} {what} within "
+            f"{in_seconds(self._timeout)}; {do}",
             details={"missing_ranks": missing},
         )
 
@@ -430,7 +433,7 @@ async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float)
         poll = min(2 * poll, _LONGEST_POLL_S)
     raise StoreTimeoutError(
         f"nobody listens at MASTER_ADDR:MASTER_PORT {env.master_addr}:{env.master_port} within "
-        f"{timeout:g} s: rank 0 has not called initialize_spmd, or the address is wrong"
+        f"{in_seconds(timeout)}: rank 0 has not called initialize_spmd, or the address is wrong"
         + (f" ({said})" if said is not None else ""),
         details={"missing_ranks": [0]},
     )

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from torchstore_core.errors import TorchStoreError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.server.app import Ready, Server, ServerOptions
+from torchstore_core.server.journal import log_to_stderr
+from torchstore_core.server.listening import raise_descriptor_limit
 from torchstore_core.server.members import Members
 
 _M_MMAP_THRESHOLD = -3
@@ -47,6 +49,7 @@ def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | 
             By default that is a line of JSON on stdout.
     """
     _return_large_blocks()
+    raise_descriptor_limit()
     try:
         import uvloop
     except ImportError:
@@ -92,7 +95,7 @@ async def _watch(options: ServerOptions, server: Server, address: str) -> Ready:
     owner_ended = server.stop_soon
     if isinstance(options, ProcessOptions) and options.members:
         members = Members(server.stop_soon)
-        where = await members.listen(Path(address.partition(":")[2]).parent)
+        where = members.open(Path(address.partition(":")[2]).parent)
         ready = ReadyForMembers(address, os.getpid(), where)
         owner_ended = members.starter_ended
     else:
@@ -143,10 +146,11 @@ def _poll_owner(owner: int, ended: Callable[[], None]) -> None:
 
 def main() -> int:
     """Entry point of the module."""
-    logging.basicConfig(
-        level=os.environ.get("TORCHSTORE_LOG_LEVEL", "WARNING").upper(),
-        format="torchstore server %(process)d: %(levelname)s %(name)s: %(message)s",
-    )
+    try:
+        log_to_stderr("WARNING", "torchstore server %(process)d")
+    except ConfigurationError as error:
+        _say({"error": error.code, "message": error.message})
+        return 1
     return run(msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions))
 
 

@@ -60,6 +60,11 @@ class Allocator:
         return max(self._by_start.values(), default=0)
 
     @property
+    def pieces(self) -> int:
+        """How many free ranges there are."""
+        return len(self._by_start)
+
+    @property
     def used_end(self) -> int:
         """End of the highest range that is given out now."""
         return self._by_end.get(self.capacity, self.capacity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -16,6 +17,7 @@ from torchstore_core.errors import (
     StoreClosedError,
     StoreFullError,
     StoreTimeoutError,
+    in_seconds,
 )
 from torchstore_core.plugins import Registry
 from torchstore_core.server import looking
@@ -25,10 +27,12 @@ from torchstore_core.server.connection import Connection
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.conversation import Conversation
 from torchstore_core.server.directories import PrivateDirectory
+from torchstore_core.server.journal import Refusals, journal, undone, who
+from torchstore_core.server.listening import Listener, speaking
 from torchstore_core.server.orphans import Orphans
 from torchstore_core.server.placement import session_bytes
 from torchstore_core.server.processes import Watcher
-from torchstore_core.server.records import VolumeRecord
+from torchstore_core.server.records import SessionRecord, VolumeRecord
 from torchstore_core.server.volume import Volume, default_capacity, default_prefault
 from torchstore_core.strategy_data import decode_strategy
 from torchstore_core.wire import messages as m
@@ -102,7 +106,8 @@ class Server:
         self._controller: Controller | None = None
         self._orphans: Orphans | None = None
         self._watcher = Watcher(self.process_ended)
-        self._listener: asyncio.AbstractServer | None = None
+        self.refusals = Refusals()
+        self._listener = Listener(speaking(functools.partial(Connection, self)))
         self._stopping = False
         self._stopped = asyncio.Event()
         self._all_gone = asyncio.Event()
@@ -128,14 +133,33 @@ class Server:
             if not options.attached:
                 self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
             path = self._directory.control
-            self._listener = await self._loop.create_unix_server(
-                lambda: Connection(self), path, backlog=512
-            )
-            os.chmod(path, 0o600)
+            self._listener.open(path)
         except BaseException:
             await self.close()
             raise
+        if not options.attached:
+            self._say_started()
         return f"unix:{path}"
+
+    def _say_started(self) -> None:
+        volumes = self.controller.volumes
+        journal.info(
+            "started: store %r at unix:%s, pid %d; %d volume(s), %s bytes; strategy %s",
+            self.options.store_name,
+            self._directory.control if self._directory is not None else "",
+            os.getpid(),
+            len(volumes),
+            f"{sum(volume.info.capacity_bytes for volume in volumes):,}",
+            self.options.strategy,
+        )
+        if self.options.owner:  # it has been warned where its user sees it
+            return
+        hosts = {volume.info.topology.host_id: volume.info.topology for volume in volumes}
+        for ident, host in hosts.items():
+            there = [v.info for v in volumes if v.info.topology.host_id == ident]
+            capacity = sum(info.capacity_bytes for info in there)
+            if text := topology.beyond_memory(capacity, host.memory_bytes, host.hostname):
+                journal.warning("%s", text)
 
     async def attached(self, timeout: float) -> None:
         """Wait until all volumes are attached; only then clients are let in.
@@ -149,7 +173,7 @@ class Server:
             wanted = self.options.num_storage_volumes
             raise StoreTimeoutError(
                 f"{wanted - len(self._attached)} of {wanted} volumes did not attach "
-                f"within {timeout} s"
+                f"within {in_seconds(timeout)}"
             ) from error
 
     @property
@@ -198,9 +222,9 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, close every connection, release memory, remove the directory."""
+        self._stopping = True  # who leaves now is not worth a line
         self._watcher.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         for connection in list(self.connections):
             connection.close()
         if self.connections:
@@ -213,6 +237,9 @@ class Server:
             await volume.close()
         if self._directory is not None:
             self._directory.remove()
+        if self._controller is not None:
+            ran_s = time.monotonic() - self._started
+            journal.info("stopped: store %r, after %.0f s", self.options.store_name, ran_s)
 
     async def _volume(self, index: int) -> VolumeRecord:
         options = self.options
@@ -247,6 +274,7 @@ class Server:
         self._attached[info.index] = record
         if len(self._attached) == wanted:
             self._begin([self._attached[i] for i in range(wanted)])
+            self._say_started()
             self._all_attached.set()
 
     def when_trimmed(self, call: Callable[[], None]) -> bool:
@@ -288,9 +316,39 @@ class Server:
             return
         self._trimmed()
         if not self._stopping:
+            lost = self._controller.volumes[index].info
+            journal.warning(
+                "lost: volume %s on %s is gone (%s), with what was there alone",
+                *(lost.id, lost.topology.hostname, why),
+            )
             self._controller.lose_volume(index, why)
             self.orphans.volume_lost()
             self._to_anchors(m.Lost(index, why))
+
+    def joined(self, session: SessionRecord) -> None:
+        """A client has opened a session."""
+        level = logging.DEBUG if session.facts.role else logging.INFO  # a tool looks and leaves
+        journal.log(level, "joined: %s; now %d", who(session), len(self.controller.sessions))
+
+    def died(self, session: SessionRecord) -> None:
+        """A session's process has died, and what it has half done is about to be undone."""
+        if half_done := undone(session):
+            journal.info("died: %s. Undone: %s", who(session), half_done)
+
+    def left(self, session: SessionRecord, why: str) -> None:
+        """A session is about to end."""
+        if self._stopping:
+            return
+        half_done = undone(session)
+        level = logging.DEBUG if session.facts.role and not half_done else logging.INFO
+        journal.log(
+            level,
+            "left: %s (%s); now %d%s",
+            who(session),
+            why,
+            len(self.controller.sessions.keys() - {session.token}),
+            f". Undone: {half_done}" if half_done else "",
+        )
 
     def _watch(self, volume: VolumeRecord, wanted: m.Watch) -> None:
         """Have a process of a volume's host watched, there."""
@@ -332,6 +390,7 @@ class Server:
     def disconnected(self, connection: Connection) -> None:
         """A connection is gone."""
         self.connections.discard(connection)
+        self._listener.freed()
         if not self.connections:
             self._all_gone.set()
 

@@ -20,6 +20,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     TorchStoreError,
     from_wire,
+    in_seconds,
 )
 from torchstore_core.server.allocator import Allocator
 from torchstore_core.server.processes import Watcher
@@ -135,7 +136,7 @@ class VolumeLine(asyncio.Protocol):
         except TimeoutError as error:
             made.close()
             raise StoreTimeoutError(
-                f"volume {info.id} could not attach within {timeout} s"
+                f"volume {info.id} could not attach within {in_seconds(timeout)}"
             ) from error
         except OSError as error:
             raise StoreClosedError(f"volume {info.id}: no server at {path}: {error}") from error

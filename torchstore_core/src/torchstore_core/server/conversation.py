@@ -106,6 +106,7 @@ class Conversation:
         session = self._session
         if session is not None:
             session.end()
+            self._server.died(session)
             self._server.controller.abort(session, list(session.txns))
             if session.facts.role:  # it reads nothing, so its forked children do not, either
                 self._server.controller.close_session(session)
@@ -133,6 +134,7 @@ class Conversation:
             self._server.volume_ended(self._volume, why)
         if self._session is not None:
             if self._anchor:
+                self._server.left(self._session, why)
                 close_session(self._session)
             else:
                 self._session.lanes -= 1
@@ -165,6 +167,7 @@ class Conversation:
         except StoreFullError as error:
             if self._server.when_trimmed(lambda: self._again(request)):
                 return
+            self._server.refusals.refused(self._session, error)
             reply = _failure(request, error)
         except TorchStoreError as error:
             reply = _failure(request, error)
@@ -193,6 +196,7 @@ class Conversation:
             else:
                 session = controller.open_session(hello.facts, hello.topology)
                 self._anchor = True
+                self._server.joined(session)
         except TorchStoreError as error:
             self.send(m.Failure(hello.id, error.code, error.message))
             self.end()
@@ -255,6 +259,9 @@ class Conversation:
                 waiter = self._waiters.pop(request.request, None)
                 if waiter is not None:
                     controller.waiting.forget(waiter)
+            case m.Unmet():
+                unmet = controller.waiting.unmet(request.keys, request.min_version)
+                return m.UnmetKeys(request.id, unmet)
             case m.Versions():
                 return m.Committed(request.id, controller.catalog.versions(request.key))
             case m.Stat():

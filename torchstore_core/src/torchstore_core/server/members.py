@@ -8,12 +8,11 @@ zero-copy tensor; a member stays until it says that it leaves, or until its proc
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
+
+from torchstore_core.server.listening import Listener, speaking
 
 __all__ = ["Members"]
 
@@ -33,14 +32,12 @@ class Members:
         self._ended = ended
         self._open: set[Member] = set()
         self._over = False
-        self._listener: asyncio.AbstractServer | None = None
+        self._listener = Listener(speaking(lambda pid: Member(self)))
 
-    async def listen(self, directory: Path) -> str:
+    def open(self, directory: Path) -> str:
         """Let members in; the address for them. The socket goes with its directory."""
         path = directory / "members.sock"
-        loop = asyncio.get_running_loop()
-        self._listener = await loop.create_unix_server(lambda: Member(self), str(path), backlog=512)
-        path.chmod(0o600)
+        self._listener.open(str(path))
         return f"unix:{path}"
 
     def starter_ended(self) -> None:
@@ -66,6 +63,10 @@ class Members:
         self._end()
         return True
 
+    def freed(self) -> None:
+        """A member's connection has closed."""
+        self._listener.freed()
+
     def _end(self) -> None:
         if not self._over:
             self._over = True
@@ -82,7 +83,7 @@ class Member(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Count it, and say so."""
         self._transport = cast(asyncio.Transport, transport)
-        if _foreign(transport) or not self._members.join(self):
+        if not self._members.join(self):
             self._transport.abort()
             return
         self._transport.write(_JOINED)
@@ -99,14 +100,5 @@ class Member(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has left or died."""
         self._members.leave(self)
+        self._members.freed()
         self._transport = None
-
-
-def _foreign(transport: asyncio.BaseTransport) -> bool:
-    """Whether another user is at the other end (the directory's mode keeps them out as well)."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return False
-    size = struct.calcsize("3i")
-    sock = transport.get_extra_info("socket")
-    uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
-    return bool(uid != os.getuid())

@@ -11,7 +11,7 @@ from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import ProtocolError, StoreFullError
 from torchstore_core.server import asking
-from torchstore_core.server.allocator import rounded
+from torchstore_core.server.allocator import Allocator, rounded
 from torchstore_core.server.records import SessionRecord, Stored, Value, VolumeRecord
 from torchstore_core.values import StateDictMeta, TensorMeta
 from torchstore_core.wire import messages as m
@@ -105,7 +105,10 @@ def checked_box(item: m.PutItem) -> Box | None:
 
 
 def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] | None:
-    """One run for all sizes if there is room for it, else as few pieces as it takes."""
+    """One run for all sizes if there is room for it, else a piece for each: in their order, so that
+    they lie together as far as it goes, or, if some do not fit then, the largest first. None if
+    that does not do, either.
+    """
     if not sizes:
         return []
     allocator = volume.allocator
@@ -116,6 +119,17 @@ def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] |
             offsets.append(start)
             start += rounded(size)
         return offsets
+    pieces = _allocate_each(allocator, sizes)
+    if pieces is None and len(sizes) > 1 and max(sizes) <= allocator.largest_free:
+        largest_first = sorted(range(len(sizes)), key=lambda at: -sizes[at])
+        found = _allocate_each(allocator, [sizes[at] for at in largest_first])
+        if found is not None:
+            pieces = [offset for _, offset in sorted(zip(largest_first, found, strict=True))]
+    return pieces
+
+
+def _allocate_each(allocator: Allocator, sizes: Sequence[int]) -> list[int] | None:
+    """A range for each; None, with nothing changed, if there is none for some."""
     pieces: list[int] = []
     for at, size in enumerate(sizes):
         offset = allocator.allocate(size)
@@ -371,6 +385,24 @@ def _fits_spread(
     return len(keys) > 1 and largest <= max(rooms, default=0) < requested <= sum(rooms)
 
 
+def _in_pieces(requested: int, volumes: Sequence[VolumeRecord], sizes: Sequence[int]) -> bool:
+    """Whether there would be room if the free memory of a volume were in one piece."""
+    if not sizes:
+        return False
+    if requested <= sum(v.free for v in volumes):
+        largest = max(sizes)
+        roomy = [v for v in volumes if v.free >= largest]
+        if roomy and all(v.allocator.largest_free < largest for v in roomy):
+            return True
+    for volume in volumes:
+        if requested <= volume.free:
+            found = allocate(volume, sum(map(rounded, sizes)), list(sizes))
+            if found is None:
+                return True
+            volume.allocator.free(zip(found, sizes, strict=True))
+    return False
+
+
 def full_error(
     requested: int,
     volumes: Sequence[VolumeRecord],
@@ -401,10 +433,26 @@ def full_error(
     free = max(0, capacity - used)
     largest_free = max((v.allocator.largest_free for v in volumes), default=0)
     pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
+    sizes = [item.nbytes for item in items if item.data is None]
+    in_pieces = _in_pieces(requested, volumes, sizes)
     top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
     by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
     details: dict[str, object] = {}
     advice = "Delete keys, drop tensors that zero-copy gets returned"
+    if in_pieces:
+        count = sum(v.allocator.pieces for v in volumes)
+        details["pieces"], details["largest_value_bytes"] = count, max(sizes)
+        pieces = (
+            f"; {free:,} are free, but in {count:,} piece(s), the largest of {largest_free:,}, and "
+            "a value lies in one piece: "
+        )
+        if max(sizes) > largest_free:
+            pieces += f"the largest of this put has {max(sizes):,}"
+            advice = "Put it in several smaller values (shards, say), delete keys"
+        else:
+            pieces += f"the {len(sizes):,} of this put do not go into them together"
+            advice = "Put fewer values at once, delete keys"
+        advice += ", drop tensors that zero-copy gets returned, which lie in between"
     if waiting:
         details["waiting"] = dict(waiting)
         most = max(waiting, key=lambda key: waiting[key])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import NamedTuple
 
 from torchstore_core.wire import messages as m
 
-__all__ = ["Process", "Watcher", "pid_namespace"]
+__all__ = ["DeathWatch", "Process", "Watcher", "pid_namespace"]
 
 log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 1.0
 
 
 class Process(NamedTuple):
@@ -36,6 +39,52 @@ def pid_namespace() -> int:
         return 0
 
 
+class DeathWatch:
+    """Calls ``ended`` once when a process has ended, on the event loop that made this.
+
+    Never if that cannot be known from here: an old kernel, or ``pid`` 0 (another pid namespace).
+    """
+
+    def __init__(self, pid: int, ended: Callable[[], None]) -> None:
+        self._pid = pid
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = -1
+        self._timer: asyncio.Handle | None = None
+        self._open()
+
+    def close(self) -> None:
+        """Watch no more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _open(self) -> None:
+        self._timer = None
+        if self._pid <= 0:
+            return
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+        except AttributeError:  # an old Python, or system
+            return
+        except OSError as error:
+            if error.errno == errno.ESRCH:
+                self._timer = self._loop.call_soon(self._over)
+            elif error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                self._timer = self._loop.call_later(_LOOK_AGAIN_S, self._open)
+            else:  # an old kernel
+                log.debug("process %d cannot be watched: %s", self._pid, error)
+            return
+        self._loop.add_reader(self._pidfd, self._over)
+
+    def _over(self) -> None:
+        self.close()
+        self._ended()
+
+
 class Watcher:
     """Says when processes have ended. Everything here runs on one event loop.
 
@@ -46,35 +95,23 @@ class Watcher:
 
     def __init__(self, say: Callable[[m.Died], None]) -> None:
         self._say = say
-        self._pidfds: set[int] = set()
+        self._watches: dict[bytes, DeathWatch] = {}
         self._closed = False
 
     def watch(self, wanted: m.Watch) -> None:
         """Answer when that process has ended: at once if there is none."""
         if self._closed or wanted.pid <= 0 or wanted.namespace != pid_namespace() != 0:
             return
-        try:
-            pidfd = os.pidfd_open(wanted.pid)
-        except (OSError, AttributeError) as error:
-            if isinstance(error, OSError) and error.errno == errno.ESRCH:
-                self._say(m.Died(wanted.orphan))
-            else:
-                log.warning("process %d cannot be watched: %s", wanted.pid, error)
-            return
-        self._pidfds.add(pidfd)
-        asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd, wanted.orphan)
+        if wanted.orphan not in self._watches:
+            ended = functools.partial(self._ended, wanted.orphan)
+            self._watches[wanted.orphan] = DeathWatch(wanted.pid, ended)
 
-    def _ended(self, pidfd: int, orphan: bytes) -> None:
-        self._forget(pidfd)
+    def _ended(self, orphan: bytes) -> None:
+        del self._watches[orphan]
         self._say(m.Died(orphan))
 
     def close(self) -> None:
         """Stop, for good. Idempotent."""
         self._closed = True
-        for pidfd in list(self._pidfds):
-            self._forget(pidfd)
-
-    def _forget(self, pidfd: int) -> None:
-        self._pidfds.discard(pidfd)
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
+        while self._watches:
+            self._watches.popitem()[1].close()

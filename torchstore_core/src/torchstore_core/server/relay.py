@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, cast
@@ -13,9 +12,9 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from torchstore_core.errors import ProtocolError
-from torchstore_core.server.connection import peer
 from torchstore_core.server.directories import PrivateDirectory
-from torchstore_core.server.processes import Process, pid_namespace
+from torchstore_core.server.listening import Listener, speaking
+from torchstore_core.server.processes import DeathWatch, Process, pid_namespace
 from torchstore_core.server.relaying import EXPIRE_S, Said, Told, ToldList
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader
@@ -69,7 +68,7 @@ class Relay:
         self.before_close = before_close
         self._ids = itertools.count(1)
         self._pipes: dict[int, _Pipe] = {}
-        self._listener: asyncio.AbstractServer | None = None
+        self._listener = Listener(speaking(lambda pid: _Pipe(self, pid)))
         self._tasks: set[asyncio.Task[None]] = set()
         self._outbox: list[Said] = []
         self._patience_s = expire_s * _GIVE_UP
@@ -78,10 +77,8 @@ class Relay:
 
     async def start(self) -> str:
         """Begin to listen; the address to connect to."""
-        loop = asyncio.get_running_loop()
         path = self._directory.control
-        self._listener = await loop.create_unix_server(lambda: _Pipe(self), path, backlog=512)
-        os.chmod(path, 0o600)
+        self._listener.open(path)
         self._spawn(self._poll())
         return f"unix:{path}"
 
@@ -95,8 +92,7 @@ class Relay:
         if self._closed:
             return
         self._closed = True
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         for pipe in list(self._pipes.values()):
             pipe.close()
         for task in self._tasks:
@@ -122,6 +118,7 @@ class Relay:
     def gone(self, conn: int, pid: int) -> None:
         """A connection has closed."""
         self._pipes.pop(conn, None)
+        self._listener.freed()
         if not self._closed:
             self._spawn(self._say_closed(conn, pid))
 
@@ -182,29 +179,20 @@ class Relay:
 class _Pipe(asyncio.Protocol):
     """A client's connection to the relay."""
 
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: Relay, pid: int) -> None:
         self._relay = relay
         self._reader = FrameReader(m.MAX_FRAME)
         self._transport: asyncio.Transport | None = None
         self._conn = 0
-        self._pid = 0
-        self._pidfd = -1
+        self._pid = pid
+        self._watch: DeathWatch | None = None
         self._process: Process | None = None  # until the server knows it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._pid, uid = peer(transport)
-        if uid is not None and uid != os.getuid():
-            log.warning("refused a connection of uid %d", uid)
-            self._transport.abort()
-            return
         self._conn = self._relay.opened(self)
         self._process = Process(self._pid, pid_namespace()) if self._pid else None
-        try:
-            self._pidfd = os.pidfd_open(self._pid)
-        except (OSError, AttributeError):  # an old kernel, or another pid namespace
-            return
-        asyncio.get_running_loop().add_reader(self._pidfd, self._process_died)
+        self._watch = DeathWatch(self._pid, self._process_died)
 
     def data_received(self, data: bytes) -> None:
         if not self._conn:
@@ -218,7 +206,8 @@ class _Pipe(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
+        if self._watch is not None:
+            self._watch.close()
         self._transport = None
         if self._conn:
             self._relay.gone(self._conn, self._pid)
@@ -234,11 +223,4 @@ class _Pipe(asyncio.Protocol):
             self._transport.close()
 
     def _process_died(self) -> None:
-        self._unwatch()
         self._relay.say(Said(self._conn, died=True))
-
-    def _unwatch(self) -> None:
-        if self._pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1

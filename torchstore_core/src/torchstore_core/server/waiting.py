@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from torchstore_core.server.catalog import Catalog
 from torchstore_core.server.records import Stored, Waiter
+from torchstore_core.wire import messages as m
 
 __all__ = ["Waiting"]
+
+_MOST_UNMET = 16
+_MOST_PENDING = 2
+_MOST_NAMES = 256
 
 
 class Waiting:
@@ -62,6 +69,27 @@ class Waiting:
                 self.forget(waiter)
                 waiter.reply(versions)
 
+    def unmet(self, keys: list[str], min_version: int) -> list[m.UnmetKey]:
+        """The first keys that are not there, or not in that version, and why; in short."""
+        found: list[m.UnmetKey] = []
+        for key in keys:
+            there = self._catalog.find(key)
+            version = 0 if there is None else there[1]
+            lost = there is not None and self._is_lost(there[0])
+            if there is None or version < min_version or lost:
+                found.append(m.UnmetKey(key, version, lost, self._pending(key)))
+                if len(found) == _MOST_UNMET:
+                    break
+        return found
+
+    def _pending(self, key: str) -> list[m.Pending]:
+        """What is on its way of a key, or of the state dict that it may be an entry of."""
+        bases = [key, *(key[:at] for at, character in enumerate(key) if character == "/")]
+        for base in bases:
+            if pending := self._catalog.pending(base):
+                return [_in_short(one) for one in pending[:_MOST_PENDING]]
+        return []
+
     def _satisfied(self, waiter: Waiter) -> list[int] | None:
         versions: list[int] = []
         for key in waiter.keys:
@@ -70,3 +98,13 @@ class Waiting:
                 return None
             versions.append(found[1])
         return versions
+
+
+def _in_short(pending: m.Pending) -> m.Pending:
+    """Without what may be thousands of names."""
+    return msgspec.structs.replace(
+        pending,
+        committed=pending.committed[:_MOST_NAMES],
+        writing=pending.writing[:_MOST_NAMES],
+        missing=pending.missing[:_MOST_UNMET],
+    )

@@ -224,6 +224,14 @@ class Cancel(Message, frozen=True, tag="cancel"):
     request: int
 
 
+class Unmet(Message, frozen=True, tag="unmet"):
+    """Reply :class:`UnmetKeys`: what a Wait for these keys waits for now. It waits for nothing."""
+
+    id: int
+    keys: list[str]
+    min_version: int
+
+
 class Versions(Message, frozen=True, tag="versions"):
     """Reply :class:`Committed`: the versions of a key that can be read, ascending."""
 
@@ -276,6 +284,7 @@ Request = (
     | Keys
     | Wait
     | Cancel
+    | Unmet
     | Versions
     | Stat
     | List
@@ -492,6 +501,24 @@ class Done(Message, frozen=True, tag="done"):
     id: int
 
 
+class UnmetKey(msgspec.Struct, frozen=True, array_like=True):
+    """A key that somebody waits for: its newest version (0: none), whether that is lost, and what
+    is on its way, in short.
+    """
+
+    key: str
+    version: int
+    lost: bool = False
+    pending: list[Pending] = []
+
+
+class UnmetKeys(Message, frozen=True, tag="unmet-keys"):
+    """The first of the keys that a Wait still waits for."""
+
+    id: int
+    keys: list[UnmetKey]
+
+
 class Failure(Message, frozen=True, tag="failure"):
     """A typed error. ``id`` 0: it is about the connection, which closes."""
 
@@ -512,6 +539,7 @@ Reply = (
     | Flags
     | KeyList
     | Found
+    | UnmetKeys
     | Listing
     | StatusReport
     | Done

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import socket
 import sys
 import threading
@@ -13,7 +15,11 @@ import msgspec
 
 from torchstore_core import copying
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping, Window
-from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.errors import (
+    TransportError,
+    TransportNotReadyError,
+    TransportUnavailableError,
+)
 from torchstore_core.virtual_memory import (
     map_private,
     map_shared,
@@ -25,7 +31,8 @@ from torchstore_transports.shm.server import HEADER_MAX, Offer
 
 __all__ = ["ShmLink"]
 
-_CONNECT_TIMEOUT_S = 10.0
+_HAND_OVER_S = 10.0
+_POLL_S = 0.01
 # Page tables are filled, and remembered as filled, by granules of this many bytes.
 _GRANULE = 1 << 20
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -66,7 +73,7 @@ class ShmLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> ShmLink:
-        return cls(await asyncio.to_thread(_attach, offer))
+        return cls(await _attach(offer))
 
     async def write(self, copies: Sequence[Copy]) -> None:
         await self._copy(copies, into_segment=True)
@@ -157,30 +164,67 @@ class ShmLink(Link):
         return state
 
 
-def _attach(offer: bytes) -> dict[int, _Segment]:
+async def _attach(offer: bytes) -> dict[int, _Segment]:
     """Connect to the offer's socket and receive the segments."""
     try:
         described = msgspec.msgpack.decode(offer, type=Offer)
     except msgspec.DecodeError as error:
         raise TransportUnavailableError(f"not an offer of shm: {error}") from error
     wanted = described.segments
-    fds: list[int] = []
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(_CONNECT_TIMEOUT_S)
-            sock.connect(described.path)
-            _, fds, _, _ = socket.recv_fds(sock, HEADER_MAX, len(wanted))
+        async with asyncio.timeout(_HAND_OVER_S):
+            fds, cut = await _receive(described.path, len(wanted))
+    except TimeoutError as error:
+        raise TransportNotReadyError(
+            f"the server did not hand over its memory within {_HAND_OVER_S:.0f} s; it is busy, or "
+            "has no file descriptors left (its log says so)"
+        ) from error
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise _no_descriptors() from error
         raise TransportUnavailableError(
             f"cannot receive segments through {described.path}: {error}"
         ) from error
     if len(fds) != len(wanted):
         for fd in fds:
             os.close(fd)
-        raise TransportUnavailableError(
-            f"{len(fds)} of {len(wanted)} segments came through {described.path} "
-            "(is it another user's, or are file descriptors used up?)"
+        if cut:
+            raise _no_descriptors()
+        raise TransportNotReadyError(
+            f"the server handed over {len(fds)} of {len(wanted)} segments through "
+            f"{described.path} (it is another user's, or has too many on their way)"
         )
     for fd in fds:
         os.set_inheritable(fd, False)
     return {ident: _Segment(fd, n) for (ident, n), fd in zip(wanted, fds, strict=True)}
+
+
+async def _receive(path: str, count: int) -> tuple[list[int], bool]:
+    """Descriptors that the server hands over, and whether this process could not take them all."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+        sock.setblocking(False)
+        while True:
+            code = sock.connect_ex(path)
+            if code != errno.EAGAIN:
+                break
+            await asyncio.sleep(_POLL_S)  # many are waiting there
+        if code:
+            raise OSError(code, os.strerror(code))
+        answered = asyncio.Event()
+        loop.add_reader(sock.fileno(), answered.set)
+        try:
+            await answered.wait()
+        finally:
+            loop.remove_reader(sock.fileno())
+        _, fds, flags, _ = socket.recv_fds(sock, HEADER_MAX, count)
+        return fds, bool(flags & socket.MSG_CTRUNC)
+
+
+def _no_descriptors() -> TransportNotReadyError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return TransportNotReadyError(
+        "this process has no file descriptor left for the memory of a volume (its limit is "
+        f"{limit}: close some, or raise it with `ulimit -n`)",
+        details={"descriptor_limit": limit},
+    )

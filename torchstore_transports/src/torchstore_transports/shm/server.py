@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Sequence
 
 import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
+from torchstore_core.server.listening import Listener
 
 __all__ = ["HEADER_MAX", "Offer", "ShmServer"]
 
@@ -37,58 +37,25 @@ class ShmServer(TransportServer):
     """
 
     def __init__(self) -> None:
-        self._listener: socket.socket | None = None
+        self._listener = Listener(self._hand_over, keeps=False)
         self._fds: list[int] = []
         self._path = ""
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         self._path = os.path.join(context.socket_dir, f"shm-{secrets.token_hex(4)}.sock")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            listener.bind(self._path)
-            os.chmod(self._path, 0o600)
-            listener.listen(256)
-            listener.setblocking(False)
-        except OSError:
-            listener.close()
-            raise
-        self._listener = listener
         self._fds = [s.fd for s in segments]
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+        self._listener.open(self._path)
         offer = Offer(self._path, tuple((s.id, s.nbytes) for s in segments))
         return msgspec.msgpack.encode(offer)
 
     async def close(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is None:
-            return
-        asyncio.get_running_loop().remove_reader(listener.fileno())
-        listener.close()
-        try:
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
-        except FileNotFoundError:
-            log.debug("%s was already gone", self._path)
 
-    def _accept(self) -> None:
-        if self._listener is None:
-            return
-        try:
-            peer, _ = self._listener.accept()
-        except OSError as error:  # gone again, or out of descriptors: the client will say
-            log.debug("accept: %s", error)
-            return
-        with peer:
-            if not _same_user(peer):
-                return
+    def _hand_over(self, client: socket.socket, _pid: int) -> None:
+        with client:
             try:
-                socket.send_fds(peer, [b"torchstore-shm-1"], self._fds)
-            except OSError as error:
-                log.debug("a client went away while it was given segments: %s", error)
-
-
-def _same_user(peer: socket.socket) -> bool:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the directory's mode 0700 has already decided
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return bool(uid == os.getuid())
+                socket.send_fds(client, [b"torchstore-shm-1"], self._fds)
+            except OSError as error:  # it went away, or too many are on their way: it asks again
+                log.debug("a client was not given segments: %s", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from torchstore_core.errors import TorchStoreError
-from torchstore_core.server.connection import peer
+from torchstore_core.server.listening import Listener, speaking
 from torchstore_monarch.protocol import result
 from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, frame
 
@@ -43,19 +44,17 @@ class Carrier:
         self._path = os.path.join(directory, AGENT)
         self._valid = valid
         self.volumes: dict[str, Any] = {}
-        self._listener: asyncio.AbstractServer | None = None
+        self._listener = Listener(speaking(self._protocol))
         self._connections: set[asyncio.Task[None]] = set()
         self._writing: dict[int, set[asyncio.Task[_Answer]]] = {}
 
     async def start(self) -> None:
         """Begin to listen."""
-        self._listener = await asyncio.start_unix_server(self._serve, self._path, limit=CHUNK)
-        os.chmod(self._path, 0o600)
+        self._listener.open(self._path)
 
     async def close(self) -> None:
         """Stop; every connection ends. Idempotent."""
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         connections = list(self._connections)
         for connection in connections:
             connection.cancel()
@@ -69,11 +68,15 @@ class Carrier:
 
     # ---- one client -----------------------------------------------------------------------
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pid, uid = peer(writer.transport)
+    def _protocol(self, pid: int) -> asyncio.BaseProtocol:
+        reader = asyncio.StreamReader(limit=CHUNK)
+        return asyncio.StreamReaderProtocol(reader, functools.partial(self._serve, pid))
+
+    async def _serve(
+        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
-        if task is None or (uid is not None and uid != os.getuid()):
-            writer.close()
+        if task is None:
             return
         self._connections.add(task)
         answers: asyncio.Queue[asyncio.Task[_Answer] | None] = asyncio.Queue(_IN_FLIGHT)
@@ -95,6 +98,7 @@ class Carrier:
                 if reading is not None and reading not in self._writing.get(pid, ()):
                     reading.cancel()
             writer.close()
+            self._listener.freed()
 
     def _start(self, pid: int, request: Carry, data: bytes) -> asyncio.Task[_Answer]:
         task = asyncio.ensure_future(self._carry(request, data))

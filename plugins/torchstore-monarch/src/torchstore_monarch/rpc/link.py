@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
 import socket
 from collections import deque
@@ -14,7 +15,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext
-from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.errors import (
+    TransportError,
+    TransportNotReadyError,
+    TransportUnavailableError,
+)
 from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, Place, frame
 
 __all__ = ["RpcLink"]
@@ -43,12 +48,17 @@ class RpcLink(Link):
         """The connection; made anew if the last transfer was cancelled."""
         if self._sock is not None:
             return self._sock
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # this process has no descriptor left
+            raise TransportNotReadyError(f"no socket to the agent: {error}") from error
         sock.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(sock, self._path)
         except OSError as error:
             sock.close()
+            if error.errno == errno.EAGAIN:  # many are waiting there
+                raise TransportNotReadyError(f"the agent at {self._path} is busy") from error
             raise TransportUnavailableError(f"no agent at {self._path}: {error}") from error
         except BaseException:
             sock.close()

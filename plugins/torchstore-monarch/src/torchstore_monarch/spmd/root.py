@@ -19,7 +19,11 @@ from monarch.actor import ChannelTransport, attach_to_workers, enable_transport
 from torchstore_core import topology
 from torchstore_core.client_side.lane import Lane, handshake
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import StoreTimeoutError, TorchStoreError
+from torchstore_core.errors import (
+    StoreTimeoutError,
+    TorchStoreError,
+    in_seconds,
+)
 from torchstore_core.wire import messages as m
 from torchstore_monarch import finding
 from torchstore_monarch.protocol import Asked, FoundStore, result
@@ -56,7 +60,7 @@ async def _main(order: RootOrder) -> int:
         _say(
             Where(
                 error=StoreTimeoutError.code,
-                message=f"the hosts did not attach within {asked.timeout} s",
+                message=f"the hosts did not attach within {in_seconds(asked.timeout)}",
             )
         )
         return 1

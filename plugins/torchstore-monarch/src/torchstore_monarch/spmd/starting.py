@@ -32,6 +32,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     TransportUnavailableError,
     from_wire,
+    in_seconds,
 )
 from torchstore_core.strategy_data import encode_strategy
 from torchstore_monarch.protocol import Asked
@@ -221,7 +222,7 @@ class RootProcess:
         except TimeoutError as error:
             self._kill()
             raise StoreTimeoutError(
-                f"the store over several hosts did not come up within {timeout:.0f} s"
+                f"the store over several hosts did not come up within {in_seconds(timeout)}"
             ) from error
         except BaseException:
             self._kill()

@@ -1,0 +1,254 @@
+"""File descriptors that run out: in a server, and in a client. Nobody spins, and it passes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import torch
+from tests.support import until
+
+import torchstore_core as ts
+
+LIMIT = 64
+LARGE = torch.arange(1 << 20, dtype=torch.int64)  # 8 MiB: goes through a link
+
+
+class ScarceServer:
+    """A server that may have :data:`LIMIT` descriptors.
+
+    Args:
+        directory: an empty one, of a short name.
+        limit: arguments of ``ulimit``.
+    """
+
+    def __init__(self, directory: Path, limit: str = f"-n {LIMIT}", **options: object) -> None:
+        self._log = directory / "log"
+        self.directory = directory
+        wanted = {"capacity": 256 << 20, "prefault": 0, "directory": str(directory), **options}
+        command = [*(sys.executable, "-P", "-m", "torchstore_core.server")]
+        command.append(msgspec.json.encode(wanted).decode())
+        with self._log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "TORCHSTORE_LOG_LEVEL": "INFO"},
+            )
+        assert self._process.stdout is not None
+        ready = msgspec.json.decode(self._process.stdout.readline())
+        self.address, self.members = ready["address"], ready.get("members", "")
+        self.idle = 0  # how many it has while nobody is there
+        self.process = psutil.Process(self._process.pid)
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.wait(10)
+
+    async def busy(self, seconds: float) -> float:
+        """Which part of that time it computes."""
+        before, started = sum(self.process.cpu_times()[:2]), time.monotonic()
+        await asyncio.sleep(seconds)
+        return (sum(self.process.cpu_times()[:2]) - before) / (time.monotonic() - started)
+
+
+@pytest.fixture(scope="module")
+def scarce() -> Iterator[ScarceServer]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        server = ScarceServer(Path(folder), owner=os.getpid(), members=True)
+        try:
+            with Crowd(server.members, 1) as member:  # or it would end with the last one
+                member.wait()
+                server.idle = len(descriptors_of(server))
+                yield server
+        finally:
+            server.close()
+
+
+class Crowd:
+    """Connections to a socket that say nothing and take descriptors."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self._sockets: list[socket.socket] = []
+        for _ in range(count):
+            sock = socket.socket(socket.AF_UNIX)
+            self._sockets.append(sock)
+            sock.connect(address.removeprefix("unix:"))
+
+    def wait(self) -> None:
+        """Until the first of them is let in, and told so."""
+        assert self._sockets[0].recv(1)
+
+    def __enter__(self) -> Crowd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._sockets:
+            self._sockets.pop().close()
+
+
+@contextmanager
+def crowded(server: ScarceServer, address: str) -> Iterator[None]:
+    """The server has as many connections there as it can have, and more wait."""
+    with Crowd(address, LIMIT + 20):
+        yield
+
+
+@asynccontextmanager
+async def joined(address: str) -> AsyncIterator[ts.Client]:
+    client = await ts.connect(address, store_name="scarce", timeout=20.0)
+    try:
+        yield client
+    finally:
+        await ts.shutdown("scarce")
+
+
+@pytest.mark.parametrize("which", ["control", "members"])
+async def test_without_descriptors_it_waits_instead_of_spinning(
+    scarce: ScarceServer, which: str
+) -> None:
+    address = scarce.address if which == "control" else scarce.members
+    path = address.removeprefix("unix:")
+    before = scarce.log().count("resumed")
+    with crowded(scarce, address):
+        await until(lambda: f"connects to {path} waits" in scarce.log())
+        assert await scarce.busy(1.0) < 0.1
+        assert scarce.log().count(f"connects to {path} waits") == 1
+        assert "LimitNOFILE" in scarce.log()
+        assert "Traceback" not in scarce.log()
+
+        async def late() -> None:
+            async with joined(scarce.address) as client:
+                await client.put("k", LARGE)
+                assert torch.equal(await client.get("k"), LARGE)
+                assert await uses_shm(client)
+
+        waiting = asyncio.ensure_future(late())
+        if which == "control":
+            done, _ = await asyncio.wait([waiting], timeout=0.5)
+            assert not done, done.pop().exception()
+    await waiting
+    await until(lambda: scarce.log().count("resumed") > before, 10.0)
+
+
+async def uses_shm(client: ts.Client) -> bool:
+    await client.put("small", torch.arange(10))
+    (answer,) = await client.explain(LARGE.nbytes)
+    return bool(answer["chosen"] == "shm")
+
+
+def descriptors_of(server: ScarceServer) -> list[int]:
+    return sorted(int(name) for name in os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
+async def test_memory_that_is_handed_over_too_late_is_not_lost_for_the_session(
+    scarce: ScarceServer,
+) -> None:
+    """The server takes the connection with its last descriptor, and has none for the hand-over."""
+    await until(lambda: len(descriptors_of(scarce)) == scarce.idle)
+    before = resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE)
+    used = descriptors_of(scarce)
+    last = next(number for number in range(LIMIT) if number not in used)
+    path = scarce.address.removeprefix("unix:")
+    (shm,) = scarce.directory.glob("shm-*.sock")
+    resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE, (last + 1, before[1]))
+    try:
+        with pytest.warns(RuntimeWarning, match="'shm' to volume .* is not ready"):
+            client = await ts.connect(scarce.address, store_name="scarce", timeout=1.0)
+        try:
+            assert f"connects to {path} waits" in scarce.log()
+            assert f"connects to {shm} waits" in scarce.log()
+            assert await scarce.busy(0.5) < 0.1
+            with pytest.raises(ts.StoreTimeoutError):  # its lane waits as well
+                await client.put("late", LARGE, timeout=0.3)
+            resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE, before)
+            await until(lambda: uses_shm(client))
+            await client.put("late", LARGE)
+            assert torch.equal(await client.get("late"), LARGE)
+        finally:
+            await ts.shutdown("scarce")
+    finally:
+        resource.prlimit(scarce.process.pid, resource.RLIMIT_NOFILE, before)
+
+
+def free_numbers(count: int) -> list[int]:
+    """The descriptors that this process gets next."""
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+    for fd in fds:
+        os.close(fd)
+    return fds
+
+
+@pytest.mark.parametrize("left", [3, 4], ids=["no socket for it", "a socket, but not the memory"])
+async def test_a_client_without_descriptors_says_so_and_tries_again(
+    scarce: ScarceServer, left: int
+) -> None:
+    """A session takes three; the next is the socket for the hand-over, then comes the memory."""
+    async with joined(scarce.address):  # whatever is imported or opened once
+        pass
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "torchstore-janitor"])
+    none_left = "no file descriptor left"
+    with descriptors_left(left) as limit, pytest.warns(RuntimeWarning, match=none_left) as warned:
+        client = await ts.connect(scarce.address, store_name="scarce", timeout=5.0)
+    try:
+        assert len(warned) == 1
+        assert f"its limit is {limit}" in str(warned[0].message)
+        (answer,) = await client.explain(LARGE.nbytes)
+        assert "will be tried again" in answer["refusals"]["shm"]
+        await client.put("small", torch.arange(1 << 16))  # inline
+        with (
+            descriptors_left(left - 3),
+            pytest.raises(ts.TransportNotReadyError, match="no file descriptor left") as caught,
+        ):
+            await client.put("large", LARGE)  # nothing else takes as much
+        assert caught.value.details["volume"] == 0
+        assert caught.value.details["descriptor_limit"] > 0
+        await client.put("large", LARGE)
+        assert torch.equal(await client.get("large"), LARGE)
+        assert await uses_shm(client)
+    finally:
+        await ts.shutdown("scarce")
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[int]:
+    """This process can have so many more, the limit says."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = free_numbers(count + 1)[count]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_server_takes_as_many_descriptors_as_it_may() -> None:
+    """The usual soft limit is far below the hard one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        server = ScarceServer(Path(folder), limit=f"-n {2 * LIMIT}; ulimit -S -n {LIMIT}")
+        try:
+            limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+            assert limits == (2 * LIMIT, 2 * LIMIT)
+        finally:
+            server.close()
