@@ -246,3 +246,22 @@ def test_there_is_no_assert_in_the_sources(path: Path) -> None:
     assert not [
         n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)
     ]
+
+
+#: Functions of the client that may look at an address: the one that gives it to be moved from or to,
+#: with its checks; what comes after it; and those that only compare addresses.
+MAY_ASK_FOR_ADDRESSES = {"address_of", "rows_of", "_pinned_parts"} | {
+    *("find", "memory_of", "__init__", "from_bytes"),
+}
+
+
+def test_addresses_of_tensors_are_given_by_one_function() -> None:
+    """An address and a length are not a tensor: its storage may be smaller than its shape."""
+    found = set()
+    for path in modules(CORE / "torchstore_core" / "client_side"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = [n for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+                if any(attribute.attr == "data_ptr" for attribute in inner):
+                    found.add(node.name)
+    assert found == MAY_ASK_FOR_ADDRESSES

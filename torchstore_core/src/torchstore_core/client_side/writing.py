@@ -16,6 +16,7 @@ from torchstore_core.client_side.packed import TorchStoreStateDict
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.client_side.tensors import (
+    address_of,
     byte_like,
     describe,
     dtype_name,
@@ -79,13 +80,12 @@ def prepare(
         UnsupportedValueError, UnsafeObjectError, LayoutMismatchError: it cannot be stored.
     """
     check_key(key)
-    if is_sharded(value):
+    if type(value) is not torch.Tensor and is_sharded(value):
         return [_part(key, part, dtype) for part in local_parts(key, value)]
     if isinstance(value, torch.Tensor):
         tensor = storable(key, value)
         if dtype is None or dtype is tensor.dtype or not tensor.is_floating_point():
-            nbytes = tensor.numel() * tensor.element_size()
-            return [Source(key, describe(tensor), nbytes, tensor, None)]
+            return [Source(key, describe(tensor), tensor.nbytes, tensor, None)]
         meta = TensorMeta(dtype_name(dtype), tuple(tensor.shape))
         nbytes = tensor.numel() * dtype.itemsize
         return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
@@ -107,8 +107,7 @@ def prepare_all(
     for key, value in items:
         if type(value) is torch.Tensor:  # the usual case, many times
             tensor = storable(check_key(key), value)
-            nbytes = tensor.numel() * tensor.element_size()
-            sources.append(Source(key, describe(tensor), nbytes, tensor, None))
+            sources.append(Source(key, describe(tensor), tensor.nbytes, tensor, None))
             counts.append(1)
             continue
         made = prepare(key, value, allow_pickle=allow_pickle)
@@ -135,13 +134,33 @@ def inline_bytes(source: Source) -> bytes:
     tensor = source.tensor
     if tensor is None or source.nbytes == 0:
         return b""
-    if tensor.device.type != "cpu":
+    address = _address(source, tensor)
+    if source.cast is None and tensor.is_cpu and tensor.is_contiguous():
+        return ctypes.string_at(address, source.nbytes)
+    if not tensor.is_cpu:
         tensor = tensor.cpu()
     if source.cast is not None:
         tensor = tensor.to(source.cast)
     if not tensor.is_contiguous():
         tensor = byte_like(tensor).contiguous()
-    return ctypes.string_at(tensor.data_ptr(), source.nbytes)
+    return ctypes.string_at(address_of(source.key, tensor), source.nbytes)
+
+
+def _address(source: Source, tensor: torch.Tensor) -> int:
+    """Where the source's tensor begins, if it still is what it was when it was looked at.
+
+    Raises:
+        UnsupportedValueError: it was resized, or its storage freed.
+    """
+    address = address_of(source.key, tensor)
+    nbytes = tensor.nbytes if source.cast is None else tensor.numel() * source.cast.itemsize
+    if nbytes != source.nbytes:
+        raise UnsupportedValueError(
+            f"{source.key!r}: the tensor was resized while it was put; leave it alone until the "
+            "put has returned",
+            key=source.key,
+        )
+    return address
 
 
 async def write(session: Session, granted: Iterable[tuple[Source, m.Grant]]) -> str:
@@ -211,18 +230,21 @@ async def _write_window(
     link: SupportsWindow, segment: int, items: Sequence[tuple[Source, m.Grant]], nbytes: int
 ) -> None:
     """Copy straight into the segment: contiguous bytes in chunks, strided tensors by torch."""
-    base = link.window(segment).address
+    base, room = link.window(segment)
 
     def moves() -> Iterator[Move]:
         for source, grant in items:
+            if not 0 <= grant.offset <= room - source.nbytes:
+                raise TransportError(f"{source.key!r} would lie outside segment {segment}")
             address = base + grant.offset
             tensor = source.tensor
             if tensor is None:
                 yield address, _address_of(source.data or b""), source.nbytes
                 continue
+            start = _address(source, tensor)
             same = source.cast is None
             if same and tensor.is_cpu and tensor.is_contiguous():
-                yield address, tensor.data_ptr(), source.nbytes
+                yield address, start, source.nbytes
                 continue
             to = _window_tensor(source, address)
             rows = rows_of(to, tensor)
@@ -255,9 +277,10 @@ async def _write_copies(link: Link, items: Sequence[tuple[Source, m.Grant]]) -> 
         if source.data is not None:
             address = _address_of(source.data)
         elif source.tensor is not None:
+            _address(source, source.tensor)
             tensor = source.tensor.cpu().to(source.cast or source.tensor.dtype)
             tensor = byte_like(tensor).contiguous() if not tensor.is_contiguous() else tensor
             alive.append(tensor)
-            address = tensor.data_ptr()
+            address = address_of(source.key, tensor)
         copies.append(Copy(address, grant.segment, grant.offset, source.nbytes))
     await link.write(copies)
