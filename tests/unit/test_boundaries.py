@@ -248,8 +248,8 @@ def test_there_is_no_assert_in_the_sources(path: Path) -> None:
     ]
 
 
-#: Functions of the client that may look at an address: the one that gives it to be moved from or to,
-#: with its checks; what comes after it; and those that only compare addresses.
+#: Functions of the client that may look at an address: the one that gives it to be moved from or
+#: to, with its checks; what comes after it; and those that only compare addresses.
 MAY_ASK_FOR_ADDRESSES = {"address_of", "rows_of", "_pinned_parts"} | {
     *("find", "memory_of", "__init__", "from_bytes"),
 }

@@ -261,7 +261,9 @@ def finish(
         if piece.box is not None:
             source = _narrow(source, piece.box)
         if piece.into is None and target.tensor is None and at not in values:
-            values[at] = source if piece.box is None else source.clone()
+            if piece.box is not None:
+                source = byte_like(source).clone().view(target.dtype)
+            values[at] = source
         elif source.numel():
             _address(target, _result(target, values, buffers))
             into = values[at] if piece.into is None else _narrow(values[at], piece.into)

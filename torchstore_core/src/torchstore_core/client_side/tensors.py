@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from torchstore_core.values import TensorMeta, TensorSlice
 __all__ = [
     "address_of",
     "byte_like",
+    "check_cast",
     "check_destination",
     "check_storage",
     "describe",
@@ -235,6 +237,23 @@ def from_buffer(
     return flat if len(shape) == 1 else flat.view(shape)
 
 
+def check_cast(key: str, of: torch.dtype, to: torch.dtype) -> None:
+    """Raises UnsupportedValueError if torch cannot convert one dtype to the other."""
+    if not _casts(of, to):
+        raise UnsupportedValueError(
+            f"{key!r}: torch {torch.__version__} cannot cast {of} to {to}", key=key
+        )
+
+
+@lru_cache(maxsize=256)
+def _casts(of: torch.dtype, to: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=of, device="cpu").to(to)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def check_destination(
     key: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, cast: bool
 ) -> torch.Tensor:
@@ -243,7 +262,8 @@ def check_destination(
 
     Raises:
         LayoutMismatchError: wrong shape or dtype, or memory that overlaps itself.
-        UnsupportedValueError: not a tensor one can write into (meta, sparse, DTensor, ...).
+        UnsupportedValueError: not a tensor one can write into (meta, sparse, DTensor, ...), or a
+            cast that torch does not have.
     """
     if not isinstance(tensor, torch.Tensor):
         raise LayoutMismatchError(
@@ -259,6 +279,8 @@ def check_destination(
             key=key,
             details={"stored": [str(dtype), *shape], "wanted": [str(tensor.dtype), *tensor.shape]},
         )
+    if tensor.dtype is not dtype:
+        check_cast(key, dtype, tensor.dtype)
     if tensor.is_conj() or tensor.is_neg():
         raise _refused(key, "a conjugate or negative view as destination", "give its base")
     target = storable(key, tensor)

@@ -18,6 +18,7 @@ from torchstore_core.client_side.sharding import LocalPart, is_sharded, local_pa
 from torchstore_core.client_side.tensors import (
     address_of,
     byte_like,
+    check_cast,
     describe,
     dtype_name,
     rows_of,
@@ -86,6 +87,7 @@ def prepare(
         tensor = storable(key, value)
         if dtype is None or dtype is tensor.dtype or not tensor.is_floating_point():
             return [Source(key, describe(tensor), tensor.nbytes, tensor, None)]
+        check_cast(key, tensor.dtype, dtype)
         meta = TensorMeta(dtype_name(dtype), tuple(tensor.shape))
         nbytes = tensor.numel() * dtype.itemsize
         return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
@@ -124,6 +126,8 @@ def _part(key: str, local: LocalPart, dtype: torch.dtype | None) -> Source:
     meta = TensorMeta(dtype_name(dtype), tuple(local.part.global_shape))
     nbytes = tensor.numel() * dtype.itemsize
     cast = None if dtype is tensor.dtype else dtype
+    if cast is not None:
+        check_cast(key, tensor.dtype, cast)
     return Source(key, meta, nbytes, tensor, None, local.part, cast=cast)
 
 
