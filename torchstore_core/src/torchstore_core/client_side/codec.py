@@ -2,6 +2,12 @@
 
 msgpack where that is exact; tuples, sets and the like travel as extensions, so that they come back
 as what they were. Pickle only for the rest, only here, only in clients. The server keeps bytes.
+
+It runs on the event loop and cannot be interrupted, so its time is bounded by what the value takes
+in memory: every object is looked at once, however often it is in the value; msgpack has each of its
+bytes copied once for every level of tuples and sets around it, of which there are at most 64. That
+is some microseconds for a config, and about a second for some million objects: such data should be
+tensors, or bytes. Decoding is linear in the bytes, for msgpack refers to nothing twice.
 """
 
 from __future__ import annotations
@@ -21,7 +27,14 @@ PICKLE = "pickle"
 
 _TUPLE, _SET, _FROZENSET, _BYTEARRAY, _COMPLEX, _INTEGER, _PAIRS = range(1, 8)
 _MAX_DEPTH = 64
-_encoder = msgspec.msgpack.Encoder()
+# What is in a value more than once is written more than once: if it has up to so many bytes,
+# without being counted (each reference takes 8 in memory, too); else up to so many together.
+_SMALL = 256
+_MAX_REPEATED = 4 << 20
+_ATOMS = frozenset((type(None), bool, float))
+_CONTAINERS = frozenset((list, tuple, dict, set, frozenset, bytearray))
+_encode = msgspec.msgpack.Encoder().encode
+_Ext = msgspec.msgpack.Ext
 
 
 class _NotExactError(Exception):
@@ -36,12 +49,13 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         UnsupportedValueError: it cannot be pickled either.
     """
     try:
-        return ObjectMeta(MSGPACK), _encoder.encode(_to_wire(value, set(), 0))
+        return ObjectMeta(MSGPACK), _encode(_to_wire(value, set(), {}, 0))
     except (_NotExactError, UnicodeEncodeError):
         if not allow_pickle:
             raise UnsafeObjectError(
                 f"{key!r}: a {type(value).__qualname__} needs pickle, which allow_pickle=False "
-                "forbids; put tensors, plain containers, numbers, str or bytes",
+                "forbids; put tensors, numbers, str, bytes, and plain containers of them, none of "
+                "them in two places",
                 key=key,
             ) from None
     try:
@@ -77,41 +91,87 @@ def decode_object(
         ) from error
 
 
-def _to_wire(value: Any, seen: set[int], depth: int) -> Any:
+# What was encoded already, cannot change, and is not small, by id: a second time it is the same
+# again. msgpack writes it out again, too, and of tuples in tuples that doubles with every level;
+# at 0: how many bytes were written again.
+_Known = dict[int, Any]
+
+
+def _again(known: _Known, nbytes: int) -> None:
+    """Once more ``nbytes``: too many are pickle's business, which writes everything once."""
+    known[0] = known.get(0, 0) + nbytes
+    if known[0] > _MAX_REPEATED:
+        raise _NotExactError
+
+
+def _long(known: _Known, value: str | bytes) -> None:
+    """One that is not small is written."""
+    if id(value) in known:
+        _again(known, len(value))
+    known[id(value)] = value
+
+
+def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
     kind = type(value)
-    if value is None or kind is str or kind is bool or kind is float or kind is bytes:
+    if kind is str:
+        if len(value) > _SMALL:
+            _long(known, value)
         return value
     if kind is int:
         if -(1 << 63) <= value < 1 << 64:
             return value
         length = value.bit_length() // 8 + 1
-        return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(length, "little", signed=True))
+        return _Ext(_INTEGER, value.to_bytes(length, "little", signed=True))
+    if kind in _ATOMS:
+        return value
+    if kind is bytes:
+        if len(value) > _SMALL:
+            _long(known, value)
+        return value
     if kind is complex:
         return _packed(_COMPLEX, [value.real, value.imag])
-    if depth > _MAX_DEPTH or kind not in (list, tuple, dict, set, frozenset, bytearray):
+    if depth > _MAX_DEPTH or kind not in _CONTAINERS:
         raise _NotExactError
+    depth += 1
+    if kind is tuple or kind is frozenset:
+        if known and (made := known.get(id(value))) is not None:
+            _again(known, len(made.data))
+            return made
+        before = len(seen)
+        inner = [x if type(x) in _ATOMS else _to_wire(x, seen, known, depth) for x in value]
+        data = _encode(inner)
+        made = _Ext(_TUPLE if kind is tuple else _FROZENSET, data)
+        if len(data) > _SMALL and len(seen) == before:  # nothing in it can change either
+            known[id(value)] = made
+        return made
     # Two references to one mutable object must stay two references to one object (and a cycle a
     # cycle): that is pickle's business.
-    if kind is not tuple and kind is not frozenset:
-        if id(value) in seen:
-            raise _NotExactError
-        seen.add(id(value))
-    depth += 1
+    if id(value) in seen:
+        raise _NotExactError
+    seen.add(id(value))
     if kind is list:
-        return [_to_wire(x, seen, depth) for x in value]
+        return [x if type(x) in _ATOMS else _to_wire(x, seen, known, depth) for x in value]
     if kind is dict:
-        if all(type(k) is str for k in value):
-            return {k: _to_wire(v, seen, depth) for k, v in value.items()}
-        pairs = [[_to_wire(k, seen, depth), _to_wire(v, seen, depth)] for k, v in value.items()]
+        for k in value:
+            if type(k) is not str or len(k) > _SMALL:
+                break
+        else:
+            return {
+                k: v if type(v) in _ATOMS else _to_wire(v, seen, known, depth)
+                for k, v in value.items()
+            }
+        pairs = [
+            [_to_wire(k, seen, known, depth), _to_wire(v, seen, known, depth)]
+            for k, v in value.items()
+        ]
         return _packed(_PAIRS, pairs)
     if kind is bytearray:
-        return msgspec.msgpack.Ext(_BYTEARRAY, bytes(value))
-    tag = _TUPLE if kind is tuple else _SET if kind is set else _FROZENSET
-    return _packed(tag, [_to_wire(x, seen, depth) for x in value])
+        return _Ext(_BYTEARRAY, bytes(value))
+    return _packed(_SET, [_to_wire(x, seen, known, depth) for x in value])
 
 
-def _packed(tag: int, value: Any) -> msgspec.msgpack.Ext:
-    return msgspec.msgpack.Ext(tag, _encoder.encode(value))
+def _packed(tag: int, value: Any) -> _Ext:
+    return _Ext(tag, _encode(value))
 
 
 def _extension(tag: int, data: memoryview) -> Any:
