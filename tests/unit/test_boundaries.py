@@ -106,7 +106,8 @@ def test_the_server_side_imports_neither_torch_nor_pickle(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(*SOURCES), ids=label)
 def test_only_the_codec_imports_pickle(path: Path) -> None:
     found = imported(path, everywhere=True) & UNSAFE
-    assert found == ({"pickle"} if path == CODEC else set())
+    assert found == ({"pickle", "cloudpickle"} if path == CODEC else set())
+    assert "cloudpickle" not in imported(path, everywhere=False)
 
 
 @pytest.mark.parametrize("path", modules(*SOURCES), ids=label)

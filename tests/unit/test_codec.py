@@ -307,7 +307,7 @@ def test_what_cannot_be_stored_says_so() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    for value in (threading.Lock(), lambda: 1, (x for x in ()), deep):
+    for value in (threading.Lock(), (x for x in ()), deep):
         with pytest.raises(UnsupportedValueError, match=r"'k'.*cannot be stored") as caught:
             encode_object("k", value, allow_pickle=True)
         assert caught.value.key == "k"

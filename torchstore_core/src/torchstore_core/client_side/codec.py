@@ -8,11 +8,20 @@ in memory: every object is looked at once, however often it is in the value; msg
 bytes copied once for every level of tuples and sets around it, of which there are at most 64. That
 is some microseconds for a config, and about a second for some million objects: such data should be
 tensors, or bytes. Decoding is linear in the bytes, for msgpack refers to nothing twice.
+
+Pickle refers to classes and functions by name. What has no name that others know is sent by value,
+where cloudpickle is installed: lambdas, closures, local classes; and classes and functions of
+``__main__``, a notebook, say. A reader that runs the same program has the latter itself, and gets
+its own ones, so that ``isinstance`` and enums go on to work between processes of one program.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
+import sys
+from types import FunctionType, ModuleType
 from typing import Any
 
 import msgspec
@@ -59,10 +68,11 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
                 key=key,
             ) from None
     try:
-        return ObjectMeta(PICKLE), pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return ObjectMeta(PICKLE), _pickled(value)
     except Exception as error:
+        hint = "" if _cloudpickle() else "; lambdas, local classes and the like need cloudpickle"
         raise UnsupportedValueError(
-            f"{key!r}: a {type(value).__qualname__} cannot be stored: {error}", key=key
+            f"{key!r}: a {type(value).__qualname__} cannot be stored: {error}{hint}", key=key
         ) from error
 
 
@@ -86,8 +96,11 @@ def decode_object(
             return msgspec.msgpack.decode(data, ext_hook=_extension)
         return pickle.loads(data)
     except Exception as error:
+        hint = "is its class importable, or cloudpickle installed where it is put?"
+        if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("cloudpickle"):
+            hint = "it was put by value: install cloudpickle here, too"
         raise UnsupportedValueError(
-            f"{key!r} cannot be rebuilt here: {error!r} (is its class importable?)", key=key
+            f"{key!r} cannot be rebuilt here: {error!r} ({hint})", key=key
         ) from error
 
 
@@ -191,3 +204,141 @@ def _extension(tag: int, data: memoryview) -> Any:
     if tag == _PAIRS:
         return dict(inner)
     raise ValueError(f"extension {tag} is unknown here")
+
+
+# ---- what has no name that others know ----------------------------------------------------
+
+# What the program's own module is called in it, and in processes that multiprocessing has spawned.
+_MAINS = ("__main__", "__mp_main__")
+_MARK = b"_main__"
+# Opcodes of strings and bytes, which lie outside of a pickle's frames if they are large, and how
+# many bytes of length follow.
+_FRAME = 0x95
+_STRINGS = {0x42: 4, 0x58: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
+# Of a process without a file that it runs (a notebook), and of its forks.
+_HERE = os.urandom(8).hex()
+
+
+def _pickled(value: Any) -> bytes:
+    """By name where readers know the names, else by value."""
+    try:
+        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        if (cloudpickle := _cloudpickle()) is None:
+            raise
+        return _by_value(cloudpickle, value)
+    if not _may_name_main(data):
+        return data
+    names = _Names()
+    names.dump(value)
+    if not names.found or (cloudpickle := _cloudpickle()) is None:
+        return data
+    try:
+        definitions = _by_value(cloudpickle, names.found)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return data  # they use what cannot be sent: for readers of the same program alone
+    own = _OfProgram(_program(), definitions, data)
+    return pickle.dumps(own, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _cloudpickle() -> Any | None:
+    """Only imported when it is needed; None if it is not installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return None
+    return cloudpickle
+
+
+def _by_value(cloudpickle: Any, value: Any) -> bytes:
+    spawned: ModuleType | None = sys.modules.get("__mp_main__")
+    if spawned is None or spawned.__name__ in (
+        "__main__",  # the same module, and known to cloudpickle by this name
+        *cloudpickle.list_registry_pickle_by_value(),
+    ):
+        return bytes(cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    cloudpickle.register_pickle_by_value(spawned)
+    try:
+        return bytes(cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    finally:
+        cloudpickle.unregister_pickle_by_value(spawned)
+
+
+def _may_name_main(data: bytes) -> bool:
+    """Whether a pickle may refer to something of ``__main__``. Without looking into large strings,
+    which would take as long as pickling them.
+    """
+    at = 2  # after the protocol
+    while at < len(data):
+        width = 8 if data[at] == _FRAME else _STRINGS.get(data[at])
+        if width is None:
+            return data.find(_MARK, at) >= 0
+        start = at + 1 + width
+        end = start + int.from_bytes(data[at + 1 : start], "little")
+        if data[at] == _FRAME and data.find(_MARK, start, end) >= 0:
+            return True
+        at = end
+    return False
+
+
+class _Names(pickle.Pickler):
+    """Finds the classes and functions of ``__main__`` that a pickle refers to."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
+        self.found: dict[str, Any] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ in _MAINS:
+            self.found[obj.__qualname__] = obj
+        return NotImplemented
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _OfProgram:
+    """A pickle, and what it names of the program that made it; becomes the value when loaded."""
+
+    def __init__(self, program: str, definitions: bytes, data: bytes) -> None:
+        self._parts = program, definitions, data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_of_program, self._parts
+
+
+def _load_of_program(program: str, definitions: bytes, data: bytes) -> Any:
+    return _Definitions(program, definitions, data).load()
+
+
+class _Definitions(pickle.Unpickler):
+    """Takes what the pickle names of ``__main__`` from this one if it is the same program; else, or
+    if there is no such name (it was defined under ``if __name__ == "__main__"``), from what came
+    along.
+    """
+
+    def __init__(self, program: str, definitions: bytes, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._same = program == _program()
+        self._definitions = definitions
+        self._made: dict[str, Any] | None = None
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in _MAINS:
+            return super().find_class(module, name)
+        if self._same:
+            try:
+                return super().find_class("__main__", name)
+            except AttributeError:
+                pass
+        if self._made is None:
+            self._made = pickle.loads(self._definitions)
+        return self._made[name]
+
+
+def _program() -> str:
+    """Which program this process runs."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.realpath(file) if file else _HERE
