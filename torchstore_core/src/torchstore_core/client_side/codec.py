@@ -211,8 +211,9 @@ def _extension(tag: int, data: memoryview) -> Any:
 # What the program's own module is called in it, and in processes that multiprocessing has spawned.
 _MAINS = ("__main__", "__mp_main__")
 _MARK = b"_main__"
-# Opcodes of strings and bytes, which lie outside of a pickle's frames if they are large, and how
-# many bytes of length follow.
+# Opcodes of strings and bytes, which lie outside of a pickle's frames if they are large (64 KiB),
+# and how many bytes of length follow.
+_LARGE = 64 << 10
 _FRAME = 0x95
 _STRINGS = {0x42: 4, 0x58: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 # Of a process without a file that it runs (a notebook), and of its forks.
@@ -268,6 +269,8 @@ def _may_name_main(data: bytes) -> bool:
     """Whether a pickle may refer to something of ``__main__``. Without looking into large strings,
     which would take as long as pickling them.
     """
+    if len(data) < _LARGE:
+        return _MARK in data
     at = 2  # after the protocol
     while at < len(data):
         width = 8 if data[at] == _FRAME else _STRINGS.get(data[at])
