@@ -259,6 +259,22 @@ async def test_lora_adapters_are_published_alone_and_the_rest_is_shared() -> Non
     assert out.endswith("all 4 versions arrived bit by bit\n")
 
 
+async def test_generators_follow_a_killed_trainer_back_to_its_checkpoint() -> None:
+    with example("restarted_trainer.py", "--steps", "7", "--killed-at", "6") as process:
+        status, out, err = await output(process)
+    assert status == 0, err
+    assert not err
+    lines = out.splitlines()
+    assert "trainer, run 1: ended with -9" in lines
+    assert "trainer, run 2: starts after step 5" in lines
+    refused = r"^trainer, run 2: version 6 .* cannot be put: it is at 6, .*without version="
+    assert re.search(refused, out, re.M)
+    for rank in (0, 1):
+        back = "8 versions of 7 steps; version 7 was step 6 of run 2, version 6 step 6"
+        assert f"generator {rank}: {back}" in lines
+    assert lines[-1] == "all 7 steps arrived bit by bit, also those that were trained twice"
+
+
 async def test_ranks_of_torchrun_read_back_in_another_layout() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     with example("torchrun_reshard.py", launch=launch) as process:
@@ -278,6 +294,7 @@ async def test_ranks_of_torchrun_read_back_in_another_layout() -> None:
         ("bounded_staleness.py", ("--steps", "0")),
         ("bounded_staleness.py", ("--lag", "-1")),
         ("lora.py", ("--steps", "0")),
+        ("restarted_trainer.py", ("--killed-at", "0")),
     ],
 )
 async def test_senseless_arguments_are_refused(name: str, arguments: tuple[str, str]) -> None:

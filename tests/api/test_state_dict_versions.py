@@ -318,6 +318,30 @@ async def test_tied_entries_are_untied_by_a_partial_publish_of_one(store):
     assert got["embedding"].data_ptr() == got["head"].data_ptr()
 
 
+async def test_a_trainer_that_goes_back_does_what_the_error_says(store):
+    def of(step: int) -> dict[str, Any]:
+        return {"w": torch.full((3,), float(step)), "step": step}
+
+    for step in range(1, 9):
+        await ts.put_state_dict(of(step), "k", version=step)
+    words = r"version 6 of 'k' cannot be put: .*without version= .*entry of the state dict.*new key"
+    for _ in range(2):
+        with pytest.raises(ts.VersionGoneError, match=words):
+            await ts.put_state_dict(of(6), "k", version=6)
+        with pytest.raises(ts.VersionGoneError, match=words):
+            await ts.put("k", of(6), version=6)
+        if await ts.exists("k"):
+            await ts.delete("k")  # is not the way out: readers may have seen that version
+    ref = await ts.put_state_dict(of(6), "k")
+    assert ref.version == 9
+    got = await ts.get_state_dict("k", min_version=8)
+    assert (got["step"], got["w"][0].item()) == (6, 6.0)
+    base = await ts.latest_version("k") - 6
+    for step in (7, 8):
+        assert (await ts.put_state_dict(of(step), "k", version=base + step)).version == 3 + step
+    assert (await ts.put_state_dict(of(6), "k2", version=6)).version == 6
+
+
 async def test_a_partial_publish_needs_a_version_before(store):
     for key, value in (("never", None), ("plain", "value")):
         if value is not None:

@@ -106,7 +106,8 @@ def test_the_server_side_imports_neither_torch_nor_pickle(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(*SOURCES), ids=label)
 def test_only_the_codec_imports_pickle(path: Path) -> None:
     found = imported(path, everywhere=True) & UNSAFE
-    assert found == ({"pickle"} if path == CODEC else set())
+    assert found == ({"pickle", "cloudpickle"} if path == CODEC else set())
+    assert "cloudpickle" not in imported(path, everywhere=False)
 
 
 @pytest.mark.parametrize("path", modules(*SOURCES), ids=label)
@@ -260,3 +261,22 @@ def test_only_one_module_listens(path: Path) -> None:
     found = called & {"listen", "accept", "create_server", "create_unix_server"}
     found |= called & {"start_server", "start_unix_server"}
     assert not found or path.name == "listening.py"
+
+
+#: Functions of the client that may look at an address: the one that gives it to be moved from or
+#: to, with its checks; what comes after it; and those that only compare addresses.
+MAY_ASK_FOR_ADDRESSES = {"address_of", "rows_of", "_pinned_parts"} | {
+    *("find", "memory_of", "__init__", "from_bytes"),
+}
+
+
+def test_addresses_of_tensors_are_given_by_one_function() -> None:
+    """An address and a length are not a tensor: its storage may be smaller than its shape."""
+    found = set()
+    for path in modules(CORE / "torchstore_core" / "client_side"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = [n for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+                if any(attribute.attr == "data_ptr" for attribute in inner):
+                    found.add(node.name)
+    assert found == MAY_ASK_FOR_ADDRESSES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 import types
 from collections import Counter, OrderedDict, namedtuple
 from typing import Any
@@ -15,6 +16,7 @@ from tests.trees import assert_same, state_dicts
 
 import torchstore_core as ts
 from torchstore_core.client_side.nesting import flatten, replace, unflatten
+from torchstore_core.client_side.ties import Ties
 
 T = torch.ones(1)
 
@@ -267,3 +269,81 @@ def test_a_leaf_is_not_taken_for_a_container_of_the_same_name():
     new = {"a.b": 10, "a.b.c": 20, "l.0": 30}
     got = replace(state_dict, flatten("k", state_dict), lambda n, value: new.get(n, value))
     assert got == {"a.b": 10, "a": {"b": {"c": 20}}, "l": [1, 2], "l.0": 30}
+
+
+# ---- containers in several places ---------------------------------------------------------
+
+
+def _graph(levels: int, kind: str, leaf: Any) -> Any:
+    """``2 ** levels`` leaves, of few containers."""
+    for _ in range(levels):
+        leaf = {
+            "dict": {"a": leaf, "b": leaf},
+            "list": [leaf, leaf],
+            "tuple": (leaf, leaf),
+            "mixed": {"a": [leaf], "b": (leaf, 1)},
+        }[kind]
+    return leaf
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "tuple", "mixed"])
+@pytest.mark.parametrize("leaf", [T, [0] * 1000 + [T]], ids=["tensor", "list"])
+@pytest.mark.parametrize("levels", [21, 30])
+def test_shared_containers_of_too_many_entries_are_refused_at_once(kind, leaf, levels):
+    before = time.process_time()
+    graph = _graph(levels, kind, leaf)
+    for use in (
+        lambda: flatten("k", {"w": graph}),
+        lambda: ts.TorchStoreStateDict.from_state_dict({"w": graph}),
+    ):
+        with pytest.raises(ts.UnsupportedValueError, match="in so many places"):
+            use()
+    assert time.process_time() - before < 5
+
+
+def test_shared_containers_without_tensors_are_one_value():
+    graph = _graph(30, "tuple", 1)
+    assert _names({"a": graph, "b": [graph]}) == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "tuple", "mixed"])
+def test_some_shared_containers_are_fine(kind):
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "state": [T, T]}
+    state_dict = {"w": _graph(6, kind, T), "groups": [group] * 1000}
+    assert_same(_again(state_dict), state_dict)
+
+
+def test_containers_made_on_the_fly_are_no_shared_ones():
+    """Their ids are those of others, once they are gone."""
+
+    class Lazy(dict):
+        def items(self):
+            return [(str(i), [T, T]) for i in range(50_000)]
+
+        def values(self):
+            return [[T, T]]
+
+    assert len(_names(Lazy({"a": 1}))) == 100_000
+    assert len(_names({"n": Lazy({"a": 1})})) == 100_000
+
+
+# ---- tied weights -------------------------------------------------------------------------
+
+
+def test_many_views_of_one_place_are_told_apart_in_linear_time():
+    base = torch.zeros(20_000)
+    views = [base[:i] for i in range(1, 20_000)]
+    before = time.process_time()
+    ties = Ties()
+    assert [ties.find(view, at) for at, view in enumerate(views)] == [None] * len(views)
+    assert [ties.find(base[: at + 1], -1) for at in (0, 1, 77, 19_998)] == [0, 1, 77, 19_998]
+    assert time.process_time() - before < 2
+
+
+def test_ties_of_shards_with_lists_in_their_slices():
+    shards = [
+        ts.TensorShard(T, ts.TensorSlice(offsets, (1,), (2,)))  # type: ignore[arg-type]
+        for offsets in ([0], [0], (0,), [1])
+    ]
+    ties = Ties()
+    assert [ties.find(shard, at) for at, shard in enumerate(shards)] == [None, 0, None, None]

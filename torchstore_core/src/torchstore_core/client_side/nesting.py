@@ -16,6 +16,9 @@ from torchstore_core.errors import LayoutMismatchError, ProtocolError, Unsupport
 __all__ = ["Leaf", "flatten", "replace", "unflatten"]
 
 _MAX_DEPTH = 64
+# Names tell paths apart, so what is in two places has two sets of entries, and that doubles with
+# every level. At most so many entries may come of that.
+_MAX_AGAIN = 1 << 16
 _LIST, _TUPLE = 0, 1
 # One step into a nested value: a dict's key, or the kind of a sequence and the index in it.
 Step = str | int | tuple[int, int]
@@ -38,7 +41,8 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
     value, like everything else. Names join keys and indices with dots.
 
     Raises:
-        UnsupportedValueError: no dict, two entries of one name, or a key that is no str or int.
+        UnsupportedValueError: no dict, two entries of one name, a key that is no str or int, or too
+            many entries because containers are in several places.
 
     >>> [leaf.name for leaf in flatten("k", {"a": {"w": 1}, "b": [torch.zeros(1)], "c": [2]})]
     ['a.w', 'b.0', 'c']
@@ -49,11 +53,12 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
             key=key,
         )
     leaves: list[Leaf] = []
+    known = _Known()
     for name, value in state_dict.items():
         if type(name) is str and type(value) in _TENSORS:  # the usual case, many times
             leaves.append(Leaf(name, b"", value))
         else:
-            leaves.extend(_leaves(key, value, (_step(key, name),)))
+            leaves.extend(_leaves(key, value, (_step(key, name),), known))
     names = {leaf.name for leaf in leaves}
     if len(names) < len(leaves):
         twice = Counter(leaf.name for leaf in leaves).most_common(1)[0][0]
@@ -66,16 +71,42 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def _leaves(key: str, value: Any, path: tuple[Step, ...]) -> Iterator[Leaf]:
+class _Known:
+    """Containers that were looked at, once each (keeping them keeps their ids theirs), and whether
+    they are followed.
+    """
+
+    def __init__(self) -> None:
+        self._followed: dict[int, tuple[object, bool]] = {}
+        self._again = 0
+
+    def follows(self, key: str, value: Any) -> bool:
+        found = self._followed.get(id(value))
+        if found is None:
+            follows = _has_names(value) or _holds_tensors(value, set(), 0)
+            self._followed[id(value)] = value, follows
+            return follows
+        if found[1]:
+            self._again += len(value)
+            if self._again > _MAX_AGAIN:
+                raise UnsupportedValueError(
+                    f"{key!r}: the same dicts, lists or tuples are in it in so many places that "
+                    f"they make more than {_MAX_AGAIN} entries; give each of them once",
+                    key=key,
+                )
+        return found[1]
+
+
+def _leaves(key: str, value: Any, path: tuple[Step, ...], known: _Known) -> Iterator[Leaf]:
     if len(path) > _MAX_DEPTH:
         raise UnsupportedValueError(f"{key!r}: nested deeper than {_MAX_DEPTH}", key=key)
     steps: Sequence[tuple[Step, Any]] | None = None
     if is_sharded(value):
         pass  # also if it is a list
     elif isinstance(value, Mapping):
-        if value and (all(_is_name(k) for k in value) or _holds_tensors(value, set(), 0)):
+        if known.follows(key, value):
             steps = [(_step(key, k), inner) for k, inner in value.items()]
-    elif isinstance(value, list | tuple) and _holds_tensors(value, set(), 0):
+    elif isinstance(value, list | tuple) and known.follows(key, value):
         kind = _LIST if isinstance(value, list) else _TUPLE
         steps = [((kind, i), inner) for i, inner in enumerate(value)]
     if steps is None:
@@ -88,11 +119,17 @@ def _leaves(key: str, value: Any, path: tuple[Step, ...]) -> Iterator[Leaf]:
         yield Leaf(name, encoded, value)
         return
     for step, inner in steps:
-        yield from _leaves(key, inner, (*path, step))
+        yield from _leaves(key, inner, (*path, step), known)
 
 
-def _is_name(key: object) -> bool:
-    return type(key) is str or type(key) is int
+def _has_names(value: Any) -> bool:
+    """Whether it is a dict of nothing but names."""
+    if not isinstance(value, Mapping):
+        return False
+    for name in value:  # a loop, for there may be many: quicker than all() of a generator
+        if type(name) is not str and type(name) is not int:
+            return False
+    return len(value) > 0
 
 
 def _step(key: str, name: object) -> Step:

@@ -56,7 +56,12 @@ from torchstore_core.client_side.nesting import Leaf
 from torchstore_core.client_side.packed_header import Entry, Header, TensorReference
 from torchstore_core.client_side.packing import ME, Layout, Pair
 from torchstore_core.client_side.sharding import ShardList, TensorShard
-from torchstore_core.client_side.tensors import check_destination, dtype_of, slice_box
+from torchstore_core.client_side.tensors import (
+    check_destination,
+    check_storage,
+    dtype_of,
+    slice_box,
+)
 from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta, TensorMeta
 
@@ -80,7 +85,8 @@ class TorchStoreStateDict:
 
     Raises:
         ProtocolError: the header is damaged, or says what the blob cannot hold.
-        UnsupportedValueError: a dtype that this torch does not know, or another kind of blob.
+        UnsupportedValueError: a dtype that this torch does not know or that is not stored, or
+            another kind of blob.
 
     >>> TorchStoreStateDict.from_state_dict({"w": torch.ones(2), "step": 7}).to_state_dict()
     {'w': tensor([1., 1.]), 'step': 7}
@@ -99,6 +105,7 @@ class TorchStoreStateDict:
                 "a blob is a contiguous one-dimensional uint8 tensor on the CPU, aligned to "
                 f"{packed_header.MEMORY_ALIGNMENT} bytes"
             )
+        check_storage(ME, blob)
         self._set(packed_header.decode(header, blob.numel()), blob, allow_pickle)
 
     def _set(self, header: Header, blob: torch.Tensor, allow_pickle: bool) -> None:
@@ -220,6 +227,7 @@ class TorchStoreStateDict:
 
     def _view(self, part: TensorReference) -> torch.Tensor:
         dtype = dtype_of(TensorMeta(part.dtype, part.shape), ME)
+        check_storage(ME, self.blob)
         typed = self._typed.get(dtype)
         if typed is None:
             with torch.inference_mode(False):  # see packing.new_blob

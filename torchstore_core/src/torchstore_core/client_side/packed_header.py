@@ -24,7 +24,7 @@ import msgspec
 
 from torchstore_core.client_side import nesting
 from torchstore_core.client_side.tensors import dtype_of
-from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
+from torchstore_core.errors import LayoutMismatchError, ProtocolError
 from torchstore_core.values import TensorMeta, TensorSlice
 
 __all__ = ["ALIGNMENT", "MEMORY_ALIGNMENT", "PREFIX", "Entry", "Header", "Place"]
@@ -156,7 +156,7 @@ def decode(data: bytes, blob_nbytes: int) -> Header:
 
     Raises:
         ProtocolError: it is damaged, or says what the blob cannot hold.
-        UnsupportedValueError: a dtype that this torch does not know.
+        UnsupportedValueError: a dtype that this torch does not know, or that is not stored.
     """
     try:
         header = _decoder.decode(data)
@@ -205,8 +205,6 @@ def _check_entry(entry: Entry) -> None:
 
 def _check_part(name: str, part: TensorReference, blob_nbytes: int) -> None:
     dtype = dtype_of(TensorMeta(part.dtype, part.shape), name)
-    if part.dtype.startswith("q"):  # quantised: the bytes say nothing without their scales
-        raise UnsupportedValueError(f"{name!r} has dtype {part.dtype!r}, which is not stored")
     sound = (
         len(part.shape) <= _MAX_DIMS
         and all(n >= 0 for n in part.shape)

@@ -24,6 +24,7 @@ from torchstore_core.client_side.sharding import (
     this_rank,
 )
 from torchstore_core.client_side.tensors import (
+    address_of,
     byte_like,
     dtype_name,
     split_rows,
@@ -83,7 +84,7 @@ def lay_out(
             mark = memory_of(tensor), part
             made = known.get(mark) if tensor.numel() else None
             if made is None:
-                nbytes = tensor.numel() * tensor.element_size()
+                nbytes = tensor.nbytes
                 dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
                 made = known[mark] = TensorReference(end, nbytes, dtype, shape, part)
                 tensors.append((made, tensor))
@@ -161,10 +162,14 @@ def new_blob(nbytes: int) -> torch.Tensor:
 
 
 def bytes_of(blob: torch.Tensor) -> memoryview:
-    """Its memory, which the caller keeps alive."""
+    """Its memory, which the caller keeps alive.
+
+    Raises:
+        UnsupportedValueError: it has been freed.
+    """
     if not blob.numel():
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * blob.numel()).from_address(blob.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * blob.numel()).from_address(address_of(ME, blob))).cast("B")
 
 
 def copy_now(pairs: Sequence[Pair]) -> None:
@@ -175,6 +180,7 @@ def copy_now(pairs: Sequence[Pair]) -> None:
         done = thread.submit(lambda: asyncio.run(copy(on_host)))
         for target, source in pairs:  # where the user's current stream is the current one
             if not (target.is_cpu and source.is_cpu):
+                address_of(ME, target), address_of(ME, source)
                 byte_like(target).copy_(byte_like(source))
         done.result()
 
@@ -185,10 +191,11 @@ async def copy(pairs: Iterable[Pair]) -> None:
     strided: list[Pair] = []
     total = 0
     for target, source in pairs:
-        nbytes = source.numel() * source.element_size()
+        nbytes = source.nbytes
         total += nbytes
+        to, of = address_of(ME, target), address_of(ME, source)
         if target.is_contiguous() and source.is_contiguous():
-            pieces.append((target.data_ptr(), source.data_ptr(), nbytes))
+            pieces.append((to, of, nbytes))
         else:
             strided += split_rows(byte_like(target), byte_like(source), copying.CHUNK)
     stream = total >= copying.STREAM_MIN

@@ -16,6 +16,7 @@ from torchstore_core.client_side.codec import decode_object
 from torchstore_core.client_side.moving import Move, move
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.tensors import (
+    address_of,
     byte_like,
     check_destination,
     dtype_of,
@@ -24,7 +25,12 @@ from torchstore_core.client_side.tensors import (
     tensor_at,
 )
 from torchstore_core.contracts.transport import Copy, Link, SupportsMap, SupportsWindow
-from torchstore_core.errors import LayoutMismatchError, ProtocolError, TransportError
+from torchstore_core.errors import (
+    LayoutMismatchError,
+    ProtocolError,
+    TransportError,
+    UnsupportedValueError,
+)
 from torchstore_core.ranking import Candidate
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
@@ -255,9 +261,11 @@ def finish(
         if piece.box is not None:
             source = _narrow(source, piece.box)
         if piece.into is None and target.tensor is None and at not in values:
-            values[at] = source if piece.box is None else source.clone()
+            if piece.box is not None:
+                source = byte_like(source).clone().view(target.dtype)
+            values[at] = source
         elif source.numel():
-            _result(target, values, buffers)
+            _address(target, _result(target, values, buffers))
             into = values[at] if piece.into is None else _narrow(values[at], piece.into)
             if into.dtype is source.dtype:
                 byte_like(into).copy_(byte_like(source))
@@ -394,17 +402,19 @@ async def _copy_window(
             grant, nbytes, itemsize = piece.grant, piece.nbytes, target.dtype.itemsize
             if grant is None or not nbytes:
                 continue
-            if grant.offset + math.prod(piece.shape) * itemsize > window.nbytes:
+            if not 0 <= grant.offset <= window.nbytes - math.prod(piece.shape) * itemsize:
                 raise TransportError(f"{target.key!r} lies outside segment {segment}")
+            to = _address(target, result)
             same = result.dtype is target.dtype
             if same and result.is_cpu:
                 if result.is_contiguous():
                     start = _contiguous_start(piece, itemsize)
                     first = None if start is None else _first_if_run(piece.into, target.shape)
                     if start is not None and first is not None:
-                        yield result.data_ptr() + first * itemsize, window.address + start, nbytes
+                        yield to + first * itemsize, window.address + start, nbytes
                         continue
-                rows = _rows(piece, result, window.address + grant.offset, itemsize)
+                at = window.address + grant.offset
+                rows = _rows(piece, to, result.stride(), at, itemsize)
                 if rows is not None:
                     yield from rows
                     continue
@@ -426,14 +436,30 @@ def _row_major(shape: tuple[int, ...], box: Box | None) -> tuple[int, list[int]]
     return sum([o * step for o, step in zip(box.offset, steps, strict=True)]), steps
 
 
-def _rows(
-    piece: Piece, result: torch.Tensor, address: int, itemsize: int
-) -> list[copying.Grid] | None:
-    """How to copy a piece into its place by rows. In plain numbers: an operation of torch lets go
-    of the interpreter lock, and while copy threads run it takes long to get it back.
+def _address(target: Target, result: torch.Tensor) -> int:
+    """Where the tensor begins that a target's bytes go into, if it still is what it was when it
+    was looked at.
+
+    Raises:
+        UnsupportedValueError: it was resized, or its storage freed.
     """
-    steps = result.stride()
-    to = result.data_ptr()
+    address = address_of(target.key, result)
+    if result.shape != target.shape:
+        raise UnsupportedValueError(
+            f"{target.key!r}: the destination was resized while it was filled; leave it alone "
+            "until the get has returned",
+            key=target.key,
+        )
+    return address
+
+
+def _rows(
+    piece: Piece, to: int, steps: Sequence[int], address: int, itemsize: int
+) -> list[copying.Grid] | None:
+    """How to copy a piece into its place, in a result at ``to``, by rows. In plain numbers: an
+    operation of torch lets go of the interpreter lock, and while copy threads run it takes long
+    to get it back.
+    """
     if piece.into is not None:
         to += sum([o * step for o, step in zip(piece.into.offset, steps, strict=True)]) * itemsize
     start, of_steps = _row_major(piece.shape, piece.box)
@@ -444,17 +470,18 @@ def _rows(
 async def _copy_link(link: Link, jobs: Sequence[Job], results: Sequence[torch.Tensor]) -> None:
     """For links without a window: read runs into contiguous memory, then spread if need be."""
     copies: list[Copy] = []
-    spread: list[tuple[torch.Tensor, torch.Tensor]] = []
+    spread: list[tuple[Target, torch.Tensor, torch.Tensor]] = []
     for (target, piece), result in zip(jobs, results, strict=True):
         grant = piece.grant
         if grant is None or not piece.nbytes:
             continue
+        _address(target, result)
         into = result if piece.into is None else _narrow(result, piece.into)
         packed = into
         if into.device.type != "cpu" or not into.is_contiguous() or into.dtype is not target.dtype:
             packed = torch.empty(tuple(into.shape), dtype=target.dtype, device="cpu")
-            spread.append((into, packed))
-        address = packed.data_ptr()
+            spread.append((target, into, packed))
+        address = address_of(target.key, packed)
         itemsize = target.dtype.itemsize
         if piece.box is None:
             copies.append(Copy(address, grant.segment, grant.offset, piece.nbytes))
@@ -464,7 +491,8 @@ async def _copy_link(link: Link, jobs: Sequence[Job], results: Sequence[torch.Te
             copies.append(Copy(address, grant.segment, place, length * itemsize))
             address += length * itemsize
     await link.read(copies)
-    for into, packed in spread:
+    for target, into, packed in spread:
+        address_of(target.key, into)  # it may have changed meanwhile
         if into.dtype is packed.dtype:
             byte_like(into).copy_(byte_like(packed))
         else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
-from torchstore_core.client_side.tensors import plain_slice
+from torchstore_core.client_side.tensors import check_storage, plain_slice
 from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorSlice
 
@@ -73,7 +73,7 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
     placements interleave; none on a rank outside of the mesh.
 
     Raises:
-        UnsupportedValueError: a DTensor with Partial placements.
+        UnsupportedValueError: a DTensor with Partial placements, or without its memory.
         LayoutMismatchError: the local tensor is not what its placements or slice say.
     """
     if isinstance(value, TensorShard):
@@ -117,6 +117,7 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
         view = local
         for dim, (position, _, length) in enumerate(choice):
             if length != local.shape[dim]:
+                check_storage(key, local)  # torch does so, too, but says only numbers
                 view = view.narrow(dim, position, length)
         offsets = tuple([start for _, start, _ in choice])
         extents = tuple([length for _, _, length in choice])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -15,8 +16,11 @@ from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorMeta, TensorSlice
 
 __all__ = [
+    "address_of",
     "byte_like",
+    "check_cast",
     "check_destination",
+    "check_storage",
     "describe",
     "dtype_name",
     "dtype_of",
@@ -47,6 +51,13 @@ _BYTES_LIKE = {
     16: torch.complex128,
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Their bytes say nothing without scales, and of some several elements share a byte, whatever
+# ``element_size()`` says. All other dtypes, also those of a few bits, have bytes of their own.
+_QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qint", "quint")))
+# Those that need a closer look.
+_ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
+# No memory of a process lies below (tensors that are only said to be zeros have no address).
+_LOWEST_ADDRESS = 4096
 # What torch.frombuffer is sure to take directly; everything else goes through an integer view.
 _BUFFER_DTYPES = frozenset(
     (
@@ -75,7 +86,9 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
         kind in _PLAIN
         and tensor.is_cpu
         and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and tensor.dtype not in _ODD
+        and not (tensor.is_nested or tensor.is_neg())
+        and _has_storage(tensor)
     ):  # The usual case, on the path of every small put: as few calls into torch as will do.
         return tensor.detach() if tensor.requires_grad else tensor
     if kind not in _PLAIN and _is_wrapper(kind):
@@ -84,7 +97,7 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
         layout = str(tensor.layout).removeprefix("torch.")
         what = "a sparse tensor" if layout.startswith("sparse") else "an opaque tensor"
         raise _refused(key, f"{what} ({layout})", "put its parts, or .to_dense()")
-    if tensor.is_quantized:
+    if tensor.dtype in _QUANTIZED:
         what = f"a quantized tensor ({tensor.dtype})"
         raise _refused(key, what, "put .int_repr() and its scales")
     device = tensor.device.type
@@ -94,6 +107,7 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
         raise _refused(key, "a meta tensor (it has no values)", "materialise it first")
     if tensor.is_nested:
         raise _refused(key, "a nested tensor", "put its .values() and .offsets()")
+    check_storage(key, tensor)
     tensor = tensor.detach()
     if device not in ("cpu", "cuda"):
         tensor = tensor.cpu()
@@ -106,6 +120,54 @@ def _is_wrapper(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in its storage, which may have been freed or shrunk: FSDP does that
+    to parameters between their uses.
+    """
+    try:
+        there = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # inside of torch.func's transforms
+        return False
+    offset = tensor.storage_offset()
+    if tensor.is_contiguous():
+        nbytes = tensor.nbytes
+        return nbytes + (offset and offset * tensor.itemsize) <= there or nbytes == 0
+    last = offset
+    for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if not extent:
+            return True
+        last += (extent - 1) * stride
+    return (last + 1) * tensor.itemsize <= there
+
+
+def check_storage(key: str, tensor: torch.Tensor) -> None:
+    """Raises UnsupportedValueError if its storage does not hold its elements."""
+    if not _has_storage(tensor):
+        raise _without_storage(key, tensor)
+
+
+def _without_storage(key: str, tensor: torch.Tensor) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        f"{key!r}: the storage of this tensor ({tensor.dtype} {list(tensor.shape)}) was freed or "
+        "shrunk, and does not hold its elements; materialise it first (of FSDP: put inside of "
+        "summon_full_params, or unshard() the module)",
+        key=key,
+    )
+
+
+def address_of(key: str, tensor: torch.Tensor) -> int:
+    """Where its first element lies; all others do, too, by its strides. Nobody else takes the
+    address of memory to be read or written: since :func:`storable`, others may have had their turn.
+
+    Raises:
+        UnsupportedValueError: its storage does not hold its elements.
+    """
+    address = tensor.data_ptr()
+    if not _has_storage(tensor) or (address < _LOWEST_ADDRESS and tensor.numel()):
+        raise _without_storage(key, tensor)
+    return address
+
+
 def _refused(key: str, what: str, hint: str) -> UnsupportedValueError:
     return UnsupportedValueError(f"{key!r}: {what} cannot be stored; {hint}", key=key)
 
@@ -116,8 +178,16 @@ def describe(tensor: torch.Tensor) -> TensorMeta:
 
 
 def dtype_of(meta: TensorMeta, key: str) -> torch.dtype:
-    """The dtype of a stored tensor; UnsupportedValueError if this torch does not have it."""
+    """The dtype of a stored tensor; UnsupportedValueError if this torch does not have it, or if it
+    is not one that can be stored.
+    """
     dtype = _BY_NAME.get(meta.dtype)
+    if dtype in _QUANTIZED:
+        raise UnsupportedValueError(
+            f"{key!r} has dtype {meta.dtype!r}, which is not stored: its bytes say nothing without "
+            "their scales",
+            key=key,
+        )
     if dtype is None:
         raise UnsupportedValueError(
             f"{key!r} has dtype {meta.dtype!r}, which torch {torch.__version__} does not know",
@@ -167,6 +237,23 @@ def from_buffer(
     return flat if len(shape) == 1 else flat.view(shape)
 
 
+def check_cast(key: str, of: torch.dtype, to: torch.dtype) -> None:
+    """Raises UnsupportedValueError if torch cannot convert one dtype to the other."""
+    if not _casts(of, to):
+        raise UnsupportedValueError(
+            f"{key!r}: torch {torch.__version__} cannot cast {of} to {to}", key=key
+        )
+
+
+@lru_cache(maxsize=256)
+def _casts(of: torch.dtype, to: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=of, device="cpu").to(to)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def check_destination(
     key: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, cast: bool
 ) -> torch.Tensor:
@@ -175,7 +262,8 @@ def check_destination(
 
     Raises:
         LayoutMismatchError: wrong shape or dtype, or memory that overlaps itself.
-        UnsupportedValueError: not a tensor one can write into (meta, sparse, DTensor, ...).
+        UnsupportedValueError: not a tensor one can write into (meta, sparse, DTensor, ...), or a
+            cast that torch does not have.
     """
     if not isinstance(tensor, torch.Tensor):
         raise LayoutMismatchError(
@@ -191,6 +279,8 @@ def check_destination(
             key=key,
             details={"stored": [str(dtype), *shape], "wanted": [str(tensor.dtype), *tensor.shape]},
         )
+    if tensor.dtype is not dtype:
+        check_cast(key, dtype, tensor.dtype)
     if tensor.is_conj() or tensor.is_neg():
         raise _refused(key, "a conjugate or negative view as destination", "give its base")
     target = storable(key, tensor)
@@ -287,7 +377,9 @@ def rows_of(a: torch.Tensor, b: torch.Tensor) -> list[copying.Grid] | None:
 
 
 def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[[], None]:
-    """A task that copies ``b`` into ``a``, of one shape, bit for bit if they have one dtype."""
+    """A task that copies ``b`` into ``a``, of one shape, bit for bit if they have one dtype. Both
+    were looked at by :func:`address_of` just before.
+    """
     rows = rows_of(a, b)
 
     def by_torch() -> None:

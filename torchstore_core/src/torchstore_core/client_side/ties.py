@@ -18,7 +18,8 @@ class Ties:
     """Finds tensors that are the same elements in memory as an earlier one."""
 
     def __init__(self) -> None:
-        self._found: dict[object, list[tuple[Any, int]]] = {}
+        # By address the only one there; or what lies there, by what it is.
+        self._found: dict[int, tuple[Any, int] | dict[object, int]] = {}
 
     def find(self, value: Any, mark: int) -> int | None:
         """The mark of the first such tensor; None, and ``mark`` is remembered, if it is new."""
@@ -37,20 +38,18 @@ class Ties:
             return None
         others = self._found.get(address)
         if others is None:
-            self._found[address] = [(value, mark)]
+            self._found[address] = value, mark
             return None
-        here = _identity(value)
-        for other, earlier in others:
-            if _identity(other) == here:
-                return earlier
-        others.append((value, mark))
-        return None
+        if isinstance(others, tuple):
+            others = self._found[address] = {_identity(others[0]): others[1]}
+        earlier = others.setdefault(_identity(value), mark)
+        return None if earlier == mark else earlier
 
 
 def _identity(value: Any) -> object:
-    """Equal for tensors at one address if they are the same elements."""
+    """Equal, and hashable, for tensors at one address if they are the same elements."""
     if isinstance(value, TensorShard):
-        return _identity(value.tensor), value.tensor_slice
+        return _identity(value.tensor), repr(value.tensor_slice)
     if is_dtensor(value):
         local = _identity(value.to_local().detach())
         return local, value.device_mesh, tuple(value.placements), tuple(value.shape)

@@ -16,7 +16,9 @@ from torchstore_core.client_side.packed import TorchStoreStateDict
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.client_side.tensors import (
+    address_of,
     byte_like,
+    check_cast,
     describe,
     dtype_name,
     rows_of,
@@ -79,13 +81,13 @@ def prepare(
         UnsupportedValueError, UnsafeObjectError, LayoutMismatchError: it cannot be stored.
     """
     check_key(key)
-    if is_sharded(value):
+    if type(value) is not torch.Tensor and is_sharded(value):
         return [_part(key, part, dtype) for part in local_parts(key, value)]
     if isinstance(value, torch.Tensor):
         tensor = storable(key, value)
         if dtype is None or dtype is tensor.dtype or not tensor.is_floating_point():
-            nbytes = tensor.numel() * tensor.element_size()
-            return [Source(key, describe(tensor), nbytes, tensor, None)]
+            return [Source(key, describe(tensor), tensor.nbytes, tensor, None)]
+        check_cast(key, tensor.dtype, dtype)
         meta = TensorMeta(dtype_name(dtype), tuple(tensor.shape))
         nbytes = tensor.numel() * dtype.itemsize
         return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
@@ -107,8 +109,7 @@ def prepare_all(
     for key, value in items:
         if type(value) is torch.Tensor:  # the usual case, many times
             tensor = storable(check_key(key), value)
-            nbytes = tensor.numel() * tensor.element_size()
-            sources.append(Source(key, describe(tensor), nbytes, tensor, None))
+            sources.append(Source(key, describe(tensor), tensor.nbytes, tensor, None))
             counts.append(1)
             continue
         made = prepare(key, value, allow_pickle=allow_pickle)
@@ -125,6 +126,8 @@ def _part(key: str, local: LocalPart, dtype: torch.dtype | None) -> Source:
     meta = TensorMeta(dtype_name(dtype), tuple(local.part.global_shape))
     nbytes = tensor.numel() * dtype.itemsize
     cast = None if dtype is tensor.dtype else dtype
+    if cast is not None:
+        check_cast(key, tensor.dtype, cast)
     return Source(key, meta, nbytes, tensor, None, local.part, cast=cast)
 
 
@@ -135,13 +138,33 @@ def inline_bytes(source: Source) -> bytes:
     tensor = source.tensor
     if tensor is None or source.nbytes == 0:
         return b""
-    if tensor.device.type != "cpu":
+    address = _address(source, tensor)
+    if source.cast is None and tensor.is_cpu and tensor.is_contiguous():
+        return ctypes.string_at(address, source.nbytes)
+    if not tensor.is_cpu:
         tensor = tensor.cpu()
     if source.cast is not None:
         tensor = tensor.to(source.cast)
     if not tensor.is_contiguous():
         tensor = byte_like(tensor).contiguous()
-    return ctypes.string_at(tensor.data_ptr(), source.nbytes)
+    return ctypes.string_at(address_of(source.key, tensor), source.nbytes)
+
+
+def _address(source: Source, tensor: torch.Tensor) -> int:
+    """Where the source's tensor begins, if it still is what it was when it was looked at.
+
+    Raises:
+        UnsupportedValueError: it was resized, or its storage freed.
+    """
+    address = address_of(source.key, tensor)
+    nbytes = tensor.nbytes if source.cast is None else tensor.numel() * source.cast.itemsize
+    if nbytes != source.nbytes:
+        raise UnsupportedValueError(
+            f"{source.key!r}: the tensor was resized while it was put; leave it alone until the "
+            "put has returned",
+            key=source.key,
+        )
+    return address
 
 
 async def write(session: Session, granted: Iterable[tuple[Source, m.Grant]]) -> str:
@@ -211,18 +234,21 @@ async def _write_window(
     link: SupportsWindow, segment: int, items: Sequence[tuple[Source, m.Grant]], nbytes: int
 ) -> None:
     """Copy straight into the segment: contiguous bytes in chunks, strided tensors by torch."""
-    base = link.window(segment).address
+    base, room = link.window(segment)
 
     def moves() -> Iterator[Move]:
         for source, grant in items:
+            if not 0 <= grant.offset <= room - source.nbytes:
+                raise TransportError(f"{source.key!r} would lie outside segment {segment}")
             address = base + grant.offset
             tensor = source.tensor
             if tensor is None:
                 yield address, _address_of(source.data or b""), source.nbytes
                 continue
+            start = _address(source, tensor)
             same = source.cast is None
             if same and tensor.is_cpu and tensor.is_contiguous():
-                yield address, tensor.data_ptr(), source.nbytes
+                yield address, start, source.nbytes
                 continue
             to = _window_tensor(source, address)
             rows = rows_of(to, tensor)
@@ -255,9 +281,10 @@ async def _write_copies(link: Link, items: Sequence[tuple[Source, m.Grant]]) -> 
         if source.data is not None:
             address = _address_of(source.data)
         elif source.tensor is not None:
+            _address(source, source.tensor)
             tensor = source.tensor.cpu().to(source.cast or source.tensor.dtype)
             tensor = byte_like(tensor).contiguous() if not tensor.is_contiguous() else tensor
             alive.append(tensor)
-            address = tensor.data_ptr()
+            address = address_of(source.key, tensor)
         copies.append(Copy(address, grant.segment, grant.offset, source.nbytes))
     await link.write(copies)

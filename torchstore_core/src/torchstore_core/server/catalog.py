@@ -260,7 +260,9 @@ class Catalog:
             used = self._next_version_at_least(key) - 1
             now = f"it is at {used}" if key in self.newest else f"all up to {used} were used before"
             raise VersionGoneError(
-                f"version {version} of {key!r} cannot be put: {now}, and versions only grow",
+                f"version {version} of {key!r} cannot be put: {now}, and versions only grow, also "
+                "after a delete. Who goes back to an older checkpoint puts without version= and "
+                "carries the step as an entry of the state dict, or takes a new key for each run",
                 key=key,
                 details={"current": self.newest_version(key)},
             )

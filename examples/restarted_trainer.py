@@ -1,0 +1,173 @@
+"""A trainer that is killed goes back to its checkpoint, and generators follow it there.
+
+    python examples/restarted_trainer.py [--steps 12] [--killed-at 8]
+
+The trainer publishes its weights after every step, and saves a checkpoint after every fifth. In its
+first run it is killed (SIGKILL) between two checkpoints. This process, which owns the store, starts
+it again, as torchrun or a cluster would; it trains some steps for the second time.
+
+Versions of a key only grow, so a step is not a version: `version=step` would be refused after the
+restart. The trainer lets the store count, and carries its step, and which run it is, as entries of
+the state dict. Generators ask for a version newer than the one they have, and read there which step
+it is. They check every version: that the weights are those of that step, and that a step that was
+trained twice has the same weights both times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import multiprocessing
+import os
+import signal
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchstore_core as ts
+
+GENERATORS = 2
+CHECKPOINT_EVERY = 5
+
+
+def make_model() -> torch.nn.Module:
+    """The policy; every process has one."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of all weights, bit by bit."""
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(weights).hexdigest()
+
+
+# ---- the trainer --------------------------------------------------------------------------
+
+
+async def train(run: int, checkpoint: Path, steps: int, killed_at: int) -> None:
+    """Train from the checkpoint, if there is one, and publish every step."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    done = 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["step"]
+        try:  # what does not work
+            await ts.put_state_dict({"model": model.state_dict()}, "policy", version=done + 1)
+        except ts.VersionGoneError as error:
+            print(f"trainer, run {run}: {error}", flush=True)
+    print(f"trainer, run {run}: starts after step {done}", flush=True)
+    for step in range(done + 1, steps + 1):
+        inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        loss = (model(inputs) - inputs[:, :4]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+        published = {
+            "model": model.state_dict(),
+            "step": step,
+            "run": run,
+            "digest": digest(model),
+        }
+        ref = await ts.put_state_dict(published, "policy")  # no version=: the store counts
+        if step % CHECKPOINT_EVERY == 0:
+            save(checkpoint, model, optimizer, step)
+        # On-policy: the next step is for when all have this one.
+        await ts.wait([f"taken/{rank}" for rank in range(GENERATORS)], min_version=ref.version)
+        if run == 1 and step == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save(
+    checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    """Whole or not at all."""
+    beside = checkpoint.with_suffix(".part")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, beside
+    )
+    beside.replace(checkpoint)
+
+
+# ---- a generator --------------------------------------------------------------------------
+
+
+async def generate(rank: int, steps: int) -> None:
+    """Take every version, and check it."""
+    model = make_model()
+    mine: dict[str, Any] = {"model": model.state_dict(), "step": 0, "run": 0, "digest": ""}
+    digests: dict[int, str] = {}
+    report = ts.StateDictReport()
+    seen: list[tuple[int, int, int]] = []
+    while mine["step"] < steps:
+        # While no trainer runs, this waits; nothing here knows of restarts.
+        await ts.get_state_dict("policy", mine, min_version=report.version + 1, report=report)
+        step = mine["step"]
+        if not digest(model) == mine["digest"] == digests.setdefault(step, mine["digest"]):
+            raise SystemExit(f"generator {rank}: the weights of step {step} are wrong")
+        seen.append((report.version, mine["run"], step))
+        await ts.put(f"taken/{rank}", step, version=report.version)
+    after = "the trainer never went back"
+    for (version, _, step), (newer, run, again) in pairwise(seen):
+        if again <= step:
+            after = f"version {newer} was step {again} of run {run}, version {version} step {step}"
+    print(f"generator {rank}: {len(seen)} versions of {len(digests)} steps; {after}", flush=True)
+
+
+# ---- who starts them ----------------------------------------------------------------------
+
+
+def entry(target: Any, *arguments: Any) -> None:
+    """Entry point of the other processes. TORCHSTORE_ADDRESS leads them to the store."""
+    torch.set_num_threads(1)
+    asyncio.run(target(*arguments))
+
+
+async def main(steps: int, killed_at: int) -> None:
+    """Own the store, and keep a trainer running."""
+    await ts.initialize(capacity=64 << 20)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torchstore_core"])  # imported once
+
+    def start(*arguments: Any) -> Any:
+        process = context.Process(target=entry, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = Path(folder) / "checkpoint.pt"
+            generators = [start(generate, rank, steps) for rank in range(GENERATORS)]
+            for run in range(1, 4):
+                trainer = start(train, run, checkpoint, steps, killed_at)
+                await asyncio.to_thread(trainer.join)
+                if trainer.exitcode == 0:
+                    break
+                print(f"trainer, run {run}: ended with {trainer.exitcode}", flush=True)
+            for generator in generators:
+                await asyncio.to_thread(generator.join)
+    finally:
+        await ts.shutdown()
+    if any(process.exitcode for process in (trainer, *generators)):
+        raise SystemExit("the trainer or a generator failed")
+    print(f"all {steps} steps arrived bit by bit, also those that were trained twice")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="a trainer goes back to its checkpoint")
+    parser.add_argument("--steps", type=int, default=12, help="steps to train")
+    parser.add_argument(
+        "--killed-at", type=int, default=8, help="the step after which it is killed"
+    )
+    options = parser.parse_args()
+    if options.steps < 1 or options.killed_at < 1:
+        parser.error("--steps and --killed-at are at least 1")
+    asyncio.run(main(options.steps, options.killed_at))
