@@ -172,14 +172,19 @@ class ControllerMachine(RuleBasedStateMachine):
                 if s.offset is not None:
                     start = s.offset // ALIGNMENT
                     taken[start : start + lines(len(s.data))] = [True] * lines(len(s.data))
-            for pieces in ([sum(map(lines, sizes))], list(map(lines, sizes))):
-                starts = first_fits(list(taken), pieces)
-                if starts is None:
+            extents = list(map(lines, sizes))
+            starts = first_fits(list(taken), [sum(extents)])
+            if starts is not None:  # one after the other
+                starts = list(itertools.accumulate(extents, initial=starts[0]))[:-1]
+            else:
+                starts = first_fits(list(taken), extents)
+            if starts is None:
+                order = sorted(range(len(sizes)), key=lambda at: -sizes[at])
+                found = first_fits(list(taken), [extents[at] for at in order])
+                if found is None:
                     continue
-                if len(starts) < len(sizes):
-                    ends = itertools.accumulate(map(lines, sizes), initial=starts[0])
-                    starts = list(ends)[:-1]
-                return volume.index, [at * ALIGNMENT for at in starts[: len(sizes)]]
+                starts = [found[order.index(at)] for at in range(len(sizes))]
+            return volume.index, [at * ALIGNMENT for at in starts]
         return None
 
     def commit_all(self, values: Iterable[Stored], versions: Sequence[int]) -> None:
