@@ -263,7 +263,7 @@ async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], cloc
     except StoreFullError as full:
         if not full.details.get("leased_bytes"):
             raise
-        if not await session.let_go(clock.left()):
+        if not await session.let_go(lane, clock.left()):
             raise
     again = msgspec.structs.replace(put, id=lane.next_id())
     return await lane.call(again, expect, clock.left())

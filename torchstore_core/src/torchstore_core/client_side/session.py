@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 
@@ -24,7 +25,12 @@ from torchstore_core import topology
 from torchstore_core.client_side.lane import Lane, Ranks, client_facts, handshake, socket_path
 from torchstore_core.client_side.links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
+from torchstore_core.errors import (
+    ProtocolError,
+    StoreClosedError,
+    StoreTimeoutError,
+    TorchStoreError,
+)
 from torchstore_core.plugins import Registry
 from torchstore_core.ranking import Policy
 from torchstore_core.wire import messages as m
@@ -35,7 +41,7 @@ __all__ = ["Session"]
 log = logging.getLogger(__name__)
 
 Held = tuple[int, list[int] | None]  # a lease, and which of its entries (None: all)
-Asking = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+Asking = weakref.ref[asyncio.Future[m.Message]]
 
 
 class _ForkGuard:
@@ -81,8 +87,8 @@ class Session:
         ]
         self.lost = False
         self._ids = itertools.count(1)
-        # A lane of a loop that has closed goes when the next one is opened.
-        self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
+        # By the id of their loop, which holds them; see the module's text in ``lane``.
+        self._lanes: dict[int, weakref.ref[Lane]] = {}
         self._anchor = anchor
         self._anchor.setblocking(True)
         self._unread = FrameReader(m.MAX_FRAME)
@@ -126,17 +132,24 @@ class Session:
         """
         here = topology.probe()
         facts = client_facts(os.environ, here, ranks)
+        begun = time.monotonic()
         anchor, welcome = await handshake(address, b"", facts, here, timeout)
         try:
             session = cls(address, anchor, welcome, policy, facts)
         except BaseException:
             anchor.close()
             raise
+        left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
         try:
-            for volume in session.volumes:
-                await volume.connect_best()
-        except BaseException:
+            async with asyncio.timeout(left):
+                for volume in session.volumes:
+                    await volume.connect_best()
+        except BaseException as error:
             session.retire()
+            if isinstance(error, TimeoutError):
+                raise StoreTimeoutError(
+                    f"the volumes of {address} did not answer within {timeout:g} s"
+                ) from error
             raise
         session._wake()
         return session
@@ -177,8 +190,11 @@ class Session:
 
     def lane_here(self) -> Lane | None:
         """The running loop's lane, if it is open."""
-        lane = self._lanes.get(asyncio.get_running_loop())
-        return lane if lane is not None and lane.usable else None
+        loop = asyncio.get_running_loop()
+        known = self._lanes.get(id(loop))
+        lane = None if known is None else known()
+        # Another loop may have had that id.
+        return lane if lane is not None and lane.usable and lane.loop is loop else None
 
     async def lane(self, timeout: float | None) -> Lane:
         """The running loop's lane, opened on first use."""
@@ -188,9 +204,7 @@ class Session:
             return lane
         if not self.usable:
             raise StoreClosedError(self._gone)
-        for other in list(self._lanes):
-            if other.is_closed() and (ended := self._lanes.pop(other, None)) is not None:
-                ended.close()
+        self._sweep()
         try:
             sock, _ = await handshake(
                 self.address, self.welcome.session, self.facts, self.here, timeout
@@ -207,8 +221,26 @@ class Session:
             sock.close()
             raise StoreClosedError(self._gone)
         lane = Lane(sock, loop, self._gone)
-        self._lanes[loop] = lane
+        self._lanes[id(loop)] = weakref.ref(lane)
         return lane
+
+    def _open_lanes(self) -> list[Lane]:
+        lanes = [known() for known in list(self._lanes.values())]
+        return [lane for lane in lanes if lane is not None]
+
+    def _sweep(self) -> None:
+        """Forget the lanes of loops that are gone, and end those that nobody can use any more:
+        not all loops are closed, and the collector may take its time.
+        """
+        for number, known in list(self._lanes.items()):
+            lane = known()
+            if lane is None or not lane.usable or lane.deserted:
+                if self._lanes.get(number) is known:  # else its id is another loop's already
+                    self._lanes.pop(number, None)
+                if lane is not None and lane.loop.is_closed():
+                    lane.close()
+                elif lane is not None and lane.usable:
+                    lane.desert()
 
     def inline_max(self) -> int:
         """Largest batch, in bytes, that rides in the message whatever volume it goes to; -1: none.
@@ -250,18 +282,19 @@ class Session:
             self.abort(txn)
             self.end(txn)
 
-    async def let_go(self, timeout: float | None) -> bool:
-        """Wait until the server has back the leases of tensors that have died so far; whether it
-        has, after ``timeout`` seconds.
+    async def let_go(self, lane: Lane, timeout: float | None) -> bool:
+        """Wait, on the running loop's ``lane``, until the server has back the leases of tensors
+        that have died so far; whether it has, after ``timeout`` seconds.
+
+        Raises:
+            StoreClosedError: the server is gone.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._asking.append((loop, done))
+        done: asyncio.Future[m.Message] = lane.loop.create_future()
+        self._asking.append(weakref.ref(done))
         self._wake()
         if self.lost:  # looked at only now: the janitor may have ended before it saw this
             return False
-        await asyncio.wait([done], timeout=timeout)
-        return done.done()
+        return await lane.until(done, timeout)
 
     def keep_memory(self) -> None:
         """Before page-locking pool memory: see ``messages.Keep``."""
@@ -381,14 +414,16 @@ class Session:
             return
         self._retiring = True
         here = _running_loop()
-        for loop, lane in list(self._lanes.items()):
-            if loop is here:
+        for lane in self._open_lanes():
+            if lane.loop is here:
                 lane.close()
                 continue
             try:  # a lane is touched by its own loop's thread alone
-                loop.call_soon_threadsafe(lane.close)
+                lane.loop.call_soon_threadsafe(lane.close)
             except RuntimeError:  # that loop is closed
                 lane.abandon()
+            if lane.deserted:
+                lane.desert()
         self._lanes.clear()
         for volume in self.volumes:
             volume.close()
@@ -419,7 +454,7 @@ class Session:
         """
         self._wake_read.close()
         self._wake_write.close()
-        for lane in list(self._lanes.values()):
+        for lane in self._open_lanes():
             lane.abandon()
         for volume in self.volumes:
             volume.abandon()
@@ -434,9 +469,11 @@ class Session:
 
 
 def _tell(asking: list[Asking]) -> None:
-    for loop, done in asking:
-        with contextlib.suppress(RuntimeError):  # that loop is closed
-            loop.call_soon_threadsafe(done.cancel)
+    for future in asking:
+        done = future()
+        if done is not None:  # else nobody waits any more
+            with contextlib.suppress(RuntimeError):  # that loop is closed
+                done.get_loop().call_soon_threadsafe(done.cancel)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -65,13 +65,14 @@ class PendingPut:
     def __init__(self, key: str, putting: Putting | None) -> None:
         self.key = key
         self._ref: ObjectRef | None = None
+        self._error: BaseException | None = None
         self._task: asyncio.Task[ObjectRef] | None = None
         if putting is not None:
             self._task = asyncio.create_task(self._commit(putting))
             # Not in the task: one that is cancelled before it begins would undo nothing.
             self._task.add_done_callback(putting.__exit__)
             putting.undo_with(self._task)
-            self._task.add_done_callback(_ended)
+            self._task.add_done_callback(self._ended)
 
     @classmethod
     def finished(cls, ref: ObjectRef) -> PendingPut:
@@ -93,6 +94,8 @@ class PendingPut:
     async def _result(self) -> ObjectRef:
         if self._task is not None:
             return await asyncio.shield(self._task)
+        if self._error is not None:
+            raise self._error
         if self._ref is None:
             raise ConfigurationError("a PendingPut is made by put_state_dict(blocking=False)")
         return self._ref
@@ -101,10 +104,15 @@ class PendingPut:
         versions = await putting.commit()
         return ObjectRef(self.key, versions[0])
 
-
-def _ended(task: asyncio.Task[ObjectRef]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("a put_state_dict with blocking=False failed: %s", error)
+    def _ended(self, task: asyncio.Task[ObjectRef]) -> None:
+        if task.cancelled():
+            return
+        self._task = None  # it refers to its event loop, which may never be closed
+        self._error = task.exception()
+        if self._error is None:
+            self._ref = task.result()
+        else:
+            log.warning("a put_state_dict with blocking=False failed: %s", self._error)
 
 
 def plan_put(

@@ -14,6 +14,7 @@ import msgspec
 from torchstore_core import copying
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping, Window
 from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.unix_sockets import connect_blocking
 from torchstore_core.virtual_memory import (
     map_private,
     map_shared,
@@ -166,10 +167,13 @@ def _attach(offer: bytes) -> dict[int, _Segment]:
     wanted = described.segments
     fds: list[int] = []
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(_CONNECT_TIMEOUT_S)
-            sock.connect(described.path)
+        with connect_blocking(described.path, _CONNECT_TIMEOUT_S) as sock:
             _, fds, _, _ = socket.recv_fds(sock, HEADER_MAX, len(wanted))
+    except BlockingIOError as error:
+        raise TransportUnavailableError(
+            f"the server gave no segments through {described.path} within "
+            f"{_CONNECT_TIMEOUT_S:g} s: it is busy, or stopped"
+        ) from error
     except OSError as error:
         raise TransportUnavailableError(
             f"cannot receive segments through {described.path}: {error}"
