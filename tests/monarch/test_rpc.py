@@ -368,6 +368,12 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")
+@pytest.mark.filterwarnings(
+    r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>:ResourceWarning"
+)
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function BaseEventLoop:pytest.PytestUnraisableExceptionWarning"
+)
 async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> None:
     """Though two transfers have waited for each other on it, and a third is under way."""
     info = m.VolumeInfo("v", 0, 0, HERE, SIZE, {"monarch-rpc": agent.offer})

@@ -282,7 +282,8 @@ async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None
 
 
 async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> None:
-    """Drop this process's connections; the next operation makes new ones. Tensors stay valid.
+    """Drop this process's connections; the next operation makes new ones. Tensors stay valid, and
+    calls that are under way, in other threads, say, end on the old ones.
 
     Raises nothing; does nothing if this process knows no such store.
     """

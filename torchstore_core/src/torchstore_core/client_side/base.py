@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.operations import Clock
-from torchstore_core.client_side.session import Session
+from torchstore_core.client_side.session import Use
 from torchstore_core.contracts.observer import Operation
-from torchstore_core.errors import ConfigurationError
+from torchstore_core.errors import ConfigurationError, StoreClosedError
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -62,15 +61,24 @@ class ClientBase:
         """The store's name."""
         return self._membership.store_name
 
-    def _here(self) -> tuple[Session, Lane] | None:
+    def _here(self) -> Use | None:
         """Session and lane if both are open: the path of every call but the first."""
         session = self._membership.session_here()
         lane = None if session is None else session.lane_here()
-        return None if session is None or lane is None else (session, lane)
+        return None if session is None or lane is None else session.use(lane)
 
-    async def _join(self, clock: Clock) -> tuple[Session, Lane]:
-        session = await self._membership.session(clock.left())
-        return session, await session.lane(clock.left())
+    async def _join(self, clock: Clock) -> Use:
+        while True:
+            session = await self._membership.session(clock.left())
+            try:
+                use = session.use(await session.lane(clock.left()))
+            except StoreClosedError:
+                if not session.retired:
+                    raise
+                use = None
+            if use is not None:
+                return use
+            # It was reset meanwhile. Nothing has been sent: on, with the next one.
 
     def _clock(self, timeout: float | None) -> Clock:
         if timeout is None:
@@ -91,9 +99,9 @@ class ClientBase:
         clock = self._clock(timeout)
         error = ""
         try:
-            _, lane = self._here() or await self._join(clock)
-            request = message(lane.next_id(), *args)
-            return await lane.call(request, expect, clock.left(), quick=name in _QUICK)
+            with self._here() or await self._join(clock) as (_, lane):
+                request = message(lane.next_id(), *args)
+                return await lane.call(request, expect, clock.left(), quick=name in _QUICK)
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)
             raise

@@ -138,10 +138,10 @@ class Client(KeyOperations):
             nbytes = sum([source.nbytes for source in sources])
             versions: list[int] = []
             if sources:
-                session, lane = self._here() or await self._join(clock)
-                versions, transport = await put_sources(
-                    session, lane, sources, nbytes, clock, version=exact
-                )
+                with self._here() or await self._join(clock) as (session, lane):
+                    versions, transport = await put_sources(
+                        session, lane, sources, nbytes, clock, version=exact
+                    )
         except BaseException as caught:
             error = getattr(caught, "code", type(caught).__name__)
             raise
@@ -236,8 +236,8 @@ class Client(KeyOperations):
         try:
             asked = [asks_of(want) for want in wants]
             asks = [ask for parts in asked for ask in parts]
-            session, lane = self._here() or await self._join(clock)
-            result, entries, nbytes = await get_asks(session, lane, asks, clock, pickle_too)
+            with self._here() or await self._join(clock) as (session, lane):
+                result, entries, nbytes = await get_asks(session, lane, asks, clock, pickle_too)
             transport = result.transport
             at = 0
             for want, parts in zip(wants, asked, strict=True):
@@ -328,8 +328,10 @@ class Client(KeyOperations):
         clock = self._clock(timeout)
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         exact = check_version(version)
-        with self._watch("put_state_dict", clock) as seen:
-            session, lane = self._here() or await self._join(clock)
+        with (
+            self._watch("put_state_dict", clock) as seen,
+            self._here() or await self._join(clock) as (session, lane),
+        ):
             sources, group = state_dicts.plan_put(
                 state_dict,
                 writing.check_key(key),
@@ -405,11 +407,11 @@ class Client(KeyOperations):
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         with self._watch("get_state_dict", clock) as seen:
             wanted = state_dicts.plan_get(writing.check_key(key), user_state_dict)
-            session, lane = self._here() or await self._join(clock)
             if min_version is not None:
                 await self._wait([key], min_version, clock)
             how = state_dicts.Filling(strict, cast, report, pickle_too)
-            result = await state_dicts.fetch(session, lane, key, exact, wanted, clock, how)
+            with self._here() or await self._join(clock) as (session, lane):
+                result = await state_dicts.fetch(session, lane, key, exact, wanted, clock, how)
             seen.entries, seen.nbytes = result.entries, result.nbytes
             seen.transport = result.transport
             return result.state_dict

@@ -119,20 +119,20 @@ class KeyOperations(ClientBase):
         return {k: ObjectRef(k, v) for k, v in zip(names, versions, strict=True)}
 
     async def _wait(self, names: list[str], min_version: int, clock: Clock) -> list[int]:
-        _, lane = self._here() or await self._join(clock)
-        request = m.Wait(lane.next_id(), names, min_version)
-        try:
-            reply = await lane.call(request, m.Committed, clock.left())
-        except StoreTimeoutError as caught:
-            cancel_wait(lane, request.id)
-            least = f" with version {min_version} or newer" if min_version > 1 else ""
-            raise StoreTimeoutError(
-                f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
-                key=names[0],
-            ) from caught
-        except BaseException:
-            cancel_wait(lane, request.id)
-            raise
+        with self._here() or await self._join(clock) as (_, lane):
+            request = m.Wait(lane.next_id(), names, min_version)
+            try:
+                reply = await lane.call(request, m.Committed, clock.left())
+            except StoreTimeoutError as caught:
+                cancel_wait(lane, request.id)
+                least = f" with version {min_version} or newer" if min_version > 1 else ""
+                raise StoreTimeoutError(
+                    f"not there within {clock.timeout} s{least}: {', '.join(map(repr, names[:5]))}",
+                    key=names[0],
+                ) from caught
+            except BaseException:
+                cancel_wait(lane, request.id)
+                raise
         return reply.versions
 
     # ---- looking --------------------------------------------------------------------------

@@ -153,8 +153,12 @@ class Lane:
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
         loop.add_reader(sock.fileno(), self._readable)
-        # Not in `__del__`: the collector may have called that of the socket before, which warns.
+        # In a cycle `__del__` is too late: the collector may have called the socket's own before,
+        # which warns.
         weakref.finalize(self, sock.close).atexit = False
+
+    def __del__(self) -> None:
+        self._sock.close()
 
     @property
     def usable(self) -> bool:

@@ -347,7 +347,7 @@ class Leasing:
         self._leased = True
         self._count = 1
         self._mapped: set[int] = set()
-        self.lease = session.begin()
+        self.lease = session.next_id()
 
     def __enter__(self) -> Leasing:
         return self
@@ -378,7 +378,6 @@ class Leasing:
     def __exit__(self, *_: object) -> None:
         if self._leased and len(self._mapped) < self._count:
             _release(self._session, self._lane, self.lease, self._mapped, self._count)
-        self._session.end(self.lease)
 
 
 def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: int) -> None:

@@ -36,7 +36,7 @@ from torchstore_core.ranking import Policy
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
-__all__ = ["Session"]
+__all__ = ["Session", "Use"]
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,20 @@ class _ForkGuard:
     def __init__(self, fd: int, marks: frozenset[int]) -> None:
         self.fd = fd  # reads end-of-file when the child and its own children are gone
         self.marks = marks
+
+
+class Use(tuple["Session", Lane]):
+    """A call's hold on its session, and the lane that it goes by; made by ``Session.use``.
+    Until its end the session stays, though the process may have turned to another.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> Use:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self[0].leave(self)
 
 
 class Session:
@@ -100,7 +114,8 @@ class Session:
             f"{address}) is gone{what_to_do}"
         )
         # Touched by finalizers, in any thread, at any moment: atomic operations only, no lock.
-        self._busy: set[int] = set()  # puts and gets under way
+        self._uses: set[int] = set()  # calls under way, by the id of their Use
+        self._busy: set[int] = set()  # puts that go on without a call
         self._held: dict[int, Held] = {}
         self._dead: deque[tuple[int, Held]] = deque()
         self._aborted: deque[int] = deque()
@@ -160,6 +175,11 @@ class Session:
         return not self.lost and not self._retiring
 
     @property
+    def retired(self) -> bool:
+        """Whether this process has turned away from it: what begins now takes another."""
+        return self._retiring
+
+    @property
     def anonymous(self) -> str:
         """A name for this process among participants that have none."""
         return f"pid {self.pid} {self.welcome.session.hex()[:8]}"
@@ -168,22 +188,31 @@ class Session:
         """A fresh id, unique in the session."""
         return next(self._ids)
 
-    def begin(self) -> int:
-        """A fresh id for a put or a get. Until its :meth:`end` the session keeps what it holds, so
-        that no memory is given to others while a thread still copies.
-
-        Raises:
-            StoreClosedError: the session is over.
+    def use(self, lane: Lane) -> Use | None:
+        """Begin a call. Until it ends the session keeps what it holds, so that no memory is given
+        to others while a thread still copies. None: this process has turned away from the session.
         """
+        use = Use((self, lane))
+        self._uses.add(id(use))
+        if self._retiring:  # looked at only now: the janitor may not have seen the use
+            self.leave(use)
+            return None
+        return use
+
+    def leave(self, use: Use) -> None:
+        """The call is over."""
+        self._uses.discard(id(use))
+        if self._retiring:
+            self._wake()
+
+    def begin(self) -> int:
+        """A fresh id for a put that may go on when its call is over, until its :meth:`end`."""
         ident = next(self._ids)
         self._busy.add(ident)
-        if self._retiring:  # looked at only now: the janitor may not have seen the id
-            self._busy.discard(ident)
-            raise StoreClosedError("this client was closed")
         return ident
 
     def end(self, ident: int) -> None:
-        """The put or get is over."""
+        """The put is over."""
         self._busy.discard(ident)
         if self._retiring:
             self._wake()
@@ -217,11 +246,13 @@ class Session:
         if raced is not None:
             sock.close()
             return raced
-        if self.lost or self._retiring:
-            sock.close()
-            raise StoreClosedError(self._gone)
         lane = Lane(sock, loop, self._gone)
         self._lanes[id(loop)] = weakref.ref(lane)
+        if (
+            self.lost or self._retiring
+        ):  # looked at only now: whoever closes the lanes may not have seen it
+            lane.close()
+            raise StoreClosedError(self._gone)
         return lane
 
     def _open_lanes(self) -> list[Lane]:
@@ -353,8 +384,12 @@ class Session:
             self._asked[asked.id] = asking
             self._anchor.sendall(encode(asked))
         self._fill_page_tables()
-        holds = self._busy or self._held or self._deferred or self._dead
-        return not self._retiring or bool(holds)
+        if not self._retiring:
+            return True
+        if self._busy or self._uses:
+            return True
+        self._part()
+        return bool(self._held or self._deferred or self._dead)
 
     def _hear(self) -> bool:
         """Take in what the server says unasked; False when it has closed the connection."""
@@ -406,13 +441,17 @@ class Session:
 
     # ---- ending ---------------------------------------------------------------------------
 
-    def retire(self) -> None:
-        """Close lanes and links. The anchor stays until the last put and get has ended, and the
+    def retire(self, *, now: bool = True) -> None:
+        """Close lanes and links: calls under way end with StoreClosedError, or, if it is not to be
+        ``now``, come to their end first. The anchor stays until the last of them has ended, and the
         last zero-copy tensor has died.
         """
-        if self._retiring:
-            return
         self._retiring = True
+        if now or not (self._uses or self._busy):
+            self._part()
+        self._wake()
+
+    def _part(self) -> None:
         here = _running_loop()
         for lane in self._open_lanes():
             if lane.loop is here:
@@ -427,7 +466,6 @@ class Session:
         self._lanes.clear()
         for volume in self.volumes:
             volume.close()
-        self._wake()
 
     # ---- fork -----------------------------------------------------------------------------
 

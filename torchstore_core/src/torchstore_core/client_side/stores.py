@@ -84,6 +84,7 @@ class Membership:
         self.guest = False
         self.observe: Callable[[Operation], None] | None = None
         self._session: Session | None = None
+        self._before: weakref.WeakSet[Session] = weakref.WeakSet()  # with calls under way, maybe
         self._closed = False
         self._found = ""  # where the address led to, the last time, in process _found_by
         self._found_by = 0
@@ -102,10 +103,7 @@ class Membership:
         session = self.session_here()
         if session is not None:
             return session
-        if self._closed:
-            raise StoreClosedError(
-                f"store {self.store_name!r} was shut down in this process; initialize or connect"
-            )
+        self._check_open()
         where = await self._where(timeout)
         try:
             made = await Session.open(where, self.policy, timeout, self.ranks)
@@ -120,10 +118,21 @@ class Membership:
             if session is not None and session.usable:
                 made.retire()  # another thread was faster
                 return session
+            try:
+                self._check_open()  # so it may have been
+            except StoreClosedError:
+                made.retire()
+                raise
             self._session = made
             _sessions.add(made)
         self.observe = _observer(made)
         return made
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(
+                f"store {self.store_name!r} was shut down in this process; initialize or connect"
+            )
 
     def _no_server(self) -> str:
         if self._session is not None:
@@ -153,15 +162,23 @@ class Membership:
         return found
 
     def reset(self) -> None:
-        """Drop the session; the next operation opens a new one. Live tensors stay valid."""
-        session, self._session = self._session, None
+        """Drop the session; the next operation opens a new one, those under way end on theirs. Live
+        tensors stay valid.
+        """
+        with _lock:
+            session, self._session = self._session, None
+            if session is not None:
+                self._before.add(session)
         if session is not None and session.pid == os.getpid():
-            session.retire()
+            session.retire(now=False)
 
     def close(self) -> None:
         """Leave the store for good."""
         self._closed = True
         self.reset()
+        for session in list(self._before):
+            if session.pid == os.getpid():
+                session.retire()
 
 
 def _observer(session: Session) -> Callable[[Operation], None] | None:
