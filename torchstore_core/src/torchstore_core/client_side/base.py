@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchstore_core.client_side.operations import Clock
 from torchstore_core.client_side.session import Use
 from torchstore_core.contracts.observer import Operation
-from torchstore_core.errors import ConfigurationError, StoreClosedError
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.timeouts import check_timeout
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -81,11 +82,7 @@ class ClientBase:
             # It was reset meanwhile. Nothing has been sent: on, with the next one.
 
     def _clock(self, timeout: float | None) -> Clock:
-        if timeout is None:
-            timeout = self._timeout
-        elif not timeout >= 0:
-            raise ConfigurationError(f"timeout is seconds, at least 0, not {timeout!r}")
-        return Clock(timeout)
+        return Clock(self._timeout if timeout is None else check_timeout(timeout))
 
     async def _call(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import sys
@@ -14,6 +13,7 @@ import msgspec
 from torchstore_core import copying
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping, Window
 from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.thread_loops import aside
 from torchstore_core.unix_sockets import connect_blocking
 from torchstore_core.virtual_memory import (
     map_private,
@@ -67,7 +67,7 @@ class ShmLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> ShmLink:
-        return cls(await asyncio.to_thread(_attach, offer))
+        return cls(await aside(lambda: _attach(offer)))
 
     async def write(self, copies: Sequence[Copy]) -> None:
         await self._copy(copies, into_segment=True)
