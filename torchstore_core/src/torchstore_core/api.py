@@ -76,7 +76,8 @@ async def initialize(
 ) -> Client:
     """Start a store owned by this process; it ends with it, however it ends.
 
-    Children of this process find it through the environment (``TORCHSTORE_ADDRESS``).
+    Children of this process find it through the environment (``TORCHSTORE_ADDRESS``), those of an
+    older fork server as their parent's.
 
     Args:
         num_storage_volumes: how many volumes share ``capacity``.

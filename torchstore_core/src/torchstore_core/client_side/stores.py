@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core import ancestors
 from torchstore_core.client_side.lane import Ranks
 from torchstore_core.client_side.session import Session
 from torchstore_core.contracts.observer import Operation
@@ -236,10 +237,12 @@ def find(store_name: str) -> Membership:
     if membership is not None:
         return membership
     address = _of_job(store_name) or inherited_address(store_name)
+    if address is None or _is_gone(address):
+        address = ancestors.found(store_name) or address
     if address is None:
         raise StoreClosedError(
-            f"there is no store {store_name!r} in this process: `await initialize()` one, "
-            f"`await connect(address)`, or set {ADDRESS}{missing_engine()}"
+            f"there is no store {store_name!r} in this process{_nor_in_its_parents()}: `await "
+            f"initialize()` one, `await connect(address)`, or set {ADDRESS}{missing_engine()}"
         )
     with _lock:
         return _memberships.setdefault(
@@ -248,6 +251,16 @@ def find(store_name: str) -> Membership:
                 store_name, address, Policy.make(), DEFAULT_TIMEOUT_S, allow_pickle_default()
             ),
         )
+
+
+def _is_gone(address: str) -> bool:
+    """Whether its socket is: an environment may be older than the store it is about."""
+    return address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:"))
+
+
+def _nor_in_its_parents() -> str:
+    made_by = ancestors.parent()
+    return "" if made_by is None else f", nor in its living parents (process {made_by})"
 
 
 def missing_engine() -> str:
@@ -342,6 +355,7 @@ def publish(store_name: str, address: str | None) -> None:
         if address is not None:
             _inherited.setdefault(store_name, inherited_address(store_name))
         _publish(store_name, _inherited.pop(store_name, None) if address is None else address)
+    ancestors.note(store_name, address)
 
 
 def _publish(store_name: str, address: str | None) -> None:
