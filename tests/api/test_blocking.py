@@ -274,6 +274,38 @@ def test_a_script_needs_no_event_loop_and_leaves_nothing() -> None:
     assert not os.path.exists(f"/proc/{first.split()[-1]}")
 
 
+@pytest.mark.local_only
+def test_everything_works_while_the_interpreter_ends() -> None:
+    """Threads take no more work then. Also in a forked child, and when the store is shut down."""
+    process = _program(
+        f"""
+        import atexit, os, sys, weakref, torch, torchstore_core.blocking as ts
+
+        class Owner: ...
+
+        owner = Owner()
+        where = ts.initialize(**{SMALL!r}).address
+        weakref.finalize(owner, ts.shutdown)
+        atexit.register(ts.shutdown)  # what ends it, and finds it ended
+        atexit.register(ts.shutdown)
+
+        def last() -> None:
+            ts.put("k", torch.ones(1 << 20))
+            late = ts.connect(where, store_name="late")
+            print(int(late.get("k").sum()), flush=True)
+            ts.shutdown("late")
+
+        atexit.register(last)
+        if not (child := os.fork()):
+            sys.exit(0)
+        print(os.waitpid(child, 0)[1], flush=True)
+        """
+    )
+    out, err = process.communicate(timeout=60)
+    assert not err
+    assert out.splitlines() == [f"{1 << 20}", "0", f"{1 << 20}"]
+
+
 def test_a_small_put_costs_little_more_than_an_awaited_one(bare: blocking.Client) -> None:
     """No hand-over between threads, which alone would take longer than this allows."""
     before = threading.active_count()

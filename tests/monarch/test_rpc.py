@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import random
 import socket
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +22,13 @@ from tests.support import until
 from tests.unit.relays import Backstage
 
 from torchstore_core import topology
-from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext
+from torchstore_core.client_side.links import VolumeLinks
+from torchstore_core.contracts.transport import Copy, Link, LinkContext, Segment, ServerContext
 from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.plugins import Registry
+from torchstore_core.ranking import Policy
 from torchstore_core.server.memory import open_memory
+from torchstore_core.wire import messages as m
 from torchstore_monarch.hosting import hosting
 from torchstore_monarch.protocol import outcome
 from torchstore_monarch.rpc.carrier import Carrier
@@ -357,3 +365,44 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
     stage.call(agent.gate.set)
     await asyncio.wait_for(asyncio.wrap_future(waiting), 10)
     assert agent.half.read([(0, 0, CHUNK)]) == b"\x05" * CHUNK
+
+
+@pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")
+@pytest.mark.filterwarnings(
+    r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>:ResourceWarning"
+)
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function BaseEventLoop:pytest.PytestUnraisableExceptionWarning"
+)
+async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> None:
+    """Though two transfers have waited for each other on it, and a third is under way."""
+    info = m.VolumeInfo("v", 0, 0, HERE, SIZE, {"monarch-rpc": agent.offer})
+    control = str(agent.directory / "control.sock")
+    registry = Registry()
+    links = VolumeLinks(info, HERE, False, registry, Policy.make(), control)
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def read() -> None:
+        back = _buffer(CHUNK)
+
+        async def action(link: Link, _: object) -> None:
+            await link.read([Copy(back.data_ptr(), 0, 0, CHUNK)])
+
+        await links.attempt(CHUNK, action)
+
+    async def main() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        await read()
+        await asyncio.gather(read(), read())
+        asyncio.get_running_loop().create_task(read())
+        await asyncio.sleep(0)
+
+    def work() -> None:
+        asyncio.new_event_loop().run_until_complete(main())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    await until(lambda: gc.collect() >= 0 and loops[0]() is None)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # the executor's

@@ -329,9 +329,9 @@ async def replace(pipe: Connection, address: str, side: int) -> None:
     value = torch.full((side, side), 9, dtype=torch.uint8)
     pipe.send("ready")
     await told(pipe)
-    await ts.delete_batch(["a"])
 
     async def fits() -> bool:
+        await ts.delete_batch(["a"])  # also what another's put has made it meanwhile
         try:
             await ts.put("b", value)
         except ts.StoreFullError:

@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import gc
 import importlib.util
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from tests.reliability import children
 from tests.reliability.harness import MB, Account, Child, account, fds, settled
-from tests.support import SMALL, turn, until
+from tests.support import SMALL, halt, turn, until
 
 import torchstore_core as ts
 
@@ -193,22 +196,33 @@ async def waiters(expected: int) -> bool:
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
-@pytest.mark.parametrize("end", [ts.shutdown, ts.reset_client])
-def test_ending_in_one_thread_ends_the_calls_of_another(
-    end: Callable[[], object], new_loop: NewLoop
-):
+@pytest.mark.parametrize("reset_before", [False, True])
+def test_leaving_in_one_thread_ends_the_calls_of_another(reset_before: bool, new_loop: NewLoop):
+    """Also those that are still under way on connections that were dropped before."""
+
+    async def join() -> None:
+        await ts.connect(await ts.address(), store_name="guest")
+
+    async def leave() -> None:
+        if reset_before:
+            await ts.reset_client("guest")
+        await ts.shutdown("guest")
+
+    asyncio.run(join())
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(run, lambda: ts.wait("never", timeout=20), new_loop)
+        waiting = pool.submit(
+            run, lambda: ts.wait("never", store_name="guest", timeout=20), new_loop
+        )
         asyncio.run(until(lambda: waiters(1)))
         begun = time.monotonic()
-        asyncio.run(end())  # type: ignore[arg-type]
+        asyncio.run(leave())
         with pytest.raises(ts.StoreClosedError):
             waiting.result(20)
         assert time.monotonic() - begun < 5
 
 
 def test_resetting_while_others_work():
-    """Who is in the middle of a call gets its value or StoreClosedError; nothing stays behind."""
+    """They do not notice, and nothing stays behind."""
     asyncio.run(ts.put("a", torch.full((4 * MB,), 3, dtype=torch.uint8)))
     before = asyncio.run(open_fds())
     over = threading.Event()
@@ -217,12 +231,11 @@ def test_resetting_while_others_work():
         mine = torch.empty(4 * MB, dtype=torch.uint8)
         done = 0
         while not over.is_set():
-            try:
-                held = await ts.get("a")
-                await ts.put(f"{threading.get_ident()}", mine)
-                await ts.get("a", mine)
-            except ts.StoreClosedError:
-                continue
+            held = await ts.get("a")
+            await ts.put(f"{threading.get_ident()}", mine)
+            await ts.put(f"{threading.get_ident()} small", done)
+            assert await ts.get(f"{threading.get_ident()} small") == done
+            await ts.get("a", mine)
             assert children.uniform(held) == children.uniform(mine) == 3
             done += 1
         return done
@@ -230,7 +243,7 @@ def test_resetting_while_others_work():
     with ThreadPoolExecutor(3) as pool:
         working = [pool.submit(asyncio.run, work()) for _ in range(3)]
         try:
-            for _ in range(30):
+            for _ in range(100):
                 asyncio.run(ts.reset_client())
                 asyncio.run(ts.exists("a"))
         finally:
@@ -245,6 +258,62 @@ def test_resetting_while_others_work():
         )
 
     asyncio.run(until(quiet, 15))
+
+
+async def _published() -> object:
+    value = {"w": torch.full((MB,), 3, dtype=torch.uint8)}
+    pending = await ts.put_state_dict(value, "d", blocking=False)
+    return await pending if isinstance(pending, ts.PendingPut) else pending
+
+
+CALLS: list[tuple[str, Callable[[], Coroutine[Any, Any, Any]]]] = [
+    ("put", lambda: ts.put("b", 1)),
+    ("large_put", lambda: ts.put("b", torch.full((MB,), 3, dtype=torch.uint8))),
+    ("pending_put", _published),
+    ("get", lambda: ts.get("a")),
+    ("get_in_place", lambda: ts.get("a", torch.empty(MB, dtype=torch.uint8))),
+    ("get_state_dict", lambda: ts.get_state_dict("model")),
+    ("exists", lambda: ts.exists("a")),
+    ("keys", lambda: ts.keys()),
+    ("wait", lambda: ts.wait("a")),
+    ("status", lambda: ts.status()),
+]
+
+
+@pytest.mark.parametrize("moment", ["joining", "asking"])
+def test_a_call_that_begins_before_a_reset_ends_well(moment: str):
+    """It takes the new connections if it has sent nothing yet, else it ends on the old ones."""
+
+    async def main() -> None:
+        if moment == "asking":
+            await ts.exists("a")
+        await halt(server)
+        try:
+            calls = [asyncio.ensure_future(call()) for _, call in CALLS]
+            for _ in range(5):
+                await turn()
+            await ts.reset_client()
+        finally:
+            os.kill(server, signal.SIGCONT)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        named = zip(CALLS, results, strict=True)
+        assert not {name: r for (name, _), r in named if isinstance(r, BaseException)}
+        results.clear()  # or zero-copy tensors of the old session would live on
+        calls.clear()
+        await until(one_session)
+
+    async def one_session() -> bool:
+        gc.collect()
+        return (await account()).sessions == 1
+
+    asyncio.run(ts.put("a", torch.full((MB,), 3, dtype=torch.uint8)))
+    asyncio.run(_state_dict())
+    server = asyncio.run(ts.status()).controller_pid
+    asyncio.run(main())
+
+
+async def _state_dict() -> None:
+    await ts.put_state_dict({"w": torch.zeros(MB, dtype=torch.uint8)}, "model")
 
 
 SIDE = 7168

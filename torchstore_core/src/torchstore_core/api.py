@@ -20,6 +20,7 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins import Registry
 from torchstore_core.ranking import Policy
+from torchstore_core.timeouts import check_timeout
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
@@ -76,9 +77,9 @@ async def initialize(
 ) -> Client:
     """Start a store owned by this process; it ends with it, however it ends.
 
-    Children of this process find it through the environment (``TORCHSTORE_ADDRESS``). If that names
-    a store that runs already, this is a second one: a RuntimeWarning says so, and
-    :func:`connect_or_initialize` joins the first.
+    Children of this process find it through the environment (``TORCHSTORE_ADDRESS``), those of an
+    older fork server as their parent's. If that variable names a store that runs already, this is a
+    second one: a RuntimeWarning says so, and :func:`connect_or_initialize` joins the first.
 
     Args:
         num_storage_volumes: how many volumes share ``capacity``.
@@ -101,7 +102,7 @@ async def initialize(
         StoreFullError: the system does not give so much address space to a volume.
         StoreTimeoutError, StoreClosedError: the server did not come up.
     """
-    starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
     policy = Policy.make(prefer, block)
     registry = Registry(block=policy.block)
     with stores.starting(store_name):
@@ -186,7 +187,7 @@ async def initialize_spmd(
             volumes = num_storage_volumes
             if volumes is None:
                 volumes = default_volumes(placing, place)
-            starting.check(volumes, store_name, capacity, prefault, timeout)
+            timeout = starting.check(volumes, store_name, capacity, prefault, timeout)
             if allow_pickle is None:
                 allow_pickle = stores.allow_pickle_default()
             reserved.enter_context(stores.starting(store_name))
@@ -226,7 +227,7 @@ async def connect(
         ConfigurationError: a bad argument, or this process owns another store of that name.
         PluginError: two packages claim one transport.
     """
-    starting.check(1, store_name, None, None, timeout)
+    timeout = starting.check(1, store_name, None, None, timeout)
     before = stores.known(store_name)
     if before is not None and before.runtime is not None and before.address != address:
         raise ConfigurationError(
@@ -335,10 +336,14 @@ async def shutdown(
 
     A store of a Monarch job is ended from any of its processes, but for those that joined it by
     :func:`connect`; one of torchrun's ranks ends when the last rank has left it. Tensors that
-    zero-copy gets returned stay valid. Raises nothing of its own: a server that does not end within
-    ``timeout`` seconds is killed.
+    zero-copy gets returned stay valid. A server that does not end within ``timeout`` seconds is
+    killed.
+
+    Raises:
+        ConfigurationError: a bad timeout.
     """
-    timeout = _STOP_TIMEOUT_S if timeout is None else timeout
+    limit = check_timeout(timeout)
+    limit = _STOP_TIMEOUT_S if limit is None else limit
     membership = stores.remove(store_name)
     runtime = None if membership is None else membership.runtime
     if membership is not None:
@@ -348,9 +353,9 @@ async def shutdown(
             if stores.inherited_address(store_name) == published:
                 stores.publish(store_name, None)
     if runtime is not None:
-        await runtime.stop(timeout)
+        await runtime.stop(limit)
     elif membership is None or not membership.guest:
-        await stores.end(store_name, None if membership is None else membership.address, timeout)
+        await stores.end(store_name, None if membership is None else membership.address, limit)
 
 
 async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:
@@ -359,6 +364,7 @@ async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = Non
     Raises:
         StoreClosedError: this process knows no such store.
     """
+    check_timeout(timeout)
     return stores.find(store_name).address
 
 
@@ -369,16 +375,22 @@ async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None
         StoreClosedError: this process knows no such store, or its server is gone.
         StoreTimeoutError: no answer within ``timeout`` seconds.
     """
+    limit = check_timeout(timeout)
     membership = stores.find(store_name)
-    await membership.session(membership.timeout if timeout is None else timeout)
+    await membership.session(membership.timeout if timeout is None else limit)
     return Client(membership)
 
 
 async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> None:
-    """Drop this process's connections; the next operation makes new ones. Tensors stay valid.
+    """Drop this process's connections; the next operation makes new ones. Tensors stay valid, and
+    calls that are under way, in other threads, say, end on the old ones.
 
-    Raises nothing; does nothing if this process knows no such store.
+    Does nothing if this process knows no such store.
+
+    Raises:
+        ConfigurationError: a bad timeout.
     """
+    check_timeout(timeout)
     membership = stores.known(store_name)
     if membership is not None:
         membership.reset()

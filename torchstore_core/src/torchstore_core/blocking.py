@@ -51,6 +51,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.runtimes.spmd_env import SPMDEnv
+from torchstore_core.timeouts import check_timeout
 
 __all__ = [
     "Client",
@@ -218,10 +219,12 @@ class PendingPut:
 
         Raises:
             StoreTimeoutError: not within ``timeout`` seconds; it goes on.
+            ConfigurationError: a timeout that is no number of at least 0.
             TorchStoreError: what went wrong.
         """
+        limit = check_timeout(timeout)
         # One that is over raises what went wrong, which may be a time-out too.
-        if not self._ref.done() and not futures.wait([self._ref], timeout).done:
+        if not self._ref.done() and not futures.wait([self._ref], limit).done:
             raise StoreTimeoutError(
                 f"the commit of {self.key!r} is not done within {in_seconds(timeout)}", key=self.key
             )

@@ -17,6 +17,7 @@ from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.ranking import Policy
 from torchstore_core.strategy_data import check_transport
+from torchstore_core.timeouts import check_timeout
 
 __all__ = ["STOP_TIMEOUT_S", "check", "runtime", "start", "strategy", "warn_of_another"]
 
@@ -85,8 +86,8 @@ def _warn(text: str) -> None:
 
 def check(
     volumes: int, store_name: str, capacity: int | None, prefault: int | None, timeout: float | None
-) -> None:
-    """Refuse arguments that make no sense.
+) -> float | None:
+    """Refuse arguments that make no sense; the time-out as it is used.
 
     Raises:
         ConfigurationError: names the argument and its value.
@@ -106,8 +107,7 @@ def check(
         raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")
     if prefault is not None and prefault < 0:
         raise ConfigurationError(f"prefault is bytes, not {prefault!r}")
-    if timeout is not None and not (type(timeout) in (int, float) and timeout > 0):
-        raise ConfigurationError(f"timeout is seconds above 0, or None, not {timeout!r}")
+    return check_timeout(timeout, above_zero=True)
 
 
 def strategy(registry: Registry, given: Strategy | str | None) -> Strategy | None:

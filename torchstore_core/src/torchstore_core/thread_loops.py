@@ -12,13 +12,13 @@ import selectors
 import signal
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, TypeVar
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["background", "may_block", "run"]
+__all__ = ["aside", "background", "may_block", "run"]
 
 T = TypeVar("T")
 # Without the conversion to enums, which takes as long as the rest of a call.
@@ -154,6 +154,17 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
 
 def _nothing() -> None:
     return None
+
+
+async def aside(call: Callable[[], T]) -> T:
+    """The result of a call that blocks, made in another thread; by this one when the interpreter is
+    ending, which takes no more work for others. Then there is nothing else to do here, either.
+    """
+    try:
+        made = asyncio.get_running_loop().run_in_executor(None, call)
+    except RuntimeError:
+        return call()
+    return await made
 
 
 def background() -> asyncio.AbstractEventLoop:

@@ -86,8 +86,11 @@ def _directory(name: str | None) -> Iterator[None]:
 
 def _listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
+        except BlockingIOError:  # it is busy
+            return True
         except OSError:
             return False
     return True

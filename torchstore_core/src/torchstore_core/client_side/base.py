@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchstore_core.client_side.clock import Clock
-from torchstore_core.client_side.lane import Lane
-from torchstore_core.client_side.session import Session
-from torchstore_core.errors import ConfigurationError
+from torchstore_core.client_side.session import Use
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.timeouts import check_timeout
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -47,26 +47,32 @@ class ClientBase:
         """The store's name."""
         return self._membership.store_name
 
-    def _here(self) -> tuple[Session, Lane] | None:
+    def _here(self) -> Use | None:
         """Session and lane if both are open: the path of every call but the first."""
         session = self._membership.session_here()
         lane = None if session is None else session.lane_here()
-        return None if session is None or lane is None else (session, lane)
+        return None if session is None or lane is None else session.use(lane)
 
-    async def _join(self, clock: Clock) -> tuple[Session, Lane]:
-        session = await self._membership.session(clock.left())
-        clock.joined()
-        return session, await session.lane(clock.left())
+    async def _join(self, clock: Clock) -> Use:
+        while True:
+            session = await self._membership.session(clock.left())
+            clock.joined()
+            try:
+                use = session.use(await session.lane(clock.left()))
+            except StoreClosedError:
+                if not session.retired:
+                    raise
+                use = None
+            if use is not None:
+                return use
+            # It was reset meanwhile. Nothing has been sent: on, with the next one.
 
     def _watch(self, name: str, timeout: float | None, key: object = "") -> Clock:
         """The clock of one operation, the first of a key: it tells the observers how it went."""
-        if timeout is None:
-            timeout = self._timeout
-        elif not timeout >= 0:
-            raise ConfigurationError(f"timeout is seconds, at least 0, not {timeout!r}")
+        timeout = self._timeout if timeout is None else check_timeout(timeout)
         return Clock(timeout, name, key, self._membership)
 
     async def _call(self, clock: Clock, expect: type[R], message: type[Any], *args: Any) -> R:
-        _, lane = self._here() or await self._join(clock)
-        request = message(lane.next_id(), *args)
-        return await lane.call(request, expect, clock.left(), quick=clock.name in _QUICK)
+        with self._here() or await self._join(clock) as (_, lane):
+            request = message(lane.next_id(), *args)
+            return await lane.call(request, expect, clock.left(), quick=clock.name in _QUICK)

@@ -2,6 +2,9 @@
 
 Built on ``loop.add_reader`` and plain non-blocking sends: a reply costs one wake-up of the user's
 own loop and no thread hop, and a lane can be dropped when its loop has closed already.
+
+The loop holds its lane, through the reader, and the lane the loop; nothing else may hold either, so
+that a loop that is never closed goes with whoever made it, and takes its lane along.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import asyncio
 import itertools
 import socket
 import struct
+import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -26,6 +31,7 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
+from torchstore_core.unix_sockets import connect, opening
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 from torchstore_core.wire.paging import joined
@@ -75,7 +81,8 @@ def client_facts(
 async def handshake(
     address: str, token: bytes, facts: ClientFacts, here: topology.Topology, timeout: float | None
 ) -> tuple[socket.socket, m.Welcome]:
-    """Connect and say hello; the (non-blocking) socket and the server's welcome.
+    """Connect and say hello; the (non-blocking) socket and the server's welcome. A server that is
+    too busy to accept is waited for.
 
     Raises:
         StoreClosedError: nobody answers at the address.
@@ -83,39 +90,40 @@ async def handshake(
         StoreTimeoutError: not within ``timeout`` seconds.
     """
     loop = asyncio.get_running_loop()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    try:
-        async with asyncio.timeout(timeout):
-            await loop.sock_connect(sock, socket_path(address))
-            hello = m.Hello(1, m.PROTOCOL_VERSION, token, here, facts)
-            await loop.sock_sendall(sock, encode(hello))
-            reader = FrameReader(m.MAX_FRAME)
-            bodies: list[bytes] = []
-            while not bodies:
-                data = await loop.sock_recv(sock, _RECEIVE)
-                if not data:
-                    raise StoreClosedError(f"the server at {address} closed the connection")
-                bodies = reader.feed(data)
-        reply = decode_reply(bodies[0])
-    except TimeoutError as error:
-        sock.close()
-        raise StoreTimeoutError(f"no answer from {address} within {in_seconds(timeout)}") from error
-    except msgspec.DecodeError as error:
-        sock.close()
-        raise ProtocolError(f"{address} does not speak this protocol: {error}") from error
-    except OSError as error:
-        sock.close()
-        raise StoreClosedError(f"no store at {address}: {error}") from error
-    except BaseException:
-        sock.close()
-        raise
-    if isinstance(reply, m.Failure):
-        sock.close()
-        raise from_wire(reply.code, reply.message, reply.key, reply.details)
-    if not isinstance(reply, m.Welcome):
-        sock.close()
-        raise ProtocolError(f"{address} answered a hello with {type(reply).__name__}")
+    path = socket_path(address)
+    accepted = False
+    with opening() as sock:
+        try:
+            async with asyncio.timeout(timeout):
+                await connect(sock, path)
+                accepted = True
+                hello = m.Hello(1, m.PROTOCOL_VERSION, token, here, facts)
+                await loop.sock_sendall(sock, encode(hello))
+                reader = FrameReader(m.MAX_FRAME)
+                bodies: list[bytes] = []
+                while not bodies:
+                    data = await loop.sock_recv(sock, _RECEIVE)
+                    if not data:
+                        raise StoreClosedError(f"the server at {address} closed the connection")
+                    bodies = reader.feed(data)
+            reply = decode_reply(bodies[0])
+        except TimeoutError as error:
+            if not accepted:
+                raise StoreTimeoutError(
+                    f"the server at {address} did not accept a connection within "
+                    f"{in_seconds(timeout)}: it is stopped, or busy, and more clients wait than its queue holds"
+                ) from error
+            raise StoreTimeoutError(
+                f"no answer from {address} within {in_seconds(timeout)}"
+            ) from error
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"{address} does not speak this protocol: {error}") from error
+        except OSError as error:
+            raise StoreClosedError(f"no store at {address}: {error}") from error
+        if isinstance(reply, m.Failure):
+            raise from_wire(reply.code, reply.message, reply.key, reply.details)
+        if not isinstance(reply, m.Welcome):
+            raise ProtocolError(f"{address} answered a hello with {type(reply).__name__}")
     return sock, reply
 
 
@@ -135,7 +143,8 @@ class Lane:
         gone: str,
     ) -> None:
         self._sock = sock
-        self._loop = loop
+        self.loop = loop
+        self._thread = weakref.ref(threading.current_thread())
         self._gone = gone
         self._reader = FrameReader(m.MAX_FRAME)
         self._pending: dict[int, tuple[asyncio.Future[m.Message], float | None]] = {}
@@ -147,11 +156,15 @@ class Lane:
         self._timer_at = 0.0
         self._ids = itertools.count(2)
         self._lost: TorchStoreError | None = None
+        self._closed = False
         self._direct = _DIRECT_IN_A_ROW
         # Blocking, but never for long; everything but the direct receive says MSG_DONTWAIT.
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
         loop.add_reader(sock.fileno(), self._readable)
+        # In a cycle `__del__` is too late: the collector may have called the socket's own before,
+        # which warns.
+        weakref.finalize(self, sock.close).atexit = False
 
     def __del__(self) -> None:
         self._sock.close()
@@ -160,6 +173,22 @@ class Lane:
     def usable(self) -> bool:
         """Whether requests can be sent (from its own, running loop)."""
         return self._lost is None
+
+    @property
+    def deserted(self) -> bool:
+        """Whether nobody seems to be left who could use it: its loop is closed, or stands still,
+        with nothing under way here, and the thread that ran it has ended.
+        """
+        if self.loop.is_closed():
+            return True
+        thread = self._thread()
+        return not (
+            self.loop.is_running()
+            or (thread is not None and thread.is_alive())
+            or self._pending
+            or self._limits
+            or self._unsent
+        )
 
     def next_id(self) -> int:
         """A fresh request id."""
@@ -199,7 +228,7 @@ class Lane:
         self, request_id: int, timeout: float | None, message: m.Message | None = None
     ) -> m.Message:
         """Wait on the event loop for the reply, having sent ``message`` if it is given."""
-        loop = self._loop
+        loop = self.loop
         future: asyncio.Future[m.Message] = loop.create_future()
         deadline = None
         if timeout is not None:
@@ -216,6 +245,23 @@ class Lane:
             if request_id in self._pages:
                 del self._pages[request_id]
                 self.cancel(request_id)
+
+    async def until(self, done: asyncio.Future[m.Message], timeout: float | None) -> bool:
+        """Wait until something else than a reply has cancelled ``done``; whether it has, after
+        ``timeout`` seconds. Whoever does it need not hold the future: the lane does.
+
+        Raises:
+            StoreClosedError: the server is gone.
+        """
+        number = self.next_id()
+        self._pending[number] = (done, None)
+        try:
+            await asyncio.wait([done], timeout=timeout)
+        finally:
+            self._pending.pop(number, None)
+        if done.done() and not done.cancelled():
+            done.result()
+        return done.done()
 
     def _receive_directly(self, request_id: int) -> m.Message | None:
         """Wait for the reply in ``recv`` itself, for at most a scheduler tick.
@@ -285,7 +331,7 @@ class Lane:
             raise self._lost_error() from error
         if sent < len(frame):
             self._unsent += memoryview(frame)[sent:]
-            self._loop.add_writer(self._sock.fileno(), self._writable)
+            self.loop.add_writer(self._sock.fileno(), self._writable)
 
     def cancel(self, request_id: int) -> None:
         """Say that nobody waits for a reply, or for the rest of it, any more."""
@@ -309,9 +355,19 @@ class Lane:
         """Close now; what waits gets StoreClosedError."""
         self._lose(StoreClosedError("this client was closed"))
 
+    def desert(self) -> None:
+        """From any thread: the server sees the end now. The descriptor goes with the loop, which
+        may still watch it.
+        """
+        self._lost = self._lost or StoreClosedError("this client was closed")
+        if not self._closed:
+            with suppress(OSError):  # the server was faster
+                self._sock.shutdown(socket.SHUT_RDWR)
+
     def abandon(self) -> None:
         """In a forked child: let go of the parent's socket without a word."""
         self._lost = StoreClosedError("this connection belongs to the parent process")
+        self._closed = True
         self._sock.close()
 
     # ---- inside ---------------------------------------------------------------------------
@@ -377,15 +433,16 @@ class Lane:
             return
         del self._unsent[:sent]
         if not self._unsent:
-            self._loop.remove_writer(self._sock.fileno())
+            self.loop.remove_writer(self._sock.fileno())
 
     def _lose(self, error: TorchStoreError) -> None:
-        if self._lost is not None:
+        if self._closed:
             return
-        self._lost = error
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._sock.fileno())
-            self._loop.remove_writer(self._sock.fileno())
+        self._closed = True
+        self._lost = self._lost or error
+        if not (self.loop.is_closed() or self._sock.fileno() < 0):  # else collected with its loop
+            self.loop.remove_reader(self._sock.fileno())
+            self.loop.remove_writer(self._sock.fileno())
             for future, _ in list(self._pending.values()):
                 if not future.done():
                     future.set_exception(type(error)(error.message))
@@ -400,11 +457,11 @@ class Lane:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = deadline
-        self._timer = self._loop.call_at(deadline, self._expire)
+        self._timer = self.loop.call_at(deadline, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        now = self._loop.time()
+        now = self.loop.time()
         soonest: float | None = None
         for future, deadline in list(self._pending.values()):
             if deadline is None or future.done():

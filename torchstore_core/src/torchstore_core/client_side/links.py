@@ -32,6 +32,7 @@ __all__ = ["VolumeLinks"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Limit = tuple[weakref.ref[asyncio.Timeout], weakref.ref[asyncio.AbstractEventLoop]]
 
 # A transport that is not ready is left alone for so long; then twice as long, up to the longest.
 _REST_S = 1.0
@@ -86,12 +87,13 @@ class VolumeLinks:
             weakref.WeakKeyDictionary()
         )
         self._resting: dict[str, _Resting] = {}  # by the name of the transport
-        self._retries: set[asyncio.Task[None]] = set()
-        self._lock = threading.Lock()
+        self._retries: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
+        # The collector may end a transfer at any moment, in a thread that has it already.
+        self._lock = threading.RLock()
         self._active = 0
         self._closed = False
-        # Of transfers to another host, and their event loops.
-        self._limits: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}
+        # Of transfers to another host, and their event loops, neither of which this keeps.
+        self._limits: set[Limit] = set()
         #: Why the volume's memory is gone for good; empty while it lives.
         self.lost = info.lost
 
@@ -135,11 +137,12 @@ class VolumeLinks:
         """
         try:
             async with asyncio.timeout(None) as limit:
-                self._limits[limit] = asyncio.get_running_loop()
+                known = weakref.ref(limit), weakref.ref(asyncio.get_running_loop())
+                self._limits.add(known)
                 try:
                     return await work
                 finally:
-                    self._limits.pop(limit, None)
+                    self._limits.discard(known)
         except TimeoutError:
             if not (self.lost and limit.expired()):
                 raise
@@ -191,9 +194,11 @@ class VolumeLinks:
         was mapped from it stays.
         """
         self.lost = why
-        for limit, loop in list(self._limits.items()):
-            with contextlib.suppress(RuntimeError):  # that loop is closed
-                loop.call_soon_threadsafe(_expire, limit)
+        for known in list(self._limits):
+            limit, loop = known[0](), known[1]()
+            if limit is not None and loop is not None:
+                with contextlib.suppress(RuntimeError):  # that loop is closed
+                    loop.call_soon_threadsafe(_expire, limit)
         self.close()
 
     def close(self) -> None:
@@ -204,7 +209,7 @@ class VolumeLinks:
 
     def abandon(self) -> None:
         """In a forked child: no transfer of the parent's runs here, so close without waiting."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = True
         self._close_links()
 
@@ -214,7 +219,8 @@ class VolumeLinks:
         spec = candidate.spec
         links = self._links
         if spec.loop_bound:
-            links = self._loop_links.setdefault(asyncio.get_running_loop(), {})
+            with self._lock:
+                links = self._loop_links.setdefault(asyncio.get_running_loop(), {})
         link = links.get(spec.name)
         if link is None:
             try:
@@ -314,7 +320,9 @@ class VolumeLinks:
             self._close_links()
 
     def _close_links(self) -> None:
-        for links in [self._links, *self._loop_links.values()]:
+        with self._lock:
+            every = [self._links, *self._loop_links.values()]
+        for links in every:
             while links:
                 _, link = links.popitem()
                 link.close()

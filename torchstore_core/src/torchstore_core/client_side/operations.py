@@ -221,7 +221,7 @@ async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], cloc
     except StoreFullError as full:
         if not full.details.get("leased_bytes"):
             raise
-        if not await session.let_go(clock.left()):
+        if not await session.let_go(lane, clock.left()):
             raise
     again = msgspec.structs.replace(put, id=lane.next_id())
     return await lane.call(again, expect, clock.left())
@@ -305,7 +305,7 @@ class Leasing:
         self._leased = True
         self._count = 1
         self._mapped: set[int] = set()
-        self.lease = session.begin()
+        self.lease = session.next_id()
 
     def __enter__(self) -> Leasing:
         return self
@@ -351,7 +351,6 @@ class Leasing:
     def __exit__(self, *_: object) -> None:
         if self._leased and len(self._mapped) < self._count:
             _release(self._session, self._lane, self.lease, self._mapped, self._count)
-        self._session.end(self.lease)
 
 
 def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: int) -> None:

@@ -26,13 +26,17 @@ from torchstore_core import topology
 from torchstore_core.client_side.lane import Lane, Ranks, client_facts, handshake, socket_path
 from torchstore_core.client_side.links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import ProtocolError, StoreClosedError, TorchStoreError
+from torchstore_core.errors import (
+    ProtocolError,
+    StoreClosedError,
+    TorchStoreError,
+)
 from torchstore_core.plugins import Registry
 from torchstore_core.ranking import Policy
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
-__all__ = ["Session"]
+__all__ = ["Session", "Use"]
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ log = logging.getLogger(__name__)
 _MAX_RELEASED = 1 << 20
 
 Held = tuple[int, list[int] | None]  # a lease, and which of its entries (None: all)
-Asking = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+Asking = weakref.ref[asyncio.Future[m.Message]]
 
 
 class _ForkGuard:
@@ -51,6 +55,20 @@ class _ForkGuard:
     def __init__(self, fd: int, marks: frozenset[int]) -> None:
         self.fd = fd  # reads end-of-file when the child and its own children are gone
         self.marks = marks
+
+
+class Use(tuple["Session", Lane]):
+    """A call's hold on its session, and the lane that it goes by; made by ``Session.use``.
+    Until its end the session stays, though the process may have turned to another.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> Use:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self[0].leave(self)
 
 
 class Session:
@@ -86,8 +104,8 @@ class Session:
         ]
         self.lost = False
         self._ids = itertools.count(1)
-        # A lane of a loop that has closed goes when the next one is opened.
-        self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
+        # By the id of their loop, which holds them; see the module's text in ``lane``.
+        self._lanes: dict[int, weakref.ref[Lane]] = {}
         self._anchor = anchor
         self._anchor.setblocking(True)
         self._unread = FrameReader(m.MAX_FRAME)
@@ -99,7 +117,8 @@ class Session:
             f"{address}) is gone{what_to_do}"
         )
         # Touched by finalizers, in any thread, at any moment: atomic operations only, no lock.
-        self._busy: set[int] = set()  # puts and gets under way
+        self._uses: set[int] = set()  # calls under way, by the id of their Use
+        self._busy: set[int] = set()  # puts that go on without a call
         self._held: dict[int, Held] = {}
         self._dead: deque[tuple[int, Held]] = deque()
         self._aborted: deque[int] = deque()
@@ -131,7 +150,7 @@ class Session:
         """
         here = topology.probe()
         facts = client_facts(os.environ, here, ranks)
-        started = time.monotonic()
+        begun = time.monotonic()
         anchor, welcome = await handshake(address, b"", facts, here, timeout)
         try:
             session = cls(address, anchor, welcome, policy, facts)
@@ -140,7 +159,7 @@ class Session:
             raise
         try:
             for volume in session.volumes:
-                used = time.monotonic() - started
+                used = time.monotonic() - begun
                 await volume.connect_best(None if timeout is None else max(0.0, timeout - used))
         except BaseException:
             session.retire()
@@ -154,6 +173,11 @@ class Session:
         return not self.lost and not self._retiring
 
     @property
+    def retired(self) -> bool:
+        """Whether this process has turned away from it: what begins now takes another."""
+        return self._retiring
+
+    @property
     def anonymous(self) -> str:
         """A name for this process among participants that have none."""
         return f"pid {self.pid} {self.welcome.session.hex()[:8]}"
@@ -162,30 +186,42 @@ class Session:
         """A fresh id, unique in the session."""
         return next(self._ids)
 
-    def begin(self) -> int:
-        """A fresh id for a put or a get. Until its :meth:`end` the session keeps what it holds, so
-        that no memory is given to others while a thread still copies.
-
-        Raises:
-            StoreClosedError: the session is over.
+    def use(self, lane: Lane) -> Use | None:
+        """Begin a call. Until it ends the session keeps what it holds, so that no memory is given
+        to others while a thread still copies. None: this process has turned away from the session.
         """
+        use = Use((self, lane))
+        self._uses.add(id(use))
+        if self._retiring:  # looked at only now: the janitor may not have seen the use
+            self.leave(use)
+            return None
+        return use
+
+    def leave(self, use: Use) -> None:
+        """The call is over."""
+        self._uses.discard(id(use))
+        if self._retiring:
+            self._wake()
+
+    def begin(self) -> int:
+        """A fresh id for a put that may go on when its call is over, until its :meth:`end`."""
         ident = next(self._ids)
         self._busy.add(ident)
-        if self._retiring:  # looked at only now: the janitor may not have seen the id
-            self._busy.discard(ident)
-            raise StoreClosedError("this client was closed")
         return ident
 
     def end(self, ident: int) -> None:
-        """The put or get is over."""
+        """The put is over."""
         self._busy.discard(ident)
         if self._retiring:
             self._wake()
 
     def lane_here(self) -> Lane | None:
         """The running loop's lane, if it is open."""
-        lane = self._lanes.get(asyncio.get_running_loop())
-        return lane if lane is not None and lane.usable else None
+        loop = asyncio.get_running_loop()
+        known = self._lanes.get(id(loop))
+        lane = None if known is None else known()
+        # Another loop may have had that id.
+        return lane if lane is not None and lane.usable and lane.loop is loop else None
 
     async def lane(self, timeout: float | None) -> Lane:
         """The running loop's lane, opened on first use."""
@@ -195,9 +231,7 @@ class Session:
             return lane
         if not self.usable:
             raise StoreClosedError(self._gone)
-        for other in list(self._lanes):
-            if other.is_closed() and (ended := self._lanes.pop(other, None)) is not None:
-                ended.close()
+        self._sweep()
         try:
             sock, _ = await handshake(
                 self.address, self.welcome.session, self.facts, self.here, timeout
@@ -210,12 +244,32 @@ class Session:
         if raced is not None:
             sock.close()
             return raced
-        if self.lost or self._retiring:
-            sock.close()
-            raise StoreClosedError(self._gone)
         lane = Lane(sock, loop, self._gone)
-        self._lanes[loop] = lane
+        self._lanes[id(loop)] = weakref.ref(lane)
+        if (
+            self.lost or self._retiring
+        ):  # looked at only now: whoever closes the lanes may not have seen it
+            lane.close()
+            raise StoreClosedError(self._gone)
         return lane
+
+    def _open_lanes(self) -> list[Lane]:
+        lanes = [known() for known in list(self._lanes.values())]
+        return [lane for lane in lanes if lane is not None]
+
+    def _sweep(self) -> None:
+        """Forget the lanes of loops that are gone, and end those that nobody can use any more:
+        not all loops are closed, and the collector may take its time.
+        """
+        for number, known in list(self._lanes.items()):
+            lane = known()
+            if lane is None or not lane.usable or lane.deserted:
+                if self._lanes.get(number) is known:  # else its id is another loop's already
+                    self._lanes.pop(number, None)
+                if lane is not None and lane.loop.is_closed():
+                    lane.close()
+                elif lane is not None and lane.usable:
+                    lane.desert()
 
     def inline_max(self) -> int:
         """Largest batch, in bytes, that rides in the message whatever volume it goes to; -1: none.
@@ -257,18 +311,19 @@ class Session:
             self.abort(txn)
             self.end(txn)
 
-    async def let_go(self, timeout: float | None) -> bool:
-        """Wait until the server has back the leases of tensors that have died so far; whether it
-        has, after ``timeout`` seconds.
+    async def let_go(self, lane: Lane, timeout: float | None) -> bool:
+        """Wait, on the running loop's ``lane``, until the server has back the leases of tensors
+        that have died so far; whether it has, after ``timeout`` seconds.
+
+        Raises:
+            StoreClosedError: the server is gone.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._asking.append((loop, done))
+        done: asyncio.Future[m.Message] = lane.loop.create_future()
+        self._asking.append(weakref.ref(done))
         self._wake()
         if self.lost:  # looked at only now: the janitor may have ended before it saw this
             return False
-        await asyncio.wait([done], timeout=timeout)
-        return done.done()
+        return await lane.until(done, timeout)
 
     def keep_memory(self) -> None:
         """Before page-locking pool memory: see ``messages.Keep``."""
@@ -327,8 +382,12 @@ class Session:
             self._asked[asked.id] = asking
             self._anchor.sendall(encode(asked))
         self._fill_page_tables()
-        holds = self._busy or self._held or self._deferred or self._dead
-        return not self._retiring or bool(holds)
+        if not self._retiring:
+            return True
+        if self._busy or self._uses:
+            return True
+        self._part()
+        return bool(self._held or self._deferred or self._dead)
 
     def _hear(self) -> bool:
         """Take in what the server says unasked; False when it has closed the connection."""
@@ -380,26 +439,31 @@ class Session:
 
     # ---- ending ---------------------------------------------------------------------------
 
-    def retire(self) -> None:
-        """Close lanes and links. The anchor stays until the last put and get has ended, and the
+    def retire(self, *, now: bool = True) -> None:
+        """Close lanes and links: calls under way end with StoreClosedError, or, if it is not to be
+        ``now``, come to their end first. The anchor stays until the last of them has ended, and the
         last zero-copy tensor has died.
         """
-        if self._retiring:
-            return
         self._retiring = True
+        if now or not (self._uses or self._busy):
+            self._part()
+        self._wake()
+
+    def _part(self) -> None:
         here = _running_loop()
-        for loop, lane in list(self._lanes.items()):
-            if loop is here:
+        for lane in self._open_lanes():
+            if lane.loop is here:
                 lane.close()
                 continue
             try:  # a lane is touched by its own loop's thread alone
-                loop.call_soon_threadsafe(lane.close)
+                lane.loop.call_soon_threadsafe(lane.close)
             except RuntimeError:  # that loop is closed
                 lane.abandon()
+            if lane.deserted:
+                lane.desert()
         self._lanes.clear()
         for volume in self.volumes:
             volume.close()
-        self._wake()
 
     # ---- fork -----------------------------------------------------------------------------
 
@@ -426,7 +490,7 @@ class Session:
         """
         self._wake_read.close()
         self._wake_write.close()
-        for lane in list(self._lanes.values()):
+        for lane in self._open_lanes():
             lane.abandon()
         for volume in self.volumes:
             volume.abandon()
@@ -459,9 +523,11 @@ def _releases(whole: list[int], parts: list[tuple[int, list[int]]]) -> Iterator[
 
 
 def _tell(asking: list[Asking]) -> None:
-    for loop, done in asking:
-        with contextlib.suppress(RuntimeError):  # that loop is closed
-            loop.call_soon_threadsafe(done.cancel)
+    for future in asking:
+        done = future()
+        if done is not None:  # else nobody waits any more
+            with contextlib.suppress(RuntimeError):  # that loop is closed
+                done.get_loop().call_soon_threadsafe(done.cancel)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

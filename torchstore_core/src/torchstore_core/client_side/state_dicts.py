@@ -66,6 +66,7 @@ class PendingPut:
     def __init__(self, key: str, putting: Putting | None) -> None:
         self.key = key
         self._ref: ObjectRef | None = None
+        self._error: BaseException | None = None
         self._task: asyncio.Task[ObjectRef] | None = None
         if putting is not None:
             self._task = asyncio.create_task(self._commit(putting))
@@ -73,7 +74,7 @@ class PendingPut:
             self._task.add_done_callback(putting.__exit__)
             putting.undo_with(self._task)
             putting.clock.goes_on = True
-            self._task.add_done_callback(functools.partial(_ended, putting.clock))
+            self._task.add_done_callback(functools.partial(self._ended, putting.clock))
 
     @classmethod
     def finished(cls, ref: ObjectRef) -> PendingPut:
@@ -95,6 +96,8 @@ class PendingPut:
     async def _result(self) -> ObjectRef:
         if self._task is not None:
             return await asyncio.shield(self._task)
+        if self._error is not None:
+            raise self._error
         if self._ref is None:
             raise ConfigurationError("a PendingPut is made by put_state_dict(blocking=False)")
         return self._ref
@@ -104,12 +107,17 @@ class PendingPut:
         putting.clock.version = versions[0]
         return ObjectRef(self.key, versions[0])
 
-
-def _ended(clock: Clock, task: asyncio.Task[ObjectRef]) -> None:
-    error = asyncio.CancelledError() if task.cancelled() else task.exception()
-    if error is not None and not task.cancelled():
-        log.warning("a put_state_dict with blocking=False failed: %s", error)
-    clock.end(error)
+    def _ended(self, clock: Clock, task: asyncio.Task[ObjectRef]) -> None:
+        if task.cancelled():
+            clock.end(asyncio.CancelledError())
+            return
+        self._task = None  # it refers to its event loop, which may never be closed
+        self._error = task.exception()
+        if self._error is None:
+            self._ref = task.result()
+        else:
+            log.warning("a put_state_dict with blocking=False failed: %s", self._error)
+        clock.end(self._error)
 
 
 def plan_put(

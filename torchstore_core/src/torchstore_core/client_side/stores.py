@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core import ancestors
 from torchstore_core.client_side import observing
 from torchstore_core.client_side.lane import Ranks
 from torchstore_core.client_side.session import Session
@@ -85,6 +86,7 @@ class Membership:
         self.guest = False
         self.observe: Callable[[Operation], None] | None = None
         self._session: Session | None = None
+        self._before: weakref.WeakSet[Session] = weakref.WeakSet()  # with calls under way, maybe
         self._closed = False
         self._found = ""  # where the address led to, the last time, in process _found_by
         self._found_by = 0
@@ -103,10 +105,7 @@ class Membership:
         session = self.session_here()
         if session is not None:
             return session
-        if self._closed:
-            raise StoreClosedError(
-                f"store {self.store_name!r} was shut down in this process; initialize or connect"
-            )
+        self._check_open()
         where = await self._where(timeout)
         try:
             made = await Session.open(where, self.policy, timeout, self.ranks)
@@ -121,10 +120,21 @@ class Membership:
             if session is not None and session.usable:
                 made.retire()  # another thread was faster
                 return session
+            try:
+                self._check_open()  # so it may have been
+            except StoreClosedError:
+                made.retire()
+                raise
             self._session = made
             _sessions.add(made)
         self.observe = observing.watch(made.registry)
         return made
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(
+                f"store {self.store_name!r} was shut down in this process; initialize or connect"
+            )
 
     def _no_server(self) -> str:
         if self._session is not None:
@@ -154,15 +164,23 @@ class Membership:
         return found
 
     def reset(self) -> None:
-        """Drop the session; the next operation opens a new one. Live tensors stay valid."""
-        session, self._session = self._session, None
+        """Drop the session; the next operation opens a new one, those under way end on theirs. Live
+        tensors stay valid.
+        """
+        with _lock:
+            session, self._session = self._session, None
+            if session is not None:
+                self._before.add(session)
         if session is not None and session.pid == os.getpid():
-            session.retire()
+            session.retire(now=False)
 
     def close(self) -> None:
         """Leave the store for good."""
         self._closed = True
         self.reset()
+        for session in list(self._before):
+            if session.pid == os.getpid():
+                session.retire()
 
 
 _lock = threading.RLock()
@@ -214,8 +232,8 @@ def find(store_name: str) -> Membership:
     address = address_of(store_name)
     if address is None:
         raise StoreClosedError(
-            f"there is no store {store_name!r} in this process: `await initialize()` one, "
-            f"`await connect(address)`, or set {ADDRESS}{missing_engine()}"
+            f"there is no store {store_name!r} in this process{_nor_in_its_parents()}: `await "
+            f"initialize()` one, `await connect(address)`, or set {ADDRESS}{missing_engine()}"
         )
     with _lock:
         return _memberships.setdefault(
@@ -227,10 +245,23 @@ def find(store_name: str) -> Membership:
 
 
 def address_of(store_name: str) -> str | None:
-    """Where a store is that this process has not joined: in its job, or else as the environment
-    says; None: neither knows any. Nobody need be there.
+    """Where a store is that this process has not joined: in its job, as the environment says, or
+    that of a process that made this one; None: none of them knows any. Nobody need be there.
     """
-    return _of_job(store_name) or inherited_address(store_name)
+    address = _of_job(store_name) or inherited_address(store_name)
+    if address is None or _is_gone(address):
+        address = ancestors.found(store_name) or address
+    return address
+
+
+def _is_gone(address: str) -> bool:
+    """Whether its socket is: an environment may be older than the store it is about."""
+    return address.startswith("unix:") and not os.path.exists(address.removeprefix("unix:"))
+
+
+def _nor_in_its_parents() -> str:
+    made_by = ancestors.parent()
+    return "" if made_by is None else f", nor in its living parents (process {made_by})"
 
 
 def missing_engine() -> str:
@@ -325,6 +356,7 @@ def publish(store_name: str, address: str | None) -> None:
         if address is not None:
             _inherited.setdefault(store_name, inherited_address(store_name))
         _publish(store_name, _inherited.pop(store_name, None) if address is None else address)
+    ancestors.note(store_name, address)
 
 
 def _publish(store_name: str, address: str | None) -> None:

@@ -86,7 +86,9 @@ class TransportSpec(msgspec.Struct, frozen=True):
         probe: cheap check of this host; ``None`` if usable, else the reason why not.
         in_band: bytes ride inside control messages (the ``inline`` transport; no halves).
         max_bytes: largest batch it takes, ``None`` for no limit.
-        loop_bound: the link belongs to the event loop that connected it (sockets on asyncio).
+        loop_bound: the link belongs to the event loop that connected it (sockets on asyncio). Not
+            all loops are closed: between transfers it does not refer to its loop, and when it is
+            collected with it, it closes what it has.
     """
 
     name: str

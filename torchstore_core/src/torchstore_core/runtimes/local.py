@@ -23,6 +23,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.ranking import Policy
 from torchstore_core.strategy_data import encode_strategy
+from torchstore_core.thread_loops import aside
 from torchstore_core.topology import beyond_memory, memory_limit_bytes
 
 __all__ = ["LocalRuntime"]
@@ -74,7 +75,7 @@ class LocalRuntime(Runtime):
         command = [sys.executable, "-P", "-m", "torchstore_core.server"]
         command.append(msgspec.json.encode(config).decode())
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(self._launch, command), options.timeout)
+            line = await asyncio.wait_for(aside(lambda: self._launch(command)), options.timeout)
             return self._address(line)
         except TimeoutError as error:
             await self._give_up()
@@ -147,8 +148,7 @@ class LocalRuntime(Runtime):
             return
         self._process.terminate()
         # Whoever is cancelled meanwhile, the process is waited for.
-        loop = asyncio.get_running_loop()
-        await asyncio.shield(loop.run_in_executor(None, self._end, timeout))
+        await asyncio.shield(asyncio.ensure_future(aside(lambda: self._end(timeout))))
 
     def _end(self, timeout: float) -> None:
         process, self._process = self._process, None
@@ -166,6 +166,10 @@ class LocalRuntime(Runtime):
 
     def _at_exit(self) -> None:
         """The owner ends without shutdown: take the server along, and wait for it."""
-        if self._process is not None and os.getpid() == self._owner:
-            self._process.terminate()
-            self._end(_KILL_AFTER_S)
+        if self._process is None:
+            return
+        if os.getpid() != self._owner:
+            self._process.returncode = 0  # the parent waits for it: a Popen would warn here
+            return
+        self._process.terminate()
+        self._end(_KILL_AFTER_S)

@@ -13,6 +13,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     in_seconds,
 )
+from torchstore_core.unix_sockets import connect, opening
 
 __all__ = ["Member"]
 
@@ -35,24 +36,22 @@ class Member:
             StoreTimeoutError: it does not answer within ``timeout`` seconds.
         """
         loop = asyncio.get_running_loop()
-        sock = socket.socket(socket.AF_UNIX)
-        sock.setblocking(False)
-        try:
-            async with asyncio.timeout(timeout):
-                await loop.sock_connect(sock, address.partition(":")[2])
-                if not await loop.sock_recv(sock, 1):
-                    raise StoreClosedError(f"the server at {address} ends: its last rank has left")
-        except TimeoutError as error:
-            sock.close()
-            raise StoreTimeoutError(
-                f"no answer from {address} within {in_seconds(timeout)}"
-            ) from error
-        except OSError as error:
-            sock.close()
-            raise StoreClosedError(f"no store at {address}: rank 0 has ended ({error})") from error
-        except BaseException:
-            sock.close()
-            raise
+        with opening() as sock:
+            try:
+                async with asyncio.timeout(timeout):
+                    await connect(sock, address.partition(":")[2])
+                    if not await loop.sock_recv(sock, 1):
+                        raise StoreClosedError(
+                            f"the server at {address} ends: its last rank has left"
+                        )
+            except TimeoutError as error:
+                raise StoreTimeoutError(
+                    f"no answer from {address} within {in_seconds(timeout)}"
+                ) from error
+            except OSError as error:
+                raise StoreClosedError(
+                    f"no store at {address}: rank 0 has ended ({error})"
+                ) from error
         return cls(sock)
 
     async def leave(self, timeout: float) -> bool:

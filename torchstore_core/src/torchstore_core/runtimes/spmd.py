@@ -4,7 +4,6 @@ rank 0 starts and which lives until the last rank has left. Several hosts go thr
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 
@@ -18,6 +17,7 @@ from torchstore_core.runtimes.membership import Member
 from torchstore_core.runtimes.rendezvous import Meeting
 from torchstore_core.runtimes.spmd_env import SPMDEnv
 from torchstore_core.strategy_data import encode_strategy
+from torchstore_core.thread_loops import aside
 
 __all__ = ["SPMDEnv", "SPMDRuntime", "default_volumes", "tell"]
 
@@ -129,7 +129,7 @@ class SPMDRuntime(Runtime):
         if server is not None and waiter is None:  # nobody has joined it
             await server.stop(timeout)
         if waiter is not None and ended:
-            await asyncio.to_thread(waiter.join, timeout)
+            await aside(lambda: waiter.join(timeout))
 
 
 async def _agree(terms: _Terms, meeting: Meeting) -> None:

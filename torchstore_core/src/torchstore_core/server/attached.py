@@ -25,6 +25,7 @@ from torchstore_core.errors import (
 from torchstore_core.server.allocator import Allocator
 from torchstore_core.server.processes import Watcher
 from torchstore_core.server.volume import Volume
+from torchstore_core.unix_sockets import connect, opening
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
@@ -131,7 +132,9 @@ class VolumeLine(asyncio.Protocol):
         made = cls(volume, info, lost)
         try:
             async with asyncio.timeout(timeout):
-                await made._loop.create_unix_connection(lambda: made, path)
+                with opening() as sock:
+                    await connect(sock, path)
+                    await made._loop.create_unix_connection(lambda: made, sock=sock)
                 await made._attached
         except TimeoutError as error:
             made.close()

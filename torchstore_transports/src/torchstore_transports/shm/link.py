@@ -20,6 +20,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.unix_sockets import connect, opening
 from torchstore_core.virtual_memory import (
     map_private,
     map_shared,
@@ -202,15 +203,8 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
 async def _receive(path: str, count: int) -> tuple[list[int], bool]:
     """Descriptors that the server hands over, and whether this process could not take them all."""
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-        sock.setblocking(False)
-        while True:
-            code = sock.connect_ex(path)
-            if code != errno.EAGAIN:
-                break
-            await asyncio.sleep(_POLL_S)  # many are waiting there
-        if code:
-            raise OSError(code, os.strerror(code))
+    with opening() as sock, sock:
+        await connect(sock, path)
         answered = asyncio.Event()
         loop.add_reader(sock.fileno(), answered.set)
         try:

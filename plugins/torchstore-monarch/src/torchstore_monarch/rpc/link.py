@@ -20,11 +20,13 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.unix_sockets import connect, opening
 from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, Place, frame
 
 __all__ = ["RpcLink"]
 
 _IN_FLIGHT = 2
+_CONNECT_S = 10.0
 _Batch = tuple[list[Place], list[memoryview], int]
 
 
@@ -36,6 +38,7 @@ class RpcLink(Link):
         self._volume = volume
         self._sock: socket.socket | None = None
         self._lock = asyncio.Lock()
+        self._transfers = 0
         self._broken = ""
 
     @classmethod
@@ -49,22 +52,23 @@ class RpcLink(Link):
         if self._sock is not None:
             return self._sock
         try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as error:  # this process has no descriptor left
-            raise TransportNotReadyError(f"no socket to the agent: {error}") from error
-        sock.setblocking(False)
-        try:
-            await asyncio.get_running_loop().sock_connect(sock, self._path)
+            with opening() as sock:
+                try:
+                    async with asyncio.timeout(_CONNECT_S):
+                        await connect(sock, self._path)
+                except TimeoutError as error:
+                    raise TransportNotReadyError(
+                        f"the agent at {self._path} did not accept within {_CONNECT_S:g} s"
+                    ) from error
         except OSError as error:
-            sock.close()
-            if error.errno == errno.EAGAIN:  # many are waiting there
-                raise TransportNotReadyError(f"the agent at {self._path} is busy") from error
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # this process has no descriptor left
+                raise TransportNotReadyError(f"no socket to the agent: {error}") from error
             raise TransportUnavailableError(f"no agent at {self._path}: {error}") from error
-        except BaseException:
-            sock.close()
-            raise
         self._sock = sock
         return sock
+
+    def __del__(self) -> None:
+        self._disconnect()  # its event loop went without being closed
 
     def _disconnect(self) -> None:
         sock, self._sock = self._sock, None
@@ -89,6 +93,7 @@ class RpcLink(Link):
         """
         stop = asyncio.Event()
         work = asyncio.ensure_future(self._transfer(copies, stop, write=write))
+        self._transfers += 1
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -99,6 +104,10 @@ class RpcLink(Link):
             if not work.cancelled():
                 work.exception()
             raise
+        finally:
+            self._transfers -= 1
+            if not self._transfers:  # one that somebody has waited for refers to its event loop
+                self._lock = asyncio.Lock()
 
     async def _transfer(self, copies: Sequence[Copy], stop: asyncio.Event, *, write: bool) -> None:
         async with self._lock:

@@ -1,0 +1,201 @@
+"""Connecting to who is too busy to accept: it is waited for, for it is there."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.support import halt, running_store
+
+import torchstore_core as ts
+from torchstore_core import topology
+from torchstore_core.cli.serving import _listening
+from torchstore_core.client_side.lane import client_facts, handshake
+from torchstore_core.contracts.transport import LinkContext
+from torchstore_core.runtimes.membership import Member
+from torchstore_core.server.attached import VolumeLine
+from torchstore_core.server.directories import remove_stale
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import encode
+
+HERE = topology.probe()
+SHORT_S = 0.2
+
+
+@contextlib.contextmanager
+def full(path: str) -> Iterator[None]:
+    """The queue of who listens at ``path`` is full, unless connections are accepted."""
+    clients: list[socket.socket] = []
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                clients.append(socket.socket(socket.AF_UNIX))
+                clients[-1].setblocking(False)
+                clients[-1].connect(path)
+        yield
+    finally:
+        for client in clients:
+            client.close()
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "control.sock"))
+        sock.listen(0)
+        yield sock
+
+
+# ---- everything that connects -------------------------------------------------------------
+
+
+async def _anchor(path: str) -> object:
+    return (await handshake(f"unix:{path}", b"", client_facts({}, HERE), HERE, 20))[0]
+
+
+async def _member(path: str) -> object:
+    return await Member.join(f"unix:{path}", 20)
+
+
+async def _volume(path: str) -> object:
+    info = m.VolumeInfo("v", 0, 0, HERE, 4096, {})
+    return await VolumeLine.open(path, _NoVolume(), info, lambda: None, 20)  # type: ignore[arg-type]
+
+
+async def _shm(path: str) -> object:
+    from torchstore_transports.shm.link import ShmLink
+    from torchstore_transports.shm.server import Offer
+
+    offer = msgspec.msgpack.encode(Offer(path, ((0, 4096),)))
+    return await ShmLink.connect(offer, LinkContext(HERE, HERE, same_host=True, offered=True))
+
+
+async def _agent(path: str) -> object:
+    rpc = pytest.importorskip("torchstore_monarch.rpc.link")
+    os.symlink(path, f"{os.path.dirname(path)}/{rpc.AGENT}")
+    context = LinkContext(HERE, HERE, same_host=False, offered=True, control=path)
+    return await rpc.RpcLink.connect(b"v", context)
+
+
+class _NoVolume:
+    """What a line asks of its volume when it is attached, and when it ends."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def _welcome(peer: socket.socket) -> None:
+    peer.sendall(encode(m.Welcome(1, m.PROTOCOL_VERSION, b"t", "s", HERE, [], [])))
+
+
+def _segment(peer: socket.socket) -> None:
+    with open(os.devnull, "rb") as file:
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))
+        peer.sendmsg([b"x"], [rights])
+
+
+@pytest.mark.parametrize(
+    ("connect", "answer"),
+    [
+        (_anchor, _welcome),
+        (_member, lambda peer: peer.sendall(b"+")),
+        (_volume, lambda peer: peer.sendall(encode(m.Done(1)))),
+        (_shm, _segment),
+        (_agent, lambda peer: None),
+    ],
+    ids=["anchor", "member", "volume", "shm", "agent"],
+)
+async def test_a_full_queue_is_waited_for(
+    connect: Callable[[str], Awaitable[object]],
+    answer: Callable[[socket.socket], None],
+    listener: socket.socket,
+):
+    loop = asyncio.get_running_loop()
+    path = listener.getsockname()
+    with full(path), contextlib.ExitStack() as peers:
+        made = asyncio.ensure_future(connect(path))
+        await asyncio.wait([made], timeout=SHORT_S)
+        assert not made.done(), made
+
+        def accept() -> None:
+            peer = peers.enter_context(listener.accept()[0])
+            with contextlib.suppress(OSError):  # one of those that fill the queue
+                answer(peer)
+
+        listener.setblocking(False)
+        loop.add_reader(listener.fileno(), accept)
+        try:
+            ended: Any = await asyncio.wait_for(made, 20)
+        finally:
+            loop.remove_reader(listener.fileno())
+        with contextlib.suppress(AttributeError):
+            (ended.abandon if isinstance(ended, Member) else ended.close)()
+
+
+def test_who_is_busy_is_not_taken_for_gone(listener: socket.socket):
+    """By those that only look: a second `serve` in its directory, and who sweeps directories."""
+    path = Path(listener.getsockname())
+    os.utime(path, (0, 0))
+    os.rename(path.parent, path.parent.with_name("base"))
+    base = path.parent
+    base.mkdir()
+    os.rename(base.with_name("base"), base / "store")
+    path = base / "store" / "control.sock"
+    with full(str(path)):
+        assert _listening(path)
+        remove_stale(base)
+    assert path.exists()
+
+
+# ---- a store ------------------------------------------------------------------------------
+
+
+async def test_a_stopped_server_is_waited_for_until_the_deadline():
+    async with running_store() as client:
+        server = (await client.status()).controller_pid
+        path = client.address.partition(":")[2]
+        await halt(server)
+        try:
+            with full(path):
+                begun = time.monotonic()
+                with pytest.raises(ts.StoreTimeoutError, match="did not accept a connection"):
+                    await ts.connect(client.address, store_name="late", timeout=SHORT_S)
+                assert time.monotonic() - begun < 10
+                ways = [
+                    asyncio.ensure_future(
+                        ts.connect(client.address, store_name=f"way {number}", timeout=30)
+                    )
+                    for number in range(8)
+                ]
+                await asyncio.wait(ways, timeout=SHORT_S)
+                assert not any(way.done() for way in ways)
+                os.kill(server, signal.SIGCONT)
+                joined = await asyncio.gather(*ways)
+                await joined[0].put("a", 1)
+                assert [await way.get("a") for way in joined] == [1] * 8
+        finally:
+            os.kill(server, signal.SIGCONT)
+            for number in range(8):
+                await ts.shutdown(f"way {number}")
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no_socket", "nobody_listens"])
+async def test_no_store_is_said_at_once(there: bool, tmp_path: Path):
+    path = tmp_path / "control.sock"
+    if there:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(path))
+    begun = time.monotonic()
+    with pytest.raises(ts.StoreClosedError):
+        await ts.connect(f"unix:{path}", timeout=30)
+    assert time.monotonic() - begun < 5

@@ -1,0 +1,298 @@
+"""Event loops that nobody closes, as threads leave them: what goes with them, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.reliability.harness import fds
+from tests.support import SMALL, halt, run_script, turn, until
+
+import torchstore_core as ts
+
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+Loops = list[weakref.ref[asyncio.AbstractEventLoop]]
+
+# The loops' own, from the collector: that they, and the pipe inside, were not closed. Nothing of
+# ours, which is connected to a socket that has a name.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning"),
+    pytest.mark.filterwarnings(
+        r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>:ResourceWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:Exception ignored in. <function BaseEventLoop"
+        ":pytest.PytestUnraisableExceptionWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:unclosed resource <UVPoll:ResourceWarning"),
+]
+
+
+def _uvloop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+LOOPS = [
+    pytest.param(asyncio.new_event_loop, id="asyncio"),
+    pytest.param(
+        _uvloop,
+        id="uvloop",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed"
+        ),
+    ),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _store() -> Iterator[None]:
+    asyncio.run(ts.initialize(**SMALL))
+    try:
+        yield
+    finally:
+        asyncio.run(ts.shutdown())
+
+
+async def lanes() -> int:
+    """Lanes of this process at the server."""
+    return sum(session.lanes for session in (await ts.status()).sessions)
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+# The numbers are what a process may have open: 300 loops have 3 descriptors each, and one is ours.
+_MANY = """
+import gc, os, resource, threading, warnings
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "unclosed event loop", ResourceWarning)
+import torchstore_core.blocking as bts
+
+def sockets():
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        except OSError:
+            pass
+    return found
+
+def unclosed():
+    asyncio.new_event_loop().run_until_complete(ts.put("a", 1))
+
+def blocking():
+    bts.put("a", 1)
+
+failed = []
+def unraisable(args):
+    if "control.sock" in f"{args.exc_value!r} {args.object!r}":  # else it is in a loop
+        failed.append(repr(args.exc_value))
+
+sys.unraisablehook = unraisable
+threading.excepthook = lambda args: failed.append(repr(args.exc_value))
+await ts.initialize(capacity=64 << 20, prefault=0)
+await ts.put("a", 1)
+gc.collect()
+before = sockets()
+for work in (unclosed, blocking):
+    for number in range(300):
+        thread = threading.Thread(target=work)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        if number % 30 == 29:
+            gc.collect()
+    async with asyncio.timeout(20):
+        while True:
+            gc.collect()
+            lanes = sum(session.lanes for session in (await ts.status()).sessions)
+            if lanes == 1 and sockets() <= before:
+                break
+            await asyncio.sleep(0.01)
+print("failed:", failed[:3])
+await ts.shutdown()
+"""
+
+
+async def test_hundreds_of_unclosed_loops_do_not_use_up_the_descriptors():
+    assert await run_script(_MANY) == "failed: []\n"
+
+
+# ---- one, in every state ------------------------------------------------------------------
+
+
+async def _nothing(loops: Loops) -> None:
+    await ts.put("a", 1)
+
+
+async def _a_wait(loops: Loops) -> None:
+    _begin(ts.wait("never"))
+    await turn()
+
+
+async def _a_large_put(loops: Loops) -> None:
+    _begin(ts.put("large", torch.zeros(8 << 20, dtype=torch.uint8)))
+    await turn()
+
+
+async def _a_published_put(loops: Loops) -> None:
+    await ts.put_state_dict({"w": torch.zeros(8 << 20, dtype=torch.uint8)}, "d", blocking=False)
+
+
+async def _leases_given_back(loops: Loops) -> None:
+    """Waits for the server to have them, which never comes."""
+    client = await ts.client()
+    await client.exists("a")
+    session = client._membership.session_here()
+    lane = None if session is None else session.lane_here()
+    assert session is not None
+    assert lane is not None
+    await halt(_server)
+    _begin(session.let_go(lane, None))
+    await turn()
+
+
+_server = 0
+_tasks: list[weakref.ref[asyncio.Task[Any]]] = []
+
+
+def _begin(call: Coroutine[Any, Any, Any]) -> None:
+    _tasks.append(weakref.ref(asyncio.get_running_loop().create_task(call)))
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+@pytest.mark.parametrize(
+    "before",
+    [_nothing, _a_wait, _a_large_put, _a_published_put, _leases_given_back],
+    ids=lambda before: before.__name__.strip("_"),
+)
+def test_an_unclosed_loop_goes_with_who_made_it(
+    before: Callable[[Loops], Coroutine[Any, Any, None]],
+    new_loop: NewLoop,
+    caplog: pytest.LogCaptureFixture,
+):
+    """Whatever is under way on it. Nothing of ours keeps it, and the server sees its end."""
+    global _server
+    loops: Loops = []
+
+    def work() -> None:
+        loop = new_loop()
+        loops.append(weakref.ref(loop))
+        loop.run_until_complete(before(loops))
+
+    async def quiet() -> bool:
+        gc.collect()
+        volume = (await ts.status()).volumes[0]
+        return await lanes() == 1 and volume.unfinished_bytes == 0 and loops[0]() is None
+
+    async def main() -> None:
+        await ts.exists("a")
+        with contextlib.suppress(ProcessLookupError):
+            await asyncio.to_thread(in_thread, work)
+            os.kill(_server, signal.SIGCONT)
+        await until(quiet, 15)
+
+    _server = asyncio.run(ts.status()).controller_pid
+    asyncio.run(main())
+    caplog.clear()  # what asyncio and uvloop say of a loop that was not closed
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_the_lane_of_a_loop_whose_thread_has_ended_ends(new_loop: NewLoop):
+    """Though somebody holds the loop; who runs it again, in another thread, gets a new lane."""
+    held: list[asyncio.AbstractEventLoop] = []
+
+    def work() -> None:
+        held.append(new_loop())
+        held[-1].run_until_complete(ts.put("a", len(held)))
+
+    def again() -> None:
+        assert held[0].run_until_complete(ts.get("a")) == 8
+        held[0].run_until_complete(ts.put("a", 9))
+
+    for _ in range(8):
+        in_thread(work)
+    assert asyncio.run(lanes()) <= 2  # what is opened now, and the last one's
+    in_thread(again)
+    assert asyncio.run(ts.get("a")) == 9
+    for loop in held:
+        loop.close()
+
+
+def test_a_loop_that_stands_still_keeps_its_lane():
+    """Its thread lives, and will run it again: that is no reason to connect again."""
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(ts.put("a", 1))
+    before = loop.run_until_complete(_lane())
+    in_thread(lambda: asyncio.run(ts.put("a", 2)))
+    assert loop.run_until_complete(_lane()) is before
+    loop.close()
+
+
+async def _lane() -> object:
+    client = await ts.client()
+    await client.exists("a")
+    session = client._membership.session_here()
+    return None if session is None else session.lane_here()
+
+
+def test_a_put_that_has_ended_keeps_no_loop():
+    """Its handle is kept, as a trainer may that looks at it later."""
+    handles: list[Any] = []
+    loops: Loops = []
+
+    async def main() -> None:
+        value = {"w": torch.zeros(8 << 20, dtype=torch.uint8)}
+        handles.append(await ts.put_state_dict(value, "kept", blocking=False))
+        await handles[0]
+
+    def work() -> None:
+        loop = asyncio.new_event_loop()
+        loops.append(weakref.ref(loop))
+        loop.run_until_complete(main())
+
+    in_thread(work)
+    gc.collect()
+    assert loops[0]() is None
+    assert handles[0].done()
+    assert asyncio.run(_awaited(handles[0])) == ts.ObjectRef("kept", 1)
+
+
+async def _awaited(handle: Any) -> object:
+    return await handle
+
+
+def test_threads_that_call_without_await_leave_nothing_behind():
+    import torchstore_core.blocking as blocking
+
+    def work() -> None:
+        blocking.put("a", 1)
+
+    asyncio.run(ts.exists("a"))
+    in_thread(work)
+    before = fds()
+    for _ in range(20):
+        in_thread(work)
+    assert fds() <= before  # at once, with their threads
+    asyncio.run(until(lambda: _at_most(2), 10))
+
+
+async def _at_most(number: int) -> bool:
+    return await lanes() <= number
