@@ -211,6 +211,52 @@ def test_what_another_participant_still_puts_keeps_its_shape(store: Controller) 
     assert content(store) == {"v": b"\1" * 10, "w": b"\1" * 10}
 
 
+@pytest.mark.parametrize("how", ["given up", "put again", "died"])
+@pytest.mark.parametrize(
+    ("there", "other"),
+    [
+        (tensor("w", 10), tensor("w", 20)),
+        (tensor("w", 10), piece("w", 0, 20, 20)),
+        (tensor("w", 10), obj("w")),
+        (obj("w"), tensor("w", 10)),
+        (piece("w", 0, 10, 10), tensor("w", 20)),
+    ],
+)
+def test_a_shape_that_another_participant_relies_on_is_not_changed_by_who_stored_it(
+    store: Controller, there: m.PutItem, other: m.PutItem, how: str
+) -> None:
+    """The replica has put it, too, and was told that it is stored: it is that or nothing."""
+    first, second, third = ranks(store, 3)
+    begun = first.begin(there, tensor("more"), version=4, fill=1)
+    assert second.put(there, obj("own1"), version=4) == 4
+    if how == "put again":
+        first.commit(begun)
+    elif how == "given up":
+        first.abort(begun)
+    else:
+        first.die()
+        first = first.again()
+    with pytest.raises(LayoutMismatchError, match="another participant puts it as"):
+        first.put(other, version=4)
+    assert third.put(obj("own2"), version=4) == 4
+    assert newest(store) == 0
+    assert first.put(there, tensor("more"), version=4, fill=2) == 4
+    assert set(content(store)) == {"w", "more", "own1", "own2"}
+    assert len(content(store)["w"]) == there.nbytes
+
+
+def test_a_shape_is_free_when_all_who_relied_on_it_are_gone(store: Controller) -> None:
+    first, second, third = ranks(store, 3)
+    third.put(obj("own2"), version=4)
+    begun = first.begin(tensor("w", 10), version=4)
+    relies = second.begin(tensor("w", 10), tensor("mine"), version=4)
+    first.abort(begun)
+    second.abort(relies)
+    assert second.put(tensor("w", 20), version=4, fill=1) == 4
+    assert first.put(tensor("w", 20), version=4, fill=2) == 4
+    assert content(store)["w"] == b"\1" * 20
+
+
 # ---- tied entries, empty shards -----------------------------------------------------------
 
 

@@ -57,6 +57,7 @@ class Generation:
         "lost",
         "participants",
         "publication",
+        "relied",
         "version",
     )
 
@@ -69,6 +70,8 @@ class Generation:
         self.publication = publication
         self.entries: dict[str, Value | Shards] = {}
         self.contributions: dict[str, Contribution] = {}
+        # What entries are that nobody stores any more, but some have put, too, and rely on.
+        self.relied: dict[str, ValueMeta] = {}
         self.dropped = False
         self.lost = ""  # why, if what was committed of it is gone
 
@@ -79,16 +82,18 @@ class Generation:
             LayoutMismatchError: somebody puts the entry with another shape, dtype or element size.
         """
         entry = self.entries.get(name)
+        there = self.relied.get(name) if entry is None else entry.meta
+        if there is None:
+            return False
+        if there != meta and (isinstance(meta, TensorMeta) or isinstance(there, TensorMeta)):
+            key = name if entry is None else name or entry.key
+            raise LayoutMismatchError(
+                f"version {self.version}: {key!r} comes as {_words(meta)}, but another participant "
+                f"puts it as {_words(there)}",
+                key=key,
+            )
         if entry is None:
             return False
-        if entry.meta != meta and (
-            isinstance(meta, TensorMeta) or isinstance(entry.meta, TensorMeta)
-        ):
-            raise LayoutMismatchError(
-                f"version {self.version}: {name or entry.key!r} comes as {_words(meta)}, but "
-                f"another participant puts it as {_words(entry.meta)}",
-                key=name or entry.key,
-            )
         if type(entry) is Value:
             return True
         if box is None:
@@ -130,22 +135,29 @@ class Generation:
         """Take a contribution out again."""
         if self.contributions.get(contribution.who) is contribution:
             del self.contributions[contribution.who]
-        names = dict.fromkeys(contribution.others)
+        names = dict.fromkeys([*contribution.others, *(name for name, _ in contribution.items)])
         for name, value in contribution.items:
             entry = self.entries.get(name)
             if entry is value:
                 del self.entries[name]
             elif type(entry) is Shards and value.box is not None:
                 entry.parts.pop(value.box, None)
-                names[name] = None
             drop(value, dead)
         contribution.items.clear()
+        self._forget(names)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Somebody does not put these entries any more, who maybe was the only one."""
+        others = [c.others for c in self.contributions.values() if c.others]
         for name in names:
-            entry = self.entries.get(name)
-            if type(entry) is not Shards or entry.parts:
+            self.relied.pop(name, None)
+            if name in self.entries and not self._is_bare(name):
                 continue
-            if not any(name in other.others for other in self.contributions.values()):
-                del self.entries[name]
+            meta = next((some[name] for some in others if name in some), None)
+            if meta is None:
+                self.entries.pop(name, None)
+            elif name not in self.entries:
+                self.relied[name] = meta
 
     def discard(self, dead: list[Value]) -> None:
         """Drop it. Contributions that are still being written end by themselves."""
@@ -208,13 +220,9 @@ class Generation:
                     yield name, entry.meta, ready
             elif not entry.created:
                 yield name, entry.meta, ()
-        lost: dict[str, ValueMeta] = {}  # who was to store them gave up
-        for contribution in self.contributions.values():
-            if contribution.others:
-                others = contribution.others.items()
-                lost |= {name: meta for name, meta in others if name not in self.entries}
-        for name, meta in lost.items():
-            yield name, meta, ()
+        for name, meta in self.relied.items():
+            if name not in self.entries:
+                yield name, meta, ()
 
     def _tied_and_empty(self) -> dict[str, str]:
         """Entries of which there are only empty shards: who has some says what they are tied to."""
