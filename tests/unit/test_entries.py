@@ -129,6 +129,57 @@ def test_a_partial_put_that_waits_in_vain_goes_with_the_next_version(store: Cont
     assert not pending(store)
 
 
+@pytest.mark.parametrize("keep", [1, 3])
+def test_partial_versions_that_become_whole_at_once_build_on_each_other(
+    store: Controller, keep: int
+) -> None:
+    """Also on one that nobody ever sees, because it is not kept."""
+    first, second = ranks(store)
+    alone = Rank(store, "", 1)
+    alone.put(tensor("a", 64), tensor("b", 64), tensor("c", 64), keep=keep, fill=1)
+    first.put(tensor("b", 65), obj("new"), partial=True, keep=keep, fill=2)
+    assert alone.put(tensor("c", 66), partial=True, keep=keep, fill=3) == 3
+    assert newest(store) == 1
+    assert second.put(partial=True, keep=keep) == 2
+    assert store.catalog.versions("k") == [1, 2, 3][-keep:]
+    one, two, three = b"\1" * 64, b"\2" * 65, b"\3" * 66
+    assert content(store) == {"a": one, "b": two, "c": three, "new": b"1"}
+    if keep > 1:
+        assert content(store, version=2) == {"a": one, "b": two, "c": one, "new": b"1"}
+
+
+def test_a_partial_version_builds_on_a_whole_one_that_overtook_what_it_waited_for(
+    store: Controller,
+) -> None:
+    first, alone = Rank(store, "0", 2), Rank(store, "", 1)
+    assert first.put(tensor("a", 64), tensor("only here", 64), fill=1) == 1
+    assert alone.put(tensor("b", 64), partial=True, version=4, fill=2) == 4
+    assert newest(store) == 0
+    assert alone.put(tensor("a", 65), tensor("b", 65), version=2, fill=3) == 2
+    assert newest(store) == 4
+    assert content(store) == {"a": b"\3" * 65, "b": b"\2" * 64}
+    assert not pending(store)
+
+
+def test_a_partial_version_does_not_wait_for_one_that_a_new_run_has_thrown_out(
+    store: Controller,
+) -> None:
+    """It is there when the put begins that threw it out, however long that takes."""
+    alone, everybody = Rank(store, "", 1), ranks(store, 3)
+    alone.put(tensor("a"), tensor("b", 64), fill=1)
+    for rank in everybody[:2]:
+        assert rank.put(tensor(f"w{rank.who}")) == 2
+    assert alone.put(tensor("b", 64), partial=True, fill=3) == 3
+    everybody[2].begin(tensor("w2"))  # it lives beside the first one
+    for rank in (everybody[0], everybody[2]):
+        rank.die()
+    assert newest(store) == 1  # the second one lives
+    everybody[2].again().begin(tensor("w2"), obj("x"))
+    assert newest(store) == 3
+    assert content(store) == {"a": b"\1" * 640, "b": b"\3" * 64}
+    assert pending(store) == [(4, [], ["2"])]
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_one_participant_may_put_all_of_its_entries_and_another_some(
     store: Controller, order: tuple[int, int]

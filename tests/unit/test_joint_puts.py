@@ -110,8 +110,7 @@ class JointPuts(RuleBasedStateMachine):
         key=st.sampled_from(["k", "k", "l"]),
         count=st.sampled_from([1, 2, 2, 2, 3]),
         layout=st.sampled_from(["rows", "rows", "columns", "whole"]),
-        # Partial ones that waited for the dead are beside the model: tests/api has them.
-        partial=st.just(False),
+        partial=st.sampled_from([False, False, True]),
     )
     def put_state_dict(
         self, data: st.DataObject, key: str, count: int, layout: str, partial: bool
@@ -236,13 +235,13 @@ class JointPuts(RuleBasedStateMachine):
             self.refused(error, request, puts)
             return
         except (LayoutMismatchError, StoreFullError):
-            self.model.reconcile(putting=puts, explicit=bool(request.version))
+            self.model.reconcile(putting=puts, version=request.version)
             return
         if grants is None:
             for put in puts:
                 self.model.enters(client, put, versions[put.at], request)
             self.model.commits(puts, versions)
-            self.model.reconcile(putting=puts, explicit=bool(request.version))
+            self.model.reconcile(putting=puts, version=request.version)
             return
         for item, grant in zip(asked, grants, strict=True):
             if grant is None:
@@ -255,7 +254,7 @@ class JointPuts(RuleBasedStateMachine):
         results = client.record.txns[txn].results
         for put in puts:
             self.model.enters(client, put, results[put.at].version, request)
-        self.model.reconcile(putting=puts, explicit=bool(request.version))
+        self.model.reconcile(putting=puts, version=request.version)
         if how == "placed":
             self.commit_txn(client, txn)
 
@@ -275,7 +274,7 @@ class JointPuts(RuleBasedStateMachine):
             assert request.group is not None
             assert request.group.partial
             assert not self.model.is_manifest(keys[0])
-        self.model.reconcile(putting=puts, explicit=bool(request.version))
+        self.model.reconcile(putting=puts, version=request.version)
 
     @precondition(lambda self: any(client.txns for client in self.clients))
     @rule(data=st.data())

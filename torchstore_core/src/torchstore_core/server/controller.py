@@ -169,6 +169,8 @@ class Controller:
             self._settle()  # it may have thrown out what others waited for
             raise
         txn = put.enter(values, granted)
+        if self.catalog.unsettled:
+            self._settle()
         grants = put.grants(values)
         if grants is None:
             return self._finish(txn), None

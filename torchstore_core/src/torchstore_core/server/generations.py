@@ -167,12 +167,11 @@ class Generation:
                 for _, value in contribution.items:
                     drop(value, dead)
 
-    def is_whole(self, base: Stored | None) -> bool:
-        """Whether all participants are done and the committed boxes cover every tensor; and if it
-        is partial, whether ``base``, the version before, has the rest.
+    @property
+    def is_complete(self) -> bool:
+        """Whether all participants are done and the committed boxes cover every tensor. If it is
+        partial, it also needs the version before it to be whole.
         """
-        if self.is_partial and type(base) is not Manifest:
-            return False
         done = sum(c.committed for c in self.contributions.values())
         if done < self.participants:
             return False
@@ -202,6 +201,13 @@ class Generation:
     def is_partial(self) -> bool:
         """Whether a participant leaves some of its entries to the version before."""
         return any(c.partial for c in self.contributions.values())
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The entries that it brings."""
+        yield from self.entries
+        for contribution in self.contributions.values():
+            yield from contribution.aliases
 
     def missing(self) -> Iterable[tuple[str, Box]]:
         """The boxes that nobody has committed, by name."""
@@ -423,11 +429,13 @@ class Group:
 
     def trim(self, line: Line, dead: list[Value]) -> None:
         """A participant that is far ahead begins one more: the oldest that nobody is writing, of
-        very many, will not be waited for.
+        very many, will not be waited for. Partial ones that are complete stay for what they alone
+        bring.
         """
         waiting = [g for g in self.pending.values() if g.line is line and not g.is_written]
-        for old in waiting[: -_MAX_PENDING + 1]:
-            self.pending.pop(old.version).discard(dead)
+        for at, old in enumerate(waiting[: -_MAX_PENDING + 1], 1):
+            if not _brings_more(old, waiting[at:]):
+                self.pending.pop(old.version).discard(dead)
 
     def shelve(self, old: Stored | None, dead: list[Value]) -> None:
         """Put the version that was the newest aside, as far as ``keep`` goes."""
@@ -435,6 +443,14 @@ class Group:
             self.history[old.version] = old
         while len(self.history) > self.keep - 1:
             disown(self.history.pop(min(self.history)), dead)
+
+
+def _brings_more(old: Generation, later: Iterable[Generation]) -> bool:
+    """Whether what is put is lost if ``old`` is dropped: those after it do not bring all of it."""
+    if not old.is_partial or not old.is_complete:
+        return False
+    later_names = {name for one in later if one.is_complete for name in one.names}
+    return not later_names.issuperset(old.names)
 
 
 def _left_over(
