@@ -180,6 +180,22 @@ def test_a_partial_version_does_not_wait_for_one_that_a_new_run_has_thrown_out(
     assert pending(store) == [(4, [], ["2"])]
 
 
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_partial_version_does_not_wait_for_a_process_that_has_ended(
+    store: Controller, writing: bool, forked: bool
+) -> None:
+    """Also if a forked child of it still reads what it inherited, and keeps its session."""
+    alone, first = Rank(store, "", 1), Rank(store, "0", 2)
+    alone.put(tensor("a"), tensor("b", 64), fill=1)
+    (first.begin if writing else first.put)(tensor("a"))
+    assert alone.put(tensor("b", 64), partial=True, fill=3) == 3
+    assert newest(store) == 1
+    (store.end_session if forked else store.close_session)(first.session)
+    assert newest(store) == 3
+    assert content(store) == {"a": b"\1" * 640, "b": b"\3" * 64}
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_one_participant_may_put_all_of_its_entries_and_another_some(
     store: Controller, order: tuple[int, int]

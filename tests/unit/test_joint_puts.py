@@ -59,6 +59,7 @@ class JointPuts(RuleBasedStateMachine):
         self.catalog = self.controller.catalog
         self.numbers = itertools.count(1)
         self.clients = [self.new_client() for _ in range(3)]
+        self.forked: list[Client] = []
         self.model = Model(self.controller)
         self.waits: list[tuple[Waiter, str, int, list[list[int]]]] = []
 
@@ -67,7 +68,7 @@ class JointPuts(RuleBasedStateMachine):
         if not hasattr(self, "controller"):
             return
         try:
-            for client in self.clients:
+            for client in self.clients + self.forked:
                 self.controller.close_session(client.record)
             self.controller.delete(KEYS, strict=False)
             assert not self.catalog.newest
@@ -95,9 +96,14 @@ class JointPuts(RuleBasedStateMachine):
     @precondition(lambda self: len(self.clients) > 1)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
+        """It may have a forked child, which still reads what is leased."""
         client = self.client(data)
         self.clients.remove(client)
-        self.controller.close_session(client.record)
+        if data.draw(st.booleans(), "forked"):
+            self.controller.end_session(client.record)
+            self.forked.append(client)
+        else:
+            self.controller.close_session(client.record)
         client.dead = True
         for puts in client.txns.values():
             self.model.taken_back(puts)
@@ -381,7 +387,7 @@ class JointPuts(RuleBasedStateMachine):
         for key in KEYS:
             for version, snapshot in self.model.visible[key].items():
                 assert read(self.controller, key, version) == snapshot
-        for client in self.clients:
+        for client in self.clients + self.forked:
             for held in client.leases.values():
                 assert all(self.peek(grant, len(seen)) == seen for grant, seen in held)
 
