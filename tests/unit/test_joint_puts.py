@@ -135,6 +135,7 @@ class JointPuts(RuleBasedStateMachine):
         mates = self.model.mates("k", grouped=True) + self.model.mates("l", grouped=True)
         mate = data.draw(st.sampled_from(mates), "mate")
         count, layout, partial = mate.like
+        partial = data.draw(st.sampled_from([partial, partial, not partial]), "partial")
         there = self.model.pending[mate.key][mate.version]
         index = data.draw(st.sampled_from([i for i in range(count) if str(i) not in there] or [0]))
         version = data.draw(st.sampled_from([0, 0, mate.version]), "version")
