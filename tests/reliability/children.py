@@ -258,9 +258,12 @@ async def _own_connection(pipe: Connection) -> None:
 
 
 def fork_with_tensors(
-    pipe: Connection, address: str | None, nbytes: int, for_child: Connection
+    pipe: Connection, address: str | None, nbytes: int, for_child: Connection, half: str = ""
 ) -> None:
-    """Join (or, without address, own) a store, hold a zero-copy tensor, fork; then be idle."""
+    """Join (or, without address, own) a store, hold a zero-copy tensor, fork; then be idle.
+
+    ``half``: a state dict of which to put one of two parts.
+    """
 
     async def get() -> torch.Tensor:
         if address is None:
@@ -268,6 +271,8 @@ def fork_with_tensors(
             await ts.put("a", torch.full((nbytes,), 7, dtype=torch.uint8))
         else:
             await ts.connect(address)
+        if half:
+            await ts.put_state_dict({"part": 1}, half, participants=2, participant=0)
         return await ts.get("a")
 
     held = asyncio.run(get())

@@ -116,15 +116,21 @@ async def test_tensors_that_the_parent_keeps_stay_leased_when_the_child_ends():
 async def test_inherited_tensors_outlive_a_killed_parent():
     async with running_store(capacity=4 * VALUE) as client:
         await ts.put("a", full_of(7))
+        await ts.put_state_dict({"all": 1}, "dict")
         mine, theirs = multiprocessing.Pipe()
         with (
             mine,
-            Child(children.fork_with_tensors, client.address, VALUE, theirs) as parent,
+            Child(children.fork_with_tensors, client.address, VALUE, theirs, "dict") as parent,
         ):
             theirs.close()
             forked = await parent.said()
             try:
+                part = await ts.put_state_dict({"new": 3}, "dict", partial=True)
+                assert await ts.latest_version("dict") < part.version  # the parent is half done
                 parent.kill()
+                await ts.wait("dict", min_version=part.version, timeout=10)
+                assert await ts.get_state_dict("dict") == {"all": 1, "new": 3}
+                await ts.delete("dict")
                 assert await ask(mine, "check") == [7]
                 # Another generation, and the one in between is killed too.
                 forked_again = await ask(mine, "fork")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -70,6 +70,19 @@ class Put:
     at: int = 0
     #: What somebody says who wants to put the rest of the same version.
     like: tuple[Any, ...] = ()
+
+    @property
+    def line(self) -> tuple[bool, Any]:
+        """Puts without a version look only for versions of their own line."""
+        return self.group is not None, self.layout
+
+    @property
+    def brought(self) -> Iterator[tuple[str, Box | None]]:
+        """What it would store if it were alone."""
+        for name, (shape, found) in self.claims.items():
+            if shape is None:
+                yield name, None
+            yield from ((name, box) for box in found if not box.is_empty)
 
 
 @dataclass(eq=False, repr=False)
@@ -194,23 +207,6 @@ def reachable(controller: Controller) -> Iterator[Value]:
             yield from txn.values
 
 
-def base_among(generations: Sequence[dict[str, Put]], seen: Snapshot) -> Snapshot:
-    """What of a partial version comes from the last whole one of those before it."""
-    for puts in reversed(generations):
-        made = [put for put in puts.values() if put.group is not None and put.committed]
-        names = {name for put in made for name in (*put.claims, *put.aliases)}
-        if not made or len(made) < made[0].like[0] or not names <= set(seen):
-            continue
-        numbers = {put.number for put in made}
-        return {
-            name: one
-            for name, one in seen.items()
-            if name in ("paths", "same")
-            or {ELEMENT.unpack(data[: ELEMENT.size])[0] for data in one[1].values()} <= numbers
-        }
-    raise AssertionError("there is none")
-
-
 def content(entry: m.Entry) -> Any:
     """What is stored of an entry: its meta, and its bytes by box."""
     if entry.parts is None:
@@ -240,41 +236,64 @@ def uncovered(puts: list[Put]) -> list[tuple[str, Box]]:
     ]
 
 
-def check_made_of(seen: Snapshot, puts: list[Put], base: Snapshot) -> None:
-    """All that was put is there, nothing else is, and every element is what was put."""
+def names_of(puts: Sequence[Put]) -> set[str]:
+    return {name for put in puts for name in (*put.claims, *put.aliases)}
+
+
+def check_made_of(seen: Snapshot, layers: Sequence[Sequence[Put]], base: Snapshot) -> None:
+    """All that was put is there, nothing else is, and every element is what was put.
+
+    Args:
+        layers: the puts of each version above ``base``, one after the other; of every entry those
+            count that brought it last.
+    """
     special = {"paths", "same"}
-    by_number = {put.number: put for put in puts}
-    claimed = {name for put in puts for name in (*put.claims, *put.aliases)}
-    assert set(seen) - special == claimed | (set(base) - special)
+    owners = {name: puts for puts in layers for name in names_of(puts)}
+    assert set(seen) - special == set(owners) | (set(base) - special)
     for name in set(seen) - special:
-        if name not in claimed:
+        puts = owners.get(name)
+        if puts is None:
             assert seen[name] == base[name]
             continue
-        meta, parts = seen[name]
-        if not any(name in put.claims for put in puts):
-            assert seen[name] == seen["all"]
-            assert seen["same"].get(name) == "all" or seen["same"].get("all") == name
-            continue
-        for put in puts:
-            shape, found = put.claims.get(name, (None, []))
-            if isinstance(meta, TensorMeta) and name in put.claims:
-                assert shape == meta.shape
-                assert all(boxes.covers(box, parts) for box in found)
-        shape = meta.shape if isinstance(meta, TensorMeta) else ()
-        assert boxes.covers(boxes.whole(shape), parts)
-        for box, data in parts.items():
-            number, entry, _ = ELEMENT.unpack(data[: ELEMENT.size])
-            put = by_number[number]
-            assert entry == ENTRIES.index(name)
-            assert data == elements(number, name, shape, box)
-            own = put.claims[name][1] or [boxes.whole(())]
-            assert box in own
-    for name, path in seen.get("paths", {}).items():
-        own_paths = [put.paths.get(name) for put in puts if name in (*put.claims, *put.aliases)]
-        assert path in own_paths or (not own_paths and path == base["paths"][name])
+        source = name
+        if not any(name in put.claims for put in puts):  # then it is tied
+            source = "all"
+            if owners["all"] is puts:
+                assert seen[name] == seen["all"]
+                assert seen["same"].get(name) == "all" or seen["same"].get("all") == name
+        check_entry(seen[name], source, puts)
+    paths: dict[str, bytes] = seen.get("paths", {})
+    for name, path in paths.items():
+        own_paths = [put.paths.get(name) for put in owners.get(name, ()) if brings(put, name)]
+        assert path in own_paths or (name not in owners and path == base["paths"][name])
     if "paths" in seen:
-        for name in claimed:
-            assert name in seen["paths"] or not any(name in put.paths for put in puts)
+        for name, puts in owners.items():
+            assert (name in paths) is any(name in put.paths for put in puts)
+        assert {name for name in base.get("paths", ()) if name not in owners} <= set(paths)
+
+
+def brings(put: Put, name: str) -> bool:
+    return name in put.claims or name in put.aliases
+
+
+def check_entry(seen: Any, name: str, puts: Sequence[Put]) -> None:
+    """An entry is what was put as ``name``, all of it."""
+    by_number = {put.number: put for put in puts}
+    meta, parts = seen
+    for put in puts:
+        shape, found = put.claims.get(name, (None, []))
+        if isinstance(meta, TensorMeta) and name in put.claims:
+            assert shape == meta.shape
+            assert all(boxes.covers(box, parts) for box in found)
+    shape = meta.shape if isinstance(meta, TensorMeta) else ()
+    assert boxes.covers(boxes.whole(shape), parts)
+    for box, data in parts.items():
+        number, entry, _ = ELEMENT.unpack(data[: ELEMENT.size])
+        put = by_number[number]
+        assert entry == ENTRIES.index(name)
+        assert data == elements(number, name, shape, box)
+        own = put.claims[name][1] or [boxes.whole(())]
+        assert box in own
 
 
 class Model:
@@ -293,6 +312,7 @@ class Model:
         self.visible: dict[str, dict[int, Snapshot]] = {key: {} for key in KEYS}
         self.highest = dict.fromkeys(KEYS, 0)
         self._keep = dict.fromkeys(KEYS, 1)
+        self._is_dict = dict.fromkeys(KEYS, False)  # the newest that can be read
         self._session_of: dict[Put, Client] = {}
 
     def mates(self, key: str, *, grouped: bool) -> list[Put]:
@@ -317,11 +337,13 @@ class Model:
             assert all(self._session_of[other].dead for other in others.values())
             others.clear()
         assert request.version or put.who not in others
+        alive = [o for o in others.values() if o.who != put.who and not self._session_of[o].dead]
+        elsewhere = {stored for other in alive for stored in other.stored}
         if generation is not None:
             items = generation.contributions[put.who].items
             put.stored = [(name, value.box) for name, value in items]
-        alive = [o for o in others.values() if o.who != put.who and not self._session_of[o].dead]
-        elsewhere = {stored for other in alive for stored in other.stored}
+        else:  # it was inline, and what it belongs to became whole at once
+            put.stored = [one for one in put.brought if not {one, (one[0], None)} & elsewhere]
         assert not elsewhere.intersection(put.stored), "stored twice"
         others[put.who] = put
 
@@ -330,6 +352,7 @@ class Model:
             put.committed = True
             if put.plain:
                 put.version = versions[put.at]
+                put.stored = [("", None)]
                 self.pending[put.key][put.version] = {"": put}
             assert put.version == versions[put.at]
 
@@ -346,88 +369,109 @@ class Model:
         self.highest[key] = max([self.highest[key], *self.pending[key]])
         self.visible[key], self.pending[key], self._keep[key] = {}, {}, 1
 
-    def reconcile(self, *, putting: Sequence[Put] = (), explicit: bool = False) -> None:
-        """What the controller has now is what the model expects."""
-        for key in KEYS:
-            there = self.catalog.versions(key)
-            assert there == sorted(set(there))
-            for version in there:
-                if version not in self.visible[key]:
-                    self._appears(key, version)
-            kept = list(self.visible[key])[-self._keep[key] :]
-            self.visible[key] = {version: self.visible[key][version] for version in kept}
-            assert there == kept
-            self._compare_pending(key, [p.who for p in putting if p.key == key], explicit)
+    def reconcile(self, *, putting: Sequence[Put] = (), version: int = 0) -> None:
+        """What the controller has now is what the model expects.
 
-    def _appears(self, key: str, version: int) -> None:
-        """A version is new, newer than all before, and made of what was put for it."""
-        assert version > self.highest[key]
-        puts = self.pending[key].pop(version)
-        assert all(put.version == version for put in puts.values())
-        done = [put for put in puts.values() if put.committed]
-        base: Snapshot = {}
-        seen = read(self.controller, key, version)
-        if done[0].group is not None:
-            assert len(done) >= done[0].group.participants
-            if _is_partial(puts):
-                base = self._base_of(key, version, seen)
-            self._keep[key] = KEEP[key]
-        check_made_of(seen, done, base)
-        self.highest[key] = version
-        self.visible[key][version] = seen
-        for older in [v for v in self.pending[key] if v < version]:
-            del self.pending[key][older]
-
-    def _base_of(self, key: str, version: int, seen: Snapshot) -> Snapshot:
-        """The version before a partial one. One that became whole in the same moment, and is not
-        kept, was never to be seen: then that it is made of puts for one such version is enough.
+        Args:
+            putting: the puts of the request, if it was one: also when it was refused.
+            version: the one that it named; 0 if it named none.
         """
-        earlier = [puts for v, puts in sorted(self.pending[key].items()) if v < version]
-        for puts in earlier:  # it waits for what is older, unless nobody is left to finish that
-            alive = any(not self._session_of[put].dead for put in puts.values())
-            assert not alive or not uncovered(list(puts.values()))
-        if self.is_manifest(key):
-            return self.visible[key][self.highest[key]]
-        return base_among(earlier, seen)
+        for key in KEYS:
+            mine = [put for put in putting if put.key == key]
+            there = {state.version: state for state in self.catalog.pending(key)}
+            doubtful = self._throw_out(key, there, mine, version)
+            self._become_visible(key, doubtful)
+            for gone in doubtful:
+                self.pending[key].pop(gone, None)
+            self._compare_pending(key, there)
 
-    def _compare_pending(self, key: str, putting: list[str], explicit: bool) -> None:
-        """The same versions are on their way, by the same participants; none of them is whole."""
-        seen = {p.version: p for p in self.catalog.pending(key)}
-        older_are_dead = True
-        for version, puts in sorted(self.pending[key].items()):
-            state = seen.pop(version, None)
-            left_over = any(self._session_of[put].dead for put in puts.values())
-            for who, put in list(puts.items()):
-                if state is not None and who in (*state.committed, *state.writing):
-                    assert (who in state.committed) is put.committed
-                    continue
-                # Only what is left over of those that died, or put again, is thrown out, and only
-                # by one that puts to the same key.
-                assert putting
-                assert left_over or (explicit and who in putting)
-                del puts[who]
-            if not puts:
-                assert state is None
-                del self.pending[key][version]
+    def _throw_out(
+        self, key: str, there: dict[int, m.Pending], putting: list[Put], named: int
+    ) -> set[int]:
+        """Only what is left over of those that died, or put again, is thrown out, and only by one
+        that puts to the same versions. Those of which nothing is left may have become visible
+        instead, or be overtaken.
+        """
+        doubtful: set[int] = set()
+        for version, puts in self.pending[key].items():
+            if not putting or named not in (0, version):
                 continue
-            assert state is not None
-            assert {*state.committed, *state.writing} == set(puts)
+            dead = any(self._session_of[put].dead for put in puts.values())
+            ours = {put.line for put in puts.values()} & {put.line for put in putting}
+            again = any(put.who in puts for put in putting)
+            if not (dead and (named or ours)) and not (named and again):
+                continue
+            state = there.get(version)
+            if state is None:
+                doubtful.add(version)
+                continue
+            for who in set(puts) - {*state.committed, *state.writing}:
+                del puts[who]
+        return doubtful
+
+    def _become_visible(self, key: str, doubtful: Collection[int]) -> None:
+        """Every version that is whole now is the newest for a moment, one after the other; those
+        before it are not wanted any more. Of those that are kept we see what they are made of.
+        """
+        visible = self.visible[key]
+        base = visible[self.highest[key]] if visible else {}
+        layers: list[list[Put]] = []
+        fresh: dict[int, tuple[Snapshot, list[list[Put]]]] = {}
+        while (version := self._next_whole(key, doubtful)) is not None:
+            assert version > self.highest[key]
+            puts = self.pending[key][version]
+            assert all(put.version == version for put in puts.values())
+            if not _is_partial(puts):
+                base, layers = {}, []
+            done = [put for put in puts.values() if put.committed]
+            layers.append(done)
+            fresh[version] = base, list(layers)
+            self.pending[key] = {v: p for v, p in self.pending[key].items() if v > version}
+            self.highest[key] = version
+            self._is_dict[key] = done[0].group is not None
+            if done[0].group is not None:
+                self._keep[key] = KEEP[key]
+            visible[version] = {}
+            for old in list(visible)[: -self._keep[key]]:
+                del visible[old]
+        assert self.catalog.versions(key) == list(visible)
+        for version, (before, made) in fresh.items():
+            if version in visible:
+                visible[version] = read(self.controller, key, version)
+                check_made_of(visible[version], made, before)
+
+    def _next_whole(self, key: str, doubtful: Collection[int]) -> int | None:
+        """The first version on its way that all have put, and that waits for no older one."""
+        nobody_waits = True
+        for version, puts in sorted(self.pending[key].items()):
+            done = [put for put in puts.values() if put.committed]
+            group = next(iter(puts.values())).group
+            whole = not uncovered(list(puts.values()))
+            if group is not None:
+                whole &= len(done) == group.participants
+            if _is_partial(puts):
+                # The rest is that of the one right before it, unless nobody is left to finish that.
+                whole &= self.is_manifest(key) and nobody_waits
+            if whole:
+                return version
+            dead = all(self._session_of[put].dead for put in puts.values())
+            nobody_waits &= dead or version in doubtful
+        return None
+
+    def _compare_pending(self, key: str, there: dict[int, m.Pending]) -> None:
+        """The same versions are on their way, by the same participants, and the same is missing."""
+        assert set(there) == set(self.pending[key])
+        for version, puts in self.pending[key].items():
+            state = there[version]
+            assert set(state.committed) == {who for who, put in puts.items() if put.committed}
+            assert set(state.writing) == {who for who, put in puts.items() if not put.committed}
             missing = uncovered(list(puts.values()))
             assert {name for name, _, _ in state.missing} == {name for name, _ in missing}
             for name, offset, shape in state.missing:
                 assert any(n == name and b.contains(Box(offset, shape)) for n, b in missing)
-            group = next(iter(puts.values())).group
-            done = sum(put.committed for put in puts.values())
-            waits = group is not None and (
-                done < group.participants
-                or (_is_partial(puts) and not (self.is_manifest(key) and older_are_dead))
-            )
-            assert waits or missing, "it is whole, but not visible"
-            older_are_dead &= all(self._session_of[put].dead for put in puts.values())
-        assert not seen
 
     def is_manifest(self, key: str) -> bool:
-        return bool(self.visible[key]) and "paths" in self.visible[key][self.highest[key]]
+        return bool(self.visible[key]) and self._is_dict[key]
 
     def newest_of(self, name: str) -> int:
         """The newest version of a key, or of an entry; 0 if it has none."""

@@ -129,6 +129,73 @@ def test_a_partial_put_that_waits_in_vain_goes_with_the_next_version(store: Cont
     assert not pending(store)
 
 
+@pytest.mark.parametrize("keep", [1, 3])
+def test_partial_versions_that_become_whole_at_once_build_on_each_other(
+    store: Controller, keep: int
+) -> None:
+    """Also on one that nobody ever sees, because it is not kept."""
+    first, second = ranks(store)
+    alone = Rank(store, "", 1)
+    alone.put(tensor("a", 64), tensor("b", 64), tensor("c", 64), keep=keep, fill=1)
+    first.put(tensor("b", 65), obj("new"), partial=True, keep=keep, fill=2)
+    assert alone.put(tensor("c", 66), partial=True, keep=keep, fill=3) == 3
+    assert newest(store) == 1
+    assert second.put(partial=True, keep=keep) == 2
+    assert store.catalog.versions("k") == [1, 2, 3][-keep:]
+    one, two, three = b"\1" * 64, b"\2" * 65, b"\3" * 66
+    assert content(store) == {"a": one, "b": two, "c": three, "new": b"1"}
+    if keep > 1:
+        assert content(store, version=2) == {"a": one, "b": two, "c": one, "new": b"1"}
+
+
+def test_a_partial_version_builds_on_a_whole_one_that_overtook_what_it_waited_for(
+    store: Controller,
+) -> None:
+    first, alone = Rank(store, "0", 2), Rank(store, "", 1)
+    assert first.put(tensor("a", 64), tensor("only here", 64), fill=1) == 1
+    assert alone.put(tensor("b", 64), partial=True, version=4, fill=2) == 4
+    assert newest(store) == 0
+    assert alone.put(tensor("a", 65), tensor("b", 65), version=2, fill=3) == 2
+    assert newest(store) == 4
+    assert content(store) == {"a": b"\3" * 65, "b": b"\2" * 64}
+    assert not pending(store)
+
+
+def test_a_partial_version_does_not_wait_for_one_that_a_new_run_has_thrown_out(
+    store: Controller,
+) -> None:
+    """It is there when the put begins that threw it out, however long that takes."""
+    alone, everybody = Rank(store, "", 1), ranks(store, 3)
+    alone.put(tensor("a"), tensor("b", 64), fill=1)
+    for rank in everybody[:2]:
+        assert rank.put(tensor(f"w{rank.who}")) == 2
+    assert alone.put(tensor("b", 64), partial=True, fill=3) == 3
+    everybody[2].begin(tensor("w2"))  # it lives beside the first one
+    for rank in (everybody[0], everybody[2]):
+        rank.die()
+    assert newest(store) == 1  # the second one lives
+    everybody[2].again().begin(tensor("w2"), obj("x"))
+    assert newest(store) == 3
+    assert content(store) == {"a": b"\1" * 640, "b": b"\3" * 64}
+    assert pending(store) == [(4, [], ["2"])]
+
+
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_partial_version_does_not_wait_for_a_process_that_has_ended(
+    store: Controller, writing: bool, forked: bool
+) -> None:
+    """Also if a forked child of it still reads what it inherited, and keeps its session."""
+    alone, first = Rank(store, "", 1), Rank(store, "0", 2)
+    alone.put(tensor("a"), tensor("b", 64), fill=1)
+    (first.begin if writing else first.put)(tensor("a"))
+    assert alone.put(tensor("b", 64), partial=True, fill=3) == 3
+    assert newest(store) == 1
+    (store.end_session if forked else store.close_session)(first.session)
+    assert newest(store) == 3
+    assert content(store) == {"a": b"\1" * 640, "b": b"\3" * 64}
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_one_participant_may_put_all_of_its_entries_and_another_some(
     store: Controller, order: tuple[int, int]
@@ -209,6 +276,52 @@ def test_what_another_participant_still_puts_keeps_its_shape(store: Controller) 
                 first.put(piece(name, 0, 10, 20))
     assert first.put(piece("w", 0, 10, 10), tensor("v", 10), fill=1) == 1
     assert content(store) == {"v": b"\1" * 10, "w": b"\1" * 10}
+
+
+@pytest.mark.parametrize("how", ["given up", "put again", "died"])
+@pytest.mark.parametrize(
+    ("there", "other"),
+    [
+        (tensor("w", 10), tensor("w", 20)),
+        (tensor("w", 10), piece("w", 0, 20, 20)),
+        (tensor("w", 10), obj("w")),
+        (obj("w"), tensor("w", 10)),
+        (piece("w", 0, 10, 10), tensor("w", 20)),
+    ],
+)
+def test_a_shape_that_another_participant_relies_on_is_not_changed_by_who_stored_it(
+    store: Controller, there: m.PutItem, other: m.PutItem, how: str
+) -> None:
+    """The replica has put it, too, and was told that it is stored: it is that or nothing."""
+    first, second, third = ranks(store, 3)
+    begun = first.begin(there, tensor("more"), version=4, fill=1)
+    assert second.put(there, obj("own1"), version=4) == 4
+    if how == "put again":
+        first.commit(begun)
+    elif how == "given up":
+        first.abort(begun)
+    else:
+        first.die()
+        first = first.again()
+    with pytest.raises(LayoutMismatchError, match="another participant puts it as"):
+        first.put(other, version=4)
+    assert third.put(obj("own2"), version=4) == 4
+    assert newest(store) == 0
+    assert first.put(there, tensor("more"), version=4, fill=2) == 4
+    assert set(content(store)) == {"w", "more", "own1", "own2"}
+    assert len(content(store)["w"]) == there.nbytes
+
+
+def test_a_shape_is_free_when_all_who_relied_on_it_are_gone(store: Controller) -> None:
+    first, second, third = ranks(store, 3)
+    third.put(obj("own2"), version=4)
+    begun = first.begin(tensor("w", 10), version=4)
+    relies = second.begin(tensor("w", 10), tensor("mine"), version=4)
+    first.abort(begun)
+    second.abort(relies)
+    assert second.put(tensor("w", 20), version=4, fill=1) == 4
+    assert first.put(tensor("w", 20), version=4, fill=2) == 4
+    assert content(store)["w"] == b"\1" * 20
 
 
 # ---- tied entries, empty shards -----------------------------------------------------------

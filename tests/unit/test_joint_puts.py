@@ -59,6 +59,7 @@ class JointPuts(RuleBasedStateMachine):
         self.catalog = self.controller.catalog
         self.numbers = itertools.count(1)
         self.clients = [self.new_client() for _ in range(3)]
+        self.forked: list[Client] = []
         self.model = Model(self.controller)
         self.waits: list[tuple[Waiter, str, int, list[list[int]]]] = []
 
@@ -67,7 +68,7 @@ class JointPuts(RuleBasedStateMachine):
         if not hasattr(self, "controller"):
             return
         try:
-            for client in self.clients:
+            for client in self.clients + self.forked:
                 self.controller.close_session(client.record)
             self.controller.delete(KEYS, strict=False)
             assert not self.catalog.newest
@@ -95,9 +96,14 @@ class JointPuts(RuleBasedStateMachine):
     @precondition(lambda self: len(self.clients) > 1)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
+        """It may have a forked child, which still reads what is leased."""
         client = self.client(data)
         self.clients.remove(client)
-        self.controller.close_session(client.record)
+        if data.draw(st.booleans(), "forked"):
+            self.controller.end_session(client.record)
+            self.forked.append(client)
+        else:
+            self.controller.close_session(client.record)
         client.dead = True
         for puts in client.txns.values():
             self.model.taken_back(puts)
@@ -110,8 +116,7 @@ class JointPuts(RuleBasedStateMachine):
         key=st.sampled_from(["k", "k", "l"]),
         count=st.sampled_from([1, 2, 2, 2, 3]),
         layout=st.sampled_from(["rows", "rows", "columns", "whole"]),
-        # Partial ones that waited for the dead are beside the model: tests/api has them.
-        partial=st.just(False),
+        partial=st.sampled_from([False, False, True]),
     )
     def put_state_dict(
         self, data: st.DataObject, key: str, count: int, layout: str, partial: bool
@@ -130,6 +135,7 @@ class JointPuts(RuleBasedStateMachine):
         mates = self.model.mates("k", grouped=True) + self.model.mates("l", grouped=True)
         mate = data.draw(st.sampled_from(mates), "mate")
         count, layout, partial = mate.like
+        partial = data.draw(st.sampled_from([partial, partial, not partial]), "partial")
         there = self.model.pending[mate.key][mate.version]
         index = data.draw(st.sampled_from([i for i in range(count) if str(i) not in there] or [0]))
         version = data.draw(st.sampled_from([0, 0, mate.version]), "version")
@@ -236,13 +242,13 @@ class JointPuts(RuleBasedStateMachine):
             self.refused(error, request, puts)
             return
         except (LayoutMismatchError, StoreFullError):
-            self.model.reconcile(putting=puts, explicit=bool(request.version))
+            self.model.reconcile(putting=puts, version=request.version)
             return
         if grants is None:
             for put in puts:
                 self.model.enters(client, put, versions[put.at], request)
             self.model.commits(puts, versions)
-            self.model.reconcile(putting=puts, explicit=bool(request.version))
+            self.model.reconcile(putting=puts, version=request.version)
             return
         for item, grant in zip(asked, grants, strict=True):
             if grant is None:
@@ -255,7 +261,7 @@ class JointPuts(RuleBasedStateMachine):
         results = client.record.txns[txn].results
         for put in puts:
             self.model.enters(client, put, results[put.at].version, request)
-        self.model.reconcile(putting=puts, explicit=bool(request.version))
+        self.model.reconcile(putting=puts, version=request.version)
         if how == "placed":
             self.commit_txn(client, txn)
 
@@ -275,7 +281,7 @@ class JointPuts(RuleBasedStateMachine):
             assert request.group is not None
             assert request.group.partial
             assert not self.model.is_manifest(keys[0])
-        self.model.reconcile(putting=puts, explicit=bool(request.version))
+        self.model.reconcile(putting=puts, version=request.version)
 
     @precondition(lambda self: any(client.txns for client in self.clients))
     @rule(data=st.data())
@@ -382,7 +388,7 @@ class JointPuts(RuleBasedStateMachine):
         for key in KEYS:
             for version, snapshot in self.model.visible[key].items():
                 assert read(self.controller, key, version) == snapshot
-        for client in self.clients:
+        for client in self.clients + self.forked:
             for held in client.leases.values():
                 assert all(self.peek(grant, len(seen)) == seen for grant, seen in held)
 

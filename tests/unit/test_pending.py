@@ -237,6 +237,56 @@ def test_a_version_begun_too_far_ahead_drops_the_oldest(store: Controller) -> No
     assert (newest(store), numbers(store)) == (25, {25})
 
 
+def test_partial_versions_that_wait_are_dropped_only_for_what_others_bring_too(
+    store: Controller,
+) -> None:
+    """Each alone is all that its participant puts: what nobody else brings would be lost."""
+    alone, slow = Rank(store, "", 1), Rank(store, "0", 2)
+    alone.put(tensor("a", 64), tensor("b", 64), fill=1)
+    slow.put(tensor("w", 64))
+    for number in range(1, 41):
+        names = ["a", f"new{number}"] if number % 10 == 0 else ["a"]
+        alone.put(*(tensor(name, 64) for name in names), partial=True, fill=number)
+    assert newest(store) == 1
+    assert len(pending(store)) <= 1 + 16 + 3
+    slow.die()
+    got = content(store)
+    assert {name: data[0] for name, data in got.items()} == {
+        "a": 40,
+        "b": 1,
+        "new10": 10,
+        "new20": 20,
+        "new30": 30,
+        "new40": 40,
+    }
+
+
+def test_a_partial_version_that_waits_for_its_base_makes_no_room_for_others(
+    store: Controller,
+) -> None:
+    """Who put it may have left: it waits for nothing but the one that somebody is writing."""
+    alone, other = Rank(store, "", 1), Rank(store, "", 1)
+    whole = alone.begin(tensor("a", 64), tensor("b", 64), fill=1)
+    assert other.put(tensor("b", 640), partial=True, fill=2) == 2
+    other.die()
+    with pytest.raises(StoreFullError):
+        Rank(store).put(tensor("plain", 65_500))
+    assert alone.commit(whole) == 1
+    assert content(store) == {"a": b"\1" * 64, "b": b"\2" * 640}
+
+
+def test_a_partial_version_whose_base_was_given_up_makes_room_for_others(
+    store: Controller,
+) -> None:
+    alone, other = Rank(store, "", 1), Rank(store, "", 1)
+    whole = alone.begin(tensor("a", 64))
+    other.put(tensor("b", 640), partial=True)
+    other.die()
+    alone.abort(whole)
+    assert Rank(store).put(tensor("plain", 65_500)) == 1
+    assert not pending(store)
+
+
 def test_a_put_that_fails_does_not_keep_others_from_becoming_whole(store: Controller) -> None:
     """A partial version waits for what is older; here a put that finds no room drops that."""
     alone, (first, _) = Rank(store, "", 1), ranks(store)

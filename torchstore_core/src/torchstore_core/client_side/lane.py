@@ -111,7 +111,8 @@ async def handshake(
             if not accepted:
                 raise StoreTimeoutError(
                     f"the server at {address} did not accept a connection within "
-                    f"{in_seconds(timeout)}: it is stopped, or busy, and more clients wait than its queue holds"
+                    f"{in_seconds(timeout)}: it is stopped, or busy, and more clients wait than "
+                    "its queue holds"
                 ) from error
             raise StoreTimeoutError(
                 f"no answer from {address} within {in_seconds(timeout)}"

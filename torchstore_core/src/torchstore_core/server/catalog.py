@@ -42,6 +42,8 @@ class Catalog:
     Attributes:
         newest: the newest whole version of every key.
         groups: what else there is of keys that several puts make, or that keep old versions.
+        unsettled: whether a version on its way was dropped to make room for a put; partial ones
+            that waited for it are finished by :meth:`settle`.
     """
 
     def __init__(self, sessions: Mapping[bytes, SessionRecord]) -> None:
@@ -50,6 +52,7 @@ class Catalog:
         self._order = KeyOrder()  # of the newest
         self._dicts = KeyOrder()  # of those that are state dicts
         self.groups: dict[str, Group] = {}
+        self.unsettled = False
         # A key that is put again after a delete goes on above its last version, so no (key,
         # version) is ever used twice. The last versions of the latest deleted keys are remembered;
         # keys that are not go on above the highest version that was forgotten.
@@ -241,6 +244,7 @@ class Catalog:
         """
         group = self.groups.get(key) or Group()
         line = group.line(layout)
+        waiting = len(group.pending)
         living = self._sessions.values()
         generation: Generation | None = None
         if not version:
@@ -270,16 +274,14 @@ class Catalog:
             version = version or max(self._next_version(key), line.next_version())
             generation = Generation(line, version, participants, publication)
             group.trim(line, dead)
+        self.unsettled |= len(group.pending) < waiting
         if publication is not None and publication.partial:
             self._check_base(key, version)
         return Slot(key, who, line, version, generation)
 
     def _check_base(self, key: str, version: int) -> None:
-        """There is a state dict that a partial put can be based on, or one is on its way."""
-        group = self.groups.get(key)
-        earlier = [] if group is None else [g for v, g in group.pending.items() if v < version]
-        coming = any(g.publication is not None and not g.is_partial for g in earlier)
-        if coming or type(self.newest.get(key)) is Manifest:
+        """Raises KeyNotFoundError if there is nothing that a partial put can be based on."""
+        if self._has_base(key, version):
             return
         raise KeyNotFoundError(
             f"a partial put of {key!r} takes the other entries from the version before, and there "
@@ -287,6 +289,14 @@ class Catalog:
             key=key,
             details={"missing": [key]},
         )
+
+    def _has_base(self, key: str, version: int) -> bool:
+        """Whether a state dict is there, or on its way, that a partial version can build on."""
+        if type(self.newest.get(key)) is Manifest:
+            return True
+        group = self.groups.get(key)
+        earlier = [] if group is None else [g for v, g in group.pending.items() if v < version]
+        return any(g.publication is not None and not g.is_partial for g in earlier)
 
     def _next_version_at_least(self, key: str) -> int:
         """The lowest version that a put may ask for."""
@@ -335,10 +345,12 @@ class Catalog:
 
     def _is_ready(self, key: str, generation: Generation) -> bool:
         """Whether it is whole; and if it is partial, whether the version before it is decided."""
-        if not generation.is_whole(self.newest.get(key)):
+        if not generation.is_complete:
             return False
         if not generation.is_partial:
             return True
+        if type(self.newest.get(key)) is not Manifest:
+            return False
         pending = self.groups[key].pending.items()
         return not any(older.is_alive for v, older in pending if v < generation.version)
 
@@ -353,7 +365,10 @@ class Catalog:
         return finished
 
     def settle(self, dead: list[Value]) -> list[str]:
-        """Somebody gave up or died; the keys of which that made a new newest version."""
+        """Somebody gave up or died, or versions on their way were dropped; the keys of which that
+        made a new newest version.
+        """
+        self.unsettled = False
         return [
             key for key, group in self.groups.items() if group.pending and self._settle(key, dead)
         ]
@@ -374,10 +389,11 @@ class Catalog:
             for version, old in group.pending.items():
                 if old in kept or old.is_written or (old.is_alive and key not in keys):
                     continue
-                if old.is_whole(self.newest.get(key)):  # a partial one: its time will come
+                if old.is_complete and self._has_base(key, version):  # its time will come
                     continue
                 del group.pending[version]
                 old.discard(dead)
+                self.unsettled = True
                 return True
         return False
 

@@ -102,9 +102,15 @@ class Controller:
         """Undo everything the session had open."""
         if self.sessions.pop(session.token, None) is None:
             return
+        self.end_session(session)
+        self.release(session, list(session.leases), [])
+
+    def end_session(self, session: SessionRecord) -> None:
+        """Its process has ended, or leaves: nobody commits what it was putting, or puts the rest of
+        what it has put. What it has mapped may still be read, by a forked child.
+        """
         session.end()
         self.abort(session, list(session.txns))
-        self.release(session, list(session.leases), [])
         self._settle()
 
     def _settle(self) -> None:
@@ -169,6 +175,8 @@ class Controller:
             self._settle()  # it may have thrown out what others waited for
             raise
         txn = put.enter(values, granted)
+        if self.catalog.unsettled:
+            self._settle()
         grants = put.grants(values)
         if grants is None:
             return self._finish(txn), None

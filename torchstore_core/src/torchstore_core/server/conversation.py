@@ -105,9 +105,8 @@ class Conversation:
         """
         session = self._session
         if session is not None:
-            session.end()
             self._server.died(session)
-            self._server.controller.abort(session, list(session.txns))
+            self._server.controller.end_session(session)
             if session.facts.role:  # it reads nothing, so its forked children do not, either
                 self._server.controller.close_session(session)
 

@@ -58,6 +58,7 @@ class Generation:
         "lost",
         "participants",
         "publication",
+        "relied",
         "version",
     )
 
@@ -70,6 +71,8 @@ class Generation:
         self.publication = publication
         self.entries: dict[str, Value | Shards] = {}
         self.contributions: dict[str, Contribution] = {}
+        # What entries are that nobody stores any more, but some have put, too, and rely on.
+        self.relied: dict[str, ValueMeta] = {}
         self.dropped = False
         self.lost = ""  # why, if what was committed of it is gone
 
@@ -80,16 +83,18 @@ class Generation:
             LayoutMismatchError: somebody puts the entry with another shape, dtype or element size.
         """
         entry = self.entries.get(name)
+        there = self.relied.get(name) if entry is None else entry.meta
+        if there is None:
+            return False
+        if there != meta and (isinstance(meta, TensorMeta) or isinstance(there, TensorMeta)):
+            key = name if entry is None else name or entry.key
+            raise LayoutMismatchError(
+                f"version {self.version}: {key!r} comes as {_words(meta)}, but another participant "
+                f"puts it as {_words(there)}",
+                key=key,
+            )
         if entry is None:
             return False
-        if entry.meta != meta and (
-            isinstance(meta, TensorMeta) or isinstance(entry.meta, TensorMeta)
-        ):
-            raise LayoutMismatchError(
-                f"version {self.version}: {name or entry.key!r} comes as {_words(meta)}, but "
-                f"another participant puts it as {_words(entry.meta)}",
-                key=name or entry.key,
-            )
         if type(entry) is Value:
             return True
         if box is None:
@@ -131,22 +136,29 @@ class Generation:
         """Take a contribution out again."""
         if self.contributions.get(contribution.who) is contribution:
             del self.contributions[contribution.who]
-        names = dict.fromkeys(contribution.others)
+        names = dict.fromkeys([*contribution.others, *(name for name, _ in contribution.items)])
         for name, value in contribution.items:
             entry = self.entries.get(name)
             if entry is value:
                 del self.entries[name]
             elif type(entry) is Shards and value.box is not None:
                 entry.parts.pop(value.box, None)
-                names[name] = None
             drop(value, dead)
         contribution.items.clear()
+        self._forget(names)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Somebody does not put these entries any more, who maybe was the only one."""
+        others = [c.others for c in self.contributions.values() if c.others]
         for name in names:
-            entry = self.entries.get(name)
-            if type(entry) is not Shards or entry.parts:
+            self.relied.pop(name, None)
+            if name in self.entries and not self._is_bare(name):
                 continue
-            if not any(name in other.others for other in self.contributions.values()):
-                del self.entries[name]
+            meta = next((some[name] for some in others if name in some), None)
+            if meta is None:
+                self.entries.pop(name, None)
+            elif name not in self.entries:
+                self.relied[name] = meta
 
     def discard(self, dead: list[Value]) -> None:
         """Drop it. Contributions that are still being written end by themselves."""
@@ -156,12 +168,11 @@ class Generation:
                 for _, value in contribution.items:
                     drop(value, dead)
 
-    def is_whole(self, base: Stored | None) -> bool:
-        """Whether all participants are done and the committed boxes cover every tensor; and if it
-        is partial, whether ``base``, the version before, has the rest.
+    @property
+    def is_complete(self) -> bool:
+        """Whether all participants are done and the committed boxes cover every tensor. If it is
+        partial, it also needs the version before it to be whole.
         """
-        if self.is_partial and type(base) is not Manifest:
-            return False
         done = sum(c.committed for c in self.contributions.values())
         if done < self.participants:
             return False
@@ -192,6 +203,13 @@ class Generation:
         """Whether a participant leaves some of its entries to the version before."""
         return any(c.partial for c in self.contributions.values())
 
+    @property
+    def names(self) -> Iterable[str]:
+        """The entries that it brings."""
+        yield from self.entries
+        for contribution in self.contributions.values():
+            yield from contribution.aliases
+
     def missing(self) -> Iterable[tuple[str, Box]]:
         """The boxes that nobody has committed, by name."""
         for name, meta, ready in self._incomplete():
@@ -209,13 +227,9 @@ class Generation:
                     yield name, entry.meta, ready
             elif not entry.created:
                 yield name, entry.meta, ()
-        lost: dict[str, ValueMeta] = {}  # who was to store them gave up
-        for contribution in self.contributions.values():
-            if contribution.others:
-                others = contribution.others.items()
-                lost |= {name: meta for name, meta in others if name not in self.entries}
-        for name, meta in lost.items():
-            yield name, meta, ()
+        for name, meta in self.relied.items():
+            if name not in self.entries:
+                yield name, meta, ()
 
     def _tied_and_empty(self) -> dict[str, str]:
         """Entries of which there are only empty shards: who has some says what they are tied to."""
@@ -436,11 +450,13 @@ class Group:
 
     def trim(self, line: Line, dead: list[Value]) -> None:
         """A participant that is far ahead begins one more: the oldest that nobody is writing, of
-        very many, will not be waited for.
+        very many, will not be waited for. Partial ones that are complete stay for what they alone
+        bring.
         """
         waiting = [g for g in self.pending.values() if g.line is line and not g.is_written]
-        for old in waiting[: -_MAX_PENDING + 1]:
-            self.pending.pop(old.version).discard(dead)
+        for at, old in enumerate(waiting[: -_MAX_PENDING + 1], 1):
+            if not _brings_more(old, waiting[at:]):
+                self.pending.pop(old.version).discard(dead)
 
     def shelve(self, old: Stored | None, dead: list[Value]) -> None:
         """Put the version that was the newest aside, as far as ``keep`` goes."""
@@ -448,6 +464,14 @@ class Group:
             self.history[old.version] = old
         while len(self.history) > self.keep - 1:
             disown(self.history.pop(min(self.history)), dead)
+
+
+def _brings_more(old: Generation, later: Iterable[Generation]) -> bool:
+    """Whether what is put is lost if ``old`` is dropped: those after it do not bring all of it."""
+    if not old.is_partial or not old.is_complete:
+        return False
+    later_names = {name for one in later if one.is_complete for name in one.names}
+    return not later_names.issuperset(old.names)
 
 
 def _left_over(
