@@ -283,6 +283,7 @@ def test_everything_works_while_the_interpreter_ends() -> None:
 
         class Owner: ...
 
+        os.environ.pop("TORCHSTORE_ADDRESS", None)  # of a store of other tests
         owner = Owner()
         where = ts.initialize(**{SMALL!r}).address
         weakref.finalize(owner, ts.shutdown)

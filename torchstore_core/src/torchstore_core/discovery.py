@@ -11,6 +11,7 @@ from torchstore_core import topology
 from torchstore_core.client_side.lane import client_facts, handshake
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.server.directories import CONTROL, runtime_directory
+from torchstore_core.timeouts import check_timeout
 
 __all__ = ["ANSWER_S", "RunningStore", "probe", "stores"]
 
@@ -52,8 +53,9 @@ async def stores(*, timeout: float | None = ANSWER_S) -> list[RunningStore]:
             is of another protocol version, is in the list, with its ``error``.
 
     Raises:
-        ConfigurationError: the directory is not safe to use.
+        ConfigurationError: the directory is not safe to use, or ``timeout`` is no time.
     """
+    timeout = check_timeout(timeout)
     sockets = sorted(runtime_directory().glob(f"*/{CONTROL}"))
     found = await asyncio.gather(*(probe(f"unix:{path}", timeout) for path in sockets))
     return [store for store in found if store is not None]
