@@ -169,12 +169,13 @@ class JointPuts(RuleBasedStateMachine):
         put = Put(next(self.numbers), key, str(index), count, group)
         put.like = count, layout, partial
         names = ["w", "v", "all", "some", f"own{index}", "tied"]
-        few = st.sets(st.sampled_from(names), max_size=4 if partial else 1)
-        left_out = data.draw(few) if data.draw(st.booleans(), "leaves out") else set()
+        if partial:
+            few = data.draw(st.sets(st.sampled_from(names), max_size=4))
+            names = [name for name in names if name in few]
+        elif data.draw(st.booleans(), "leaves one out"):
+            names.remove(data.draw(st.sampled_from(names)))
         other = data.draw(st.integers(0, 19), "shape") == 19
-        items = state_dict(
-            put, [n for n in names if n not in left_out], layout, index, count, other
-        )
+        items = state_dict(put, names, layout, index, count, other)
         version = self.version(data, key) if version is None else version
         self.send(data, m.Put(1, 0, items, version, group), [put])
 
