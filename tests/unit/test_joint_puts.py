@@ -52,8 +52,10 @@ MIXED = st.sampled_from(["l", "l", "l", "k"])
 class JointPuts(RuleBasedStateMachine):
     """Requests of several clients in any order."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(mixed=st.booleans())
+    def start(self, mixed: bool) -> None:
+        """In half of the runs there are only state dicts, so that partial ones find a base."""
+        self.mixed = mixed
         self.opened = volumes(1 << 18, 1 << 18)  # enough for all
         self.controller = Controller(self.opened.__enter__(), Strategy(), prefault=False)
         self.catalog = self.controller.catalog
@@ -126,6 +128,18 @@ class JointPuts(RuleBasedStateMachine):
             partial = partial and data.draw(st.integers(0, 3), "no base") == 0
         self.publish(data, key, index, count, layout, partial)
 
+    @precondition(lambda self: any(map(self.model.is_manifest, KEYS)))
+    @rule(
+        data=st.data(),
+        count=st.sampled_from([1, 1, 1, 2]),
+        layout=st.sampled_from(["rows", "whole"]),
+    )
+    def put_some_entries(self, data: st.DataObject, count: int, layout: str) -> None:
+        """Somebody changes a part of a state dict that is there."""
+        key = data.draw(st.sampled_from([key for key in KEYS if self.model.is_manifest(key)]))
+        index = data.draw(st.integers(0, count - 1), "participant")
+        self.publish(data, key, index, count, layout, partial=True)
+
     @precondition(
         lambda self: self.model.mates("k", grouped=True) + self.model.mates("l", grouped=True)
     )
@@ -155,15 +169,17 @@ class JointPuts(RuleBasedStateMachine):
         put = Put(next(self.numbers), key, str(index), count, group)
         put.like = count, layout, partial
         names = ["w", "v", "all", "some", f"own{index}", "tied"]
-        few = st.sets(st.sampled_from(names), max_size=4 if partial else 1)
-        left_out = data.draw(few) if data.draw(st.booleans(), "leaves out") else set()
+        if partial:
+            few = data.draw(st.sets(st.sampled_from(names), max_size=4))
+            names = [name for name in names if name in few]
+        elif data.draw(st.booleans(), "leaves one out"):
+            names.remove(data.draw(st.sampled_from(names)))
         other = data.draw(st.integers(0, 19), "shape") == 19
-        items = state_dict(
-            put, [n for n in names if n not in left_out], layout, index, count, other
-        )
+        items = state_dict(put, names, layout, index, count, other)
         version = self.version(data, key) if version is None else version
         self.send(data, m.Put(1, 0, items, version, group), [put])
 
+    @precondition(lambda self: self.mixed)
     @rule(
         data=st.data(),
         keys=st.sampled_from([("l",), ("l",), ("l",), ("k", "l")]),
@@ -211,6 +227,7 @@ class JointPuts(RuleBasedStateMachine):
             items += made
         self.send(data, m.Put(1, 0, items, version), puts)
 
+    @precondition(lambda self: self.mixed)
     @rule(data=st.data(), key=MIXED, explicit=st.booleans())
     def put_plain(self, data: st.DataObject, key: str, explicit: bool) -> None:
         """A value that needs nobody else; also one that says which version it is to be."""
@@ -304,6 +321,7 @@ class JointPuts(RuleBasedStateMachine):
             self.model.taken_back(client.txns.pop(txn))
         self.model.reconcile()
 
+    @precondition(lambda self: self.mixed)
     @rule(key=MIXED, strict=st.booleans())
     def delete(self, key: str, strict: bool) -> None:
         there = bool(self.model.visible[key] or self.model.pending[key])
