@@ -1,4 +1,4 @@
-# make demo · make test · make check · make bench · make soak · make clean
+# make demo · make test · make test-all · make check · make bench · make soak · make clean
 # Every target sets itself up: all it takes is Python >= 3.11 (with venv); a C compiler is optional.
 
 PYTHON ?= python3
@@ -20,15 +20,16 @@ BENCH_ARGS  ?=
 TEST_PROCESSES ?= 3
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format bench soak clean
+.PHONY: help setup demo test test-all check format bench soak clean
 
 help:
 	@echo "make setup   create $(VENV) with everything the other targets need"
 	@echo "make demo    trainers and generators: one process each, then FSDP2 to tensor parallel"
 	@echo "make check   ruff and mypy --strict"
 	@echo "make format  let ruff format and fix what it can"
-	@echo "make test    check, then the tests (PYTEST_ARGS=...)"
-	@echo "make soak    the long tests"
+	@echo "make test    check, then the tests of every feature, some minutes (PYTEST_ARGS=...)"
+	@echo "make test-all  check, then all tests: every runtime, faults, examples (PYTEST_ARGS=...)"
+	@echo "make soak    the tests that run for long"
 	@echo "make bench   the benchmarks (BENCH_ARGS=...)"
 	@echo "make clean   remove everything that was built"
 
@@ -65,6 +66,9 @@ format: $(STAMP)
 
 # Tests of one file stay in one process, those that make it part of a Monarch job come last.
 test: check
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not soak and not thorough" $(PYTEST_ARGS)
+
+test-all: check
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 soak: $(STAMP)

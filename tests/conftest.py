@@ -22,6 +22,7 @@ for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
     os.environ.pop(_name, None)
 
 _API = Path(__file__).parent / "api"
+_QUICK = {_API, _API.parent / "unit", _API.parent / "cli"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,12 +50,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Monarch last: once it runs, a process is part of a job, which changes the default. Before
     that, and among its tests, the files that take long before those of many short tests, so that
     all processes of the tests are busy to the end.
     """
     items.sort(key=lambda item: (_is_monarch(item.nodeid), "tests/api" in item.nodeid))
+    for item in items:
+        if not _is_quick(item):
+            item.add_marker("thorough")
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    """Whether `make test` runs it, too: the public API on one runtime, and all that takes neither
+    jobs nor processes; of the other folders what has the mark ``quick``.
+    """
+    folder = item.path.parent
+    if folder in _QUICK:
+        callspec = getattr(item, "callspec", None)
+        return callspec is None or callspec.params.get("runtime", "local") == "local"
+    return item.get_closest_marker("quick") is not None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -246,6 +246,7 @@ async def test_a_tensor_is_there_when_the_last_rank_has_put(jobs: Jobs, key: str
     assert same(await ts.get(key), second.full())
 
 
+@pytest.mark.quick
 @SHAPES
 @pytest.mark.parametrize("layout", [ROWS, COPIES], ids=["shards", "replicas"])
 async def test_a_state_dict_is_there_when_the_last_rank_has_put(

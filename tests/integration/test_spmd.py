@@ -134,6 +134,7 @@ async def test_a_killed_rank_does_not_take_the_store_along(killed: int) -> None:
         await until(lambda: nothing_left(server))
 
 
+@pytest.mark.quick
 async def test_a_store_ends_when_all_ranks_end_without_shutdown() -> None:
     with job("end_without_shutdown") as ranks:
         said = await ranks.end()

@@ -35,6 +35,7 @@ async def _ring(neighbour: int) -> list[int]:
     return got.tolist()
 
 
+@pytest.mark.quick
 async def test_a_put_in_one_actor_is_a_get_in_all_others(job_store: Job) -> None:
     await asyncio.gather(
         *(job_store.at(i, acts.put, f"ring/{i}", torch.tensor([i, i])) for i in (0, 1)),

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from multiprocessing.connection import Connection
 
+import pytest
 import torch
 from tests.reliability import children
 from tests.reliability.harness import (
@@ -113,6 +114,7 @@ async def test_tensors_that_the_parent_keeps_stay_leased_when_the_child_ends():
         assert children.uniform(held) == 7
 
 
+@pytest.mark.quick
 async def test_inherited_tensors_outlive_a_killed_parent():
     async with running_store(capacity=4 * VALUE) as client:
         await ts.put("a", full_of(7))

@@ -30,6 +30,7 @@ def full_of(number: int) -> torch.Tensor:
     return torch.full((SIDE, SIDE), number, dtype=torch.uint8)
 
 
+@pytest.mark.quick
 async def test_a_put_that_is_killed_never_happened(address: str):
     chance = random.Random(7)
     keys = ["a", "b"]

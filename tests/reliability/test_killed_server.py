@@ -52,6 +52,7 @@ CALLS: dict[str, Callable[[], Awaitable[Any]]] = {
 }
 
 
+@pytest.mark.quick
 async def test_every_call_that_waits_fails_at_once():
     async with running_store() as client:
         await ts.put_batch({"small": 1, "large": torch.ones(MB)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import pytest
 from tests.reliability import children
 from tests.reliability.harness import MB, Child
 from tests.support import until
@@ -16,6 +17,7 @@ SECONDS = 5.0
 MIN_READS = 10
 
 
+@pytest.mark.quick
 async def test_readers_see_whole_versions_in_order():
     # Six versions can be alive: the newest, one being written, one leased by each reader; and a
     # zero-copy reader holds two for a moment.
