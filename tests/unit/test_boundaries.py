@@ -264,8 +264,12 @@ def test_only_one_module_listens(path: Path) -> None:
 
 
 #: Functions of the client that may look at an address: the one that gives it to be moved from or
-#: to, with its checks; what comes after it; and those that only compare addresses.
-MAY_ASK_FOR_ADDRESSES = {"address_of", "rows_of", "_pinned_parts"} | {
+#: to, with its checks; what comes after it; what asks for that of a tensor which it has made, or
+#: which was looked at in the same turn; and those that only compare addresses.
+MAY_ASK_FOR_ADDRESSES = {
+    *("address_of", "check_destination"),
+    *("rows_of", "_pinned_parts"),
+    *("_address", "inline_bytes"),
     *("find", "memory_of", "__init__", "from_bytes"),
 }
 

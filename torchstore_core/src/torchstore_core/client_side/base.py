@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchstore_core.client_side.clock import Clock
-from torchstore_core.client_side.session import Use
+from torchstore_core.client_side.lane import Lane
+from torchstore_core.client_side.session import Session
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.timeouts import check_timeout
 from torchstore_core.wire import messages as m
@@ -47,24 +48,26 @@ class ClientBase:
         """The store's name."""
         return self._membership.store_name
 
-    def _here(self) -> Use | None:
+    def _here(self, clock: Clock) -> tuple[Session, Lane] | None:
         """Session and lane if both are open: the path of every call but the first."""
         session = self._membership.session_here()
         lane = None if session is None else session.lane_here()
-        return None if session is None or lane is None else session.use(lane)
+        if session is None or lane is None or not clock.uses(session):
+            return None
+        return session, lane
 
-    async def _join(self, clock: Clock) -> Use:
+    async def _join(self, clock: Clock) -> tuple[Session, Lane]:
         while True:
             session = await self._membership.session(clock.left())
             clock.joined()
             try:
-                use = session.use(await session.lane(clock.left()))
+                lane = await session.lane(clock.left())
             except StoreClosedError:
                 if not session.retired:
                     raise
-                use = None
-            if use is not None:
-                return use
+            else:
+                if clock.uses(session):
+                    return session, lane
             # It was reset meanwhile. Nothing has been sent: on, with the next one.
 
     def _watch(self, name: str, timeout: float | None, key: object = "") -> Clock:
@@ -73,6 +76,6 @@ class ClientBase:
         return Clock(timeout, name, key, self._membership)
 
     async def _call(self, clock: Clock, expect: type[R], message: type[Any], *args: Any) -> R:
-        with self._here() or await self._join(clock) as (_, lane):
-            request = message(lane.next_id(), *args)
-            return await lane.call(request, expect, clock.left(), quick=clock.name in _QUICK)
+        _, lane = self._here(clock) or await self._join(clock)
+        request = message(lane.next_id(), *args)
+        return await lane.call(request, expect, clock.left(), quick=clock.name in _QUICK)

@@ -136,8 +136,12 @@ class Client(KeyOperations):
         versions: list[int] = []
         if sources:
             nbytes = sum([source.nbytes for source in sources])
-            with self._here() or await self._join(clock) as (session, lane):
-                versions = await put_sources(session, lane, sources, nbytes, clock, version=exact)
+            here = self._here(clock)
+            if here is None:
+                here = await self._join(clock)
+                writing.look_again(sources)
+            session, lane = here
+            versions = await put_sources(session, lane, sources, nbytes, clock, version=exact)
         if counts is not None:
             each = iter(versions)  # one for each shard
             versions = [max([next(each) for _ in range(count)], default=0) for count in counts]
@@ -154,11 +158,11 @@ class Client(KeyOperations):
     ) -> ObjectRef:
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version)
-        with self._here() or await self._join(clock) as (session, lane):
-            planned = state_dicts.plan_put(
-                value, writing.check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
-            )
-            return await _publish(session, lane, key, planned, clock, exact)
+        session, lane = self._here(clock) or await self._join(clock)
+        planned = state_dicts.plan_put(
+            value, writing.check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
+        )
+        return await _publish(session, lane, key, planned, clock, exact)
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -241,25 +245,25 @@ class Client(KeyOperations):
         dicts: list[tuple[int, int, StateDictMeta]] = []
         asked = [asks_of(want) for want in wants]
         asks = [ask for parts in asked for ask in parts]
-        with self._here() or await self._join(clock) as (session, lane):
-            result, entries = await get_asks(session, lane, asks, clock, pickle_too)
-            if asked[0]:
-                clock.version = entries[0].version
-            at = 0
-            for want, parts in zip(wants, asked, strict=True):
-                if parts and type(meta := entries[at].meta) is StateDictMeta:
-                    dicts.append((len(values), entries[at].version, meta))
-                # The very tensor that was given (a read writes into a detached alias of it).
-                values.append(result.values[at] if want.tensor is None else want.tensor)
-                at += len(parts)
-            for at, version, meta in dicts:
-                fetched = await _get_dict(session, lane, wants[at], version, clock, pickle_too)
-                if at == 0:
-                    clock.version = fetched.version
-                found = fetched.state_dict
-                if meta.packed:
-                    found = await clock.within(packed.pack(found, allow_pickle=pickle_too))
-                values[at] = found
+        session, lane = self._here(clock) or await self._join(clock)
+        result, entries = await get_asks(session, lane, asks, clock, pickle_too)
+        if asked[0]:
+            clock.version = entries[0].version
+        at = 0
+        for want, parts in zip(wants, asked, strict=True):
+            if parts and type(meta := entries[at].meta) is StateDictMeta:
+                dicts.append((len(values), entries[at].version, meta))
+            # The very tensor that was given (a read writes into a detached alias of it).
+            values.append(result.values[at] if want.tensor is None else want.tensor)
+            at += len(parts)
+        for at, version, meta in dicts:
+            fetched = await _get_dict(session, lane, wants[at], version, clock, pickle_too)
+            if at == 0:
+                clock.version = fetched.version
+            found = fetched.state_dict
+            if meta.packed:
+                found = await clock.within(packed.pack(found, allow_pickle=pickle_too))
+            values[at] = found
         return values
 
     # ---- state dicts ----------------------------------------------------------------------
@@ -313,34 +317,34 @@ class Client(KeyOperations):
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         with self._watch("put_state_dict", timeout, key) as clock:
             clock.version = exact = check_version(version)
-            with self._here() or await self._join(clock) as (session, lane):
-                planned = state_dicts.plan_put(
-                    state_dict,
-                    writing.check_key(key),
-                    participants=participants,
-                    participant=participant,
-                    transfer_dtype=transfer_dtype,
-                    partial=partial,
-                    keep=keep,
-                    anonymous=session.anonymous,
-                    allow_pickle=pickle_too,
-                )
-                sources, group = planned
-                clock.entries = len(sources)
-                if blocking:
-                    return await _publish(session, lane, key, planned, clock, exact)
-                nbytes = sum([source.nbytes for source in sources])
-                if group is None or nbytes <= session.inline_max():
-                    ref = await _publish(session, lane, key, planned, clock, exact)
-                    return PendingPut.finished(ref)
-                putting = Putting(session, lane, sources, clock, exact, group)
-                try:
-                    await putting.begin()
-                    await putting.write()
-                except BaseException:
-                    putting.__exit__()
-                    raise
-                return PendingPut(key, putting)
+            session, lane = self._here(clock) or await self._join(clock)
+            planned = state_dicts.plan_put(
+                state_dict,
+                writing.check_key(key),
+                participants=participants,
+                participant=participant,
+                transfer_dtype=transfer_dtype,
+                partial=partial,
+                keep=keep,
+                anonymous=session.anonymous,
+                allow_pickle=pickle_too,
+            )
+            sources, group = planned
+            clock.entries = len(sources)
+            if blocking:
+                return await _publish(session, lane, key, planned, clock, exact)
+            nbytes = sum([source.nbytes for source in sources])
+            if group is None or nbytes <= session.inline_max():
+                ref = await _publish(session, lane, key, planned, clock, exact)
+                return PendingPut.finished(ref)
+            putting = Putting(session, lane, sources, clock, exact, group)
+            try:
+                await putting.begin()
+                await putting.write()
+            except BaseException:
+                putting.__exit__()
+                raise
+            return PendingPut(key, putting)
 
     async def get_state_dict(
         self,
@@ -387,8 +391,8 @@ class Client(KeyOperations):
             if min_version is not None:
                 await self._wait([key], min_version, clock)
             how = state_dicts.Filling(strict, cast, report, pickle_too)
-            with self._here() or await self._join(clock) as (session, lane):
-                result = await state_dicts.fetch(session, lane, key, exact, wanted, clock, how)
+            session, lane = self._here(clock) or await self._join(clock)
+            result = await state_dicts.fetch(session, lane, key, exact, wanted, clock, how)
             clock.entries, clock.version = result.entries, result.version
             return result.state_dict
 

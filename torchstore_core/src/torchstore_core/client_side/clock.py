@@ -13,6 +13,7 @@ from torchstore_core.contracts.observer import Operation
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_seconds
 
 if TYPE_CHECKING:
+    from torchstore_core.client_side.session import Session
     from torchstore_core.client_side.stores import Membership
 
 __all__ = ["Clock", "Seen"]
@@ -47,8 +48,8 @@ class Seen:
 
 
 class Clock:
-    """Deadline of one operation, and what observers are told when it has ended: on leaving it as a
-    context manager, unless it ``goes_on``.
+    """Deadline of one operation; its hold on a session; and what observers are told when it has
+    ended: on leaving it as a context manager, unless it ``goes_on``.
 
     Args:
         timeout: seconds; None: there is no deadline.
@@ -62,6 +63,7 @@ class Clock:
     __slots__ = (
         "_deadline",
         "_membership",
+        "_session",
         "_start",
         "entries",
         "goes_on",
@@ -89,6 +91,7 @@ class Clock:
         self.goes_on = False
         self.seen: Seen | None = None
         self._membership = membership
+        self._session: Session | None = None
         if membership is not None and membership.observe is not None:
             self.seen = Seen(self._start)
 
@@ -96,8 +99,19 @@ class Clock:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._session is not None:
+            self._session.leave(self)
         if self.seen is not None and not self.goes_on:
             self.end(error)
+
+    def uses(self, session: Session) -> bool:
+        """Hold a session until the operation ends; False: this process has turned away from it."""
+        if session is self._session:
+            return True
+        if self._session is not None:
+            self._session.leave(self)
+        self._session = session if session.use(self) else None
+        return self._session is not None
 
     def joined(self) -> None:
         """There is a session now, which knows whether anybody observes."""

@@ -119,17 +119,17 @@ class KeyOperations(ClientBase):
         return {k: ObjectRef(k, v) for k, v in zip(names, versions, strict=True)}
 
     async def _wait(self, names: list[str], min_version: int, clock: Clock) -> list[int]:
-        with self._here() or await self._join(clock) as (_, lane):
-            request = m.Wait(lane.next_id(), names, min_version)
-            try:
-                reply = await lane.call(request, m.Committed, clock.left())
-            except StoreTimeoutError as caught:
-                lane.cancel(request.id)
-                unmet = await waited.ask(lane, names, min_version)
-                raise waited.not_there(names, min_version, clock.timeout, unmet) from caught
-            except BaseException:
-                lane.cancel(request.id)
-                raise
+        _, lane = self._here(clock) or await self._join(clock)
+        request = m.Wait(lane.next_id(), names, min_version)
+        try:
+            reply = await lane.call(request, m.Committed, clock.left())
+        except StoreTimeoutError as caught:
+            lane.cancel(request.id)
+            unmet = await waited.ask(lane, names, min_version)
+            raise waited.not_there(names, min_version, clock.timeout, unmet) from caught
+        except BaseException:
+            lane.cancel(request.id)
+            raise
         return reply.versions
 
     # ---- looking --------------------------------------------------------------------------

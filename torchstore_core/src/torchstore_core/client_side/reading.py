@@ -233,7 +233,7 @@ async def read(
             mapped.update(positions)
             session.hold(owner, lease, positions)
     for target in targets:
-        finish(target, values, buffers, allow_pickle=allow_pickle)
+        finish(target, values, buffers, allow_pickle=allow_pickle, again=True)
     return Result(values, mapped, "+".join(sorted(names)))
 
 
@@ -246,9 +246,16 @@ def from_message(targets: Sequence[Target], *, allow_pickle: bool) -> Result:
 
 
 def finish(
-    target: Target, values: dict[int, Any], buffers: dict[int, bytearray], *, allow_pickle: bool
+    target: Target,
+    values: dict[int, Any],
+    buffers: dict[int, bytearray],
+    *,
+    allow_pickle: bool,
+    again: bool = False,
 ) -> None:
-    """Add what came inside the message, and make the value of the bytes."""
+    """Add what came inside the message, and make the value of the bytes. ``again``: others have had
+    their turn since the target was looked at.
+    """
     at = target.at
     if target.codec is not None:
         data = buffers[at] if at in buffers else target.pieces[0].data or b""
@@ -265,8 +272,10 @@ def finish(
                 source = byte_like(source).clone().view(target.dtype)
             values[at] = source
         elif source.numel():
-            _address(target, _result(target, values, buffers))
-            into = values[at] if piece.into is None else _narrow(values[at], piece.into)
+            result = _result(target, values, buffers)
+            if again:
+                _address(target, result)
+            into = result if piece.into is None else _narrow(result, piece.into)
             if into.dtype is source.dtype:
                 byte_like(into).copy_(byte_like(source))
             else:
@@ -443,6 +452,8 @@ def _address(target: Target, result: torch.Tensor) -> int:
     Raises:
         UnsupportedValueError: it was resized, or its storage freed.
     """
+    if target.tensor is None:  # it was made here
+        return result.data_ptr()
     address = address_of(target.key, result)
     if result.shape != target.shape:
         raise UnsupportedValueError(

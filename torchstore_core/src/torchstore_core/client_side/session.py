@@ -36,7 +36,7 @@ from torchstore_core.ranking import Policy
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
-__all__ = ["Session", "Use"]
+__all__ = ["Session"]
 
 log = logging.getLogger(__name__)
 
@@ -55,20 +55,6 @@ class _ForkGuard:
     def __init__(self, fd: int, marks: frozenset[int]) -> None:
         self.fd = fd  # reads end-of-file when the child and its own children are gone
         self.marks = marks
-
-
-class Use(tuple["Session", Lane]):
-    """A call's hold on its session, and the lane that it goes by; made by ``Session.use``.
-    Until its end the session stays, though the process may have turned to another.
-    """
-
-    __slots__ = ()
-
-    def __enter__(self) -> Use:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self[0].leave(self)
 
 
 class Session:
@@ -117,7 +103,7 @@ class Session:
             f"{address}) is gone{what_to_do}"
         )
         # Touched by finalizers, in any thread, at any moment: atomic operations only, no lock.
-        self._uses: set[int] = set()  # calls under way, by the id of their Use
+        self._uses: set[int] = set()  # calls under way, by their id()
         self._busy: set[int] = set()  # puts that go on without a call
         self._held: dict[int, Held] = {}
         self._dead: deque[tuple[int, Held]] = deque()
@@ -186,20 +172,19 @@ class Session:
         """A fresh id, unique in the session."""
         return next(self._ids)
 
-    def use(self, lane: Lane) -> Use | None:
-        """Begin a call. Until it ends the session keeps what it holds, so that no memory is given
-        to others while a thread still copies. None: this process has turned away from the session.
+    def use(self, call: object) -> bool:
+        """Begin a call. Until it leaves, the session keeps what it holds, so that no memory is
+        given to others while a thread still copies. False: this process has turned away from it.
         """
-        use = Use((self, lane))
-        self._uses.add(id(use))
-        if self._retiring:  # looked at only now: the janitor may not have seen the use
-            self.leave(use)
-            return None
-        return use
+        self._uses.add(id(call))
+        if self._retiring:  # looked at only now: the janitor may not have seen the call
+            self.leave(call)
+            return False
+        return True
 
-    def leave(self, use: Use) -> None:
+    def leave(self, call: object) -> None:
         """The call is over."""
-        self._uses.discard(id(use))
+        self._uses.discard(id(call))
         if self._retiring:
             self._wake()
 

@@ -16,6 +16,7 @@ from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorMeta, TensorSlice
 
 __all__ = [
+    "LOWEST_ADDRESS",
     "address_of",
     "byte_like",
     "check_cast",
@@ -57,7 +58,7 @@ _QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qi
 # Those that need a closer look.
 _ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
 # No memory of a process lies below (tensors that are only said to be zeros have no address).
-_LOWEST_ADDRESS = 4096
+LOWEST_ADDRESS = 4096
 # What torch.frombuffer is sure to take directly; everything else goes through an integer view.
 _BUFFER_DTYPES = frozenset(
     (
@@ -163,7 +164,7 @@ def address_of(key: str, tensor: torch.Tensor) -> int:
         UnsupportedValueError: its storage does not hold its elements.
     """
     address = tensor.data_ptr()
-    if not _has_storage(tensor) or (address < _LOWEST_ADDRESS and tensor.numel()):
+    if not _has_storage(tensor) or (address < LOWEST_ADDRESS and tensor.numel()):
         raise _without_storage(key, tensor)
     return address
 
@@ -284,6 +285,8 @@ def check_destination(
     if tensor.is_conj() or tensor.is_neg():
         raise _refused(key, "a conjugate or negative view as destination", "give its base")
     target = storable(key, tensor)
+    if target.data_ptr() < LOWEST_ADDRESS and target.numel():
+        raise _without_storage(key, tensor)
     if target.device != tensor.device:
         raise _refused(key, f"a destination on {tensor.device}", "use cpu or cuda")
     if _may_overlap(target):

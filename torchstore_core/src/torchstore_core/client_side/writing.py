@@ -16,6 +16,7 @@ from torchstore_core.client_side.packed import TorchStoreStateDict
 from torchstore_core.client_side.session import Session
 from torchstore_core.client_side.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.client_side.tensors import (
+    LOWEST_ADDRESS,
     address_of,
     byte_like,
     check_cast,
@@ -31,7 +32,8 @@ from torchstore_core.ranking import Candidate
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Source", "check_key", "inline_bytes", "prepare", "prepare_all", "together", "write"]
+__all__ = ["Source", "check_key", "inline_bytes", "look_again", "prepare"]
+__all__ += ["prepare_all", "together", "write"]
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
@@ -132,14 +134,18 @@ def _part(key: str, local: LocalPart, dtype: torch.dtype | None) -> Source:
 
 
 def inline_bytes(source: Source) -> bytes:
-    """The value's bytes, row-major."""
+    """The value's bytes, row-major. For callers that have looked at it in this turn of the event
+    loop, see :func:`look_again`.
+    """
     if source.data is not None:
         return source.data
     tensor = source.tensor
     if tensor is None or source.nbytes == 0:
         return b""
-    address = _address(source, tensor)
     if source.cast is None and tensor.is_cpu and tensor.is_contiguous():
+        address = tensor.data_ptr()
+        if address < LOWEST_ADDRESS:  # one that is said to be zeros, without memory
+            address = address_of(source.key, tensor)
         return ctypes.string_at(address, source.nbytes)
     if not tensor.is_cpu:
         tensor = tensor.cpu()
@@ -147,7 +153,18 @@ def inline_bytes(source: Source) -> bytes:
         tensor = tensor.to(source.cast)
     if not tensor.is_contiguous():
         tensor = byte_like(tensor).contiguous()
-    return ctypes.string_at(address_of(source.key, tensor), source.nbytes)
+    return ctypes.string_at(tensor.data_ptr(), source.nbytes)
+
+
+def look_again(sources: Iterable[Source]) -> None:
+    """Others have had their turn since these were prepared.
+
+    Raises:
+        UnsupportedValueError: a tensor was resized, or its storage freed.
+    """
+    for source in sources:
+        if source.tensor is not None:
+            _address(source, source.tensor)
 
 
 def _address(source: Source, tensor: torch.Tensor) -> int:

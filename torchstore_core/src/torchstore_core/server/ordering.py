@@ -29,7 +29,10 @@ class KeyOrder:
 
     def add(self, keys: Collection[str]) -> None:
         """Take in keys that are not there yet."""
-        self._keys.update(keys)
+        if len(keys) == 1:  # the usual case
+            self._keys.add(*keys)
+        else:
+            self._keys.update(keys)
 
     def remove(self, key: str) -> None:
         """Take out a key that is there."""
