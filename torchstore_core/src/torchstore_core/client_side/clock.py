@@ -58,18 +58,19 @@ class Clock:
 
     Attributes:
         seen: None where nobody observes.
+        session: that it holds; None: none yet.
     """
 
     __slots__ = (
         "_deadline",
         "_membership",
-        "_session",
         "_start",
         "entries",
         "goes_on",
         "key",
         "name",
         "seen",
+        "session",
         "timeout",
         "version",
     )
@@ -91,7 +92,7 @@ class Clock:
         self.goes_on = False
         self.seen: Seen | None = None
         self._membership = membership
-        self._session: Session | None = None
+        self.session: Session | None = None
         if membership is not None and membership.observe is not None:
             self.seen = Seen(self._start)
 
@@ -99,19 +100,17 @@ class Clock:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._session is not None:
-            self._session.leave(self)
+        if self.session is not None:
+            self.session.leave(self)
         if self.seen is not None and not self.goes_on:
             self.end(error)
 
     def uses(self, session: Session) -> bool:
         """Hold a session until the operation ends; False: this process has turned away from it."""
-        if session is self._session:
-            return True
-        if self._session is not None:
-            self._session.leave(self)
-        self._session = session if session.use(self) else None
-        return self._session is not None
+        if self.session is not None:
+            self.session.leave(self)
+        self.session = session if session.use(self) else None
+        return self.session is not None
 
     def joined(self) -> None:
         """There is a session now, which knows whether anybody observes."""

@@ -283,8 +283,10 @@ class Lane:
                     reply = decode_reply(body)
                     if getattr(reply, "id", 0) != request_id:
                         self._dispatch(reply)
-                    else:
+                    elif self._pages or getattr(reply, "continued", False):
                         found = self._whole(request_id, reply)
+                    else:
+                        found = reply
                 if self._lost is not None:
                     raise self._lost_error()
                 if found is not None:

@@ -405,13 +405,15 @@ async def _copy_window(
     grant = jobs[0][1].grant
     segment = 0 if grant is None else grant.segment
     window = link.window(segment)
+    room = window.nbytes
 
     def moves() -> Iterator[Move]:
         for (target, piece), result in zip(jobs, results, strict=True):
             grant, nbytes, itemsize = piece.grant, piece.nbytes, target.dtype.itemsize
             if grant is None or not nbytes:
                 continue
-            if not 0 <= grant.offset <= window.nbytes - math.prod(piece.shape) * itemsize:
+            stored = nbytes if piece.box is None else math.prod(piece.shape) * itemsize
+            if not 0 <= grant.offset <= room - stored:
                 raise TransportError(f"{target.key!r} lies outside segment {segment}")
             to = _address(target, result)
             same = result.dtype is target.dtype

@@ -162,10 +162,15 @@ def plan_put(
     casts = CastPlan(transfer_dtype)
     for leaf in leaves:
         name, path, value = leaf.name, leaf.path, leaf.value
-        if type(value) not in PLAIN and is_dtensor(value):
+        plain = type(value) in PLAIN
+        if not plain and is_dtensor(value):
             outside = not takes_part(value) and (outside or not ranks)
             ranks |= mesh_ranks(value)
-        elif isinstance(value, TensorShard) and isinstance(value.tensor_slice, TensorSlice):
+        elif (
+            not plain
+            and isinstance(value, TensorShard)
+            and isinstance(value.tensor_slice, TensorSlice)
+        ):
             part = value.tensor_slice
             places[tuple(part.mesh_shape)] = tuple(part.coordinates)
         if len(key) + 1 + len(name) > m.MAX_KEY:
@@ -181,6 +186,9 @@ def plan_put(
             sources.append(writing.Source(name, meta, 0, None, b"", None, path, first))
             continue
         try:
+            if plain and dtype is None:
+                sources.append(writing.prepare_tensor(writing.check_key(name), value, path))
+                continue
             made = writing.prepare(name, value, allow_pickle=allow_pickle, dtype=dtype)
         except (UnsupportedValueError, LayoutMismatchError, UnsafeObjectError) as error:
             text = f"state dict {key!r}: {error.message}"

@@ -31,7 +31,7 @@ class Ties:
                 tensor = value.to_local().detach()
             if type(tensor) not in PLAIN:
                 return None
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        if tensor.layout is not torch.strided or tensor.is_meta:
             return None
         address = tensor.data_ptr()
         if not address or not tensor.numel():

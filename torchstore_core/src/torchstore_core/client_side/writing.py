@@ -33,7 +33,7 @@ from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["Source", "check_key", "inline_bytes", "look_again", "prepare"]
-__all__ += ["prepare_all", "together", "write"]
+__all__ += ["prepare_all", "prepare_tensor", "together", "write"]
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
@@ -86,9 +86,9 @@ def prepare(
     if type(value) is not torch.Tensor and is_sharded(value):
         return [_part(key, part, dtype) for part in local_parts(key, value)]
     if isinstance(value, torch.Tensor):
+        if dtype is None or dtype is value.dtype or not value.is_floating_point():
+            return [prepare_tensor(key, value)]
         tensor = storable(key, value)
-        if dtype is None or dtype is tensor.dtype or not tensor.is_floating_point():
-            return [Source(key, describe(tensor), tensor.nbytes, tensor, None)]
         check_cast(key, tensor.dtype, dtype)
         meta = TensorMeta(dtype_name(dtype), tuple(tensor.shape))
         nbytes = tensor.numel() * dtype.itemsize
@@ -101,6 +101,14 @@ def prepare(
     return [Source(key, codec, len(data), None, data)]
 
 
+def prepare_tensor(key: str, value: torch.Tensor, path: bytes = b"") -> Source:
+    """:func:`prepare` of a tensor as it is, under a key that was checked: the usual case, many
+    times.
+    """
+    tensor = storable(key, value)
+    return Source(key, describe(tensor), tensor.nbytes, tensor, None, None, path)
+
+
 def prepare_all(
     items: Iterable[tuple[str, Any]], *, allow_pickle: bool
 ) -> tuple[list[Source], list[int] | None]:
@@ -109,9 +117,8 @@ def prepare_all(
     counts: list[int] = []
     one_each = True
     for key, value in items:
-        if type(value) is torch.Tensor:  # the usual case, many times
-            tensor = storable(check_key(key), value)
-            sources.append(Source(key, describe(tensor), tensor.nbytes, tensor, None))
+        if type(value) is torch.Tensor:
+            sources.append(prepare_tensor(check_key(key), value))
             counts.append(1)
             continue
         made = prepare(key, value, allow_pickle=allow_pickle)
