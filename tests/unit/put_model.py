@@ -393,13 +393,15 @@ class Model:
         instead, or be overtaken.
         """
         doubtful: set[int] = set()
+        behind = self._far_behind(key, putting)
         for version, puts in self.pending[key].items():
-            if not putting or named not in (0, version):
+            if not putting or (named not in (0, version) and version not in behind):
                 continue
             dead = any(self._session_of[put].dead for put in puts.values())
             ours = {put.line for put in puts.values()} & {put.line for put in putting}
             again = any(put.who in puts for put in putting)
-            if not (dead and (named or ours)) and not (named and again):
+            left_over = dead and (named or ours)
+            if not (left_over or (named and again) or version in behind):
                 continue
             state = there.get(version)
             if state is None:
@@ -408,6 +410,27 @@ class Model:
             for who in set(puts) - {*state.committed, *state.writing}:
                 del puts[who]
         return doubtful
+
+    def _far_behind(self, key: str, putting: list[Put]) -> set[int]:
+        """Those that may be dropped because a version of their line begins: of all that nobody is
+        writing the oldest, but for 15, and none that alone brings something in its turn.
+        """
+        found: set[int] = set()
+        for put in putting:
+            waiting = {
+                version: list(puts.values())
+                for version, puts in sorted(self.pending[key].items())
+                if version != put.version
+                and all(other.line == put.line and other.committed for other in puts.values())
+            }
+            for version in list(waiting)[:-15]:
+                later = [p for v, p in waiting.items() if v > version and _is_complete(p)]
+                others = {name for puts in later for name in names_of(puts)}
+                mine = waiting[version]
+                in_turn = _is_complete(mine) and any(p.group and p.group.partial for p in mine)
+                if not in_turn or names_of(mine) <= others:
+                    found.add(version)
+        return found
 
     def _become_visible(self, key: str, doubtful: Collection[int]) -> None:
         """Every version that is whole now is the newest for a moment, one after the other; those
@@ -444,11 +467,7 @@ class Model:
         """The first version on its way that all have put, and that waits for no older one."""
         nobody_waits = True
         for version, puts in sorted(self.pending[key].items()):
-            done = [put for put in puts.values() if put.committed]
-            group = next(iter(puts.values())).group
-            whole = not uncovered(list(puts.values()))
-            if group is not None:
-                whole &= len(done) == group.participants
+            whole = _is_complete(list(puts.values()))
             if _is_partial(puts):
                 # The rest is that of the one right before it, unless nobody is left to finish that.
                 whole &= self.is_manifest(key) and nobody_waits
@@ -480,6 +499,13 @@ class Model:
         if not newest or (entry and ("paths" not in (there := self.visible[key][newest]))):
             return 0
         return newest if not entry or entry in there else 0
+
+
+def _is_complete(puts: list[Put]) -> bool:
+    """All have put what they were to put."""
+    group = puts[0].group
+    done = sum(put.committed for put in puts)
+    return not uncovered(puts) and (group is None or done == group.participants)
 
 
 def _is_partial(puts: dict[str, Put]) -> bool:
