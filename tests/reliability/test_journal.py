@@ -158,6 +158,7 @@ async def test_initialize_warns_of_a_capacity_above_the_memory() -> None:
         client = await ts.initialize(capacity=limit + MB, prefault=0)
     try:
         assert f"{limit + MB:,} bytes" in str(warned[0].message)
+        assert warned[0].filename == __file__  # and not a line of ours
         await client.put("k", torch.arange(MB))
         assert torch.equal(await client.get("k"), torch.arange(MB))
     finally:

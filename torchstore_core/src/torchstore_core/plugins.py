@@ -170,7 +170,7 @@ class Registry:
         if packages:
             advice = f"pip install {' '.join(dict.fromkeys(packages))}"
         elif near:
-            advice = f"did you mean {' and '.join(map(repr, dict.fromkeys(near)))}?"
+            advice = f"did you mean {' and '.join(map(repr, dict.fromkeys(near)))}"
         kind = _kind(groups[0]) if len(groups) == 1 else "plug-in"
         raise ConfigurationError(
             f"{what}: no {kind} is called {', '.join(map(repr, unknown))} (installed: "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
-import warnings
 
 from torchstore_core import discovery
 from torchstore_core.client_side import stores
@@ -18,6 +16,7 @@ from torchstore_core.plugins import Registry, load_class
 from torchstore_core.ranking import Policy
 from torchstore_core.strategy_data import check_transport
 from torchstore_core.timeouts import check_timeout
+from torchstore_core.warned import warn
 
 __all__ = ["STOP_TIMEOUT_S", "check", "runtime", "start", "strategy", "warn_of_another"]
 
@@ -25,8 +24,6 @@ log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 _LONGEST_NAME = 200  # the system's names of memory have 249
-# Whose code it is that calls a coroutine of ours: theirs is not.
-_BETWEEN = ("torchstore_core", "asyncio", "contextlib")
 
 
 async def start(
@@ -69,19 +66,11 @@ async def warn_of_another(store_name: str) -> None:
         log.info("%s names %s, where no store is any more", variable, where)
         return
     who = f"process {other.pid}" if other.error is None else other.error
-    _warn(
+    warn(
         f"{variable} names a store that is running ({where}, {who}), and this starts another one, "
         "for this process and its children alone: to use the one that is named, call "
         f"connect_or_initialize; to have two, unset {variable} or give another store_name"
     )
-
-
-def _warn(text: str) -> None:
-    """A RuntimeWarning at the line of the user's that led here."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, RuntimeWarning, stacklevel=level)
 
 
 def check(
@@ -146,6 +135,6 @@ def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
             )
         spec = max(fit, key=lambda item: item[0])[1]
         if hint := stores.missing_engine():
-            _warn(f"this store is for this process and its children{hint}")
+            warn(f"this store is for this process and its children{hint}")
     made: Runtime = load_class(spec.factory)()
     return made

@@ -35,6 +35,8 @@ def not_there(
     least = f" with version {min_version} or newer" if min_version > 1 else ""
     words = [_words(one) for one in unmet] or [repr(key) for key in keys]
     more = "; ..." if len(words) > _MOST_IN_WORDS else ""
+    if not unmet:
+        more += "; what there is instead, the server did not say in time"
     details: dict[str, object] = {
         "keys": list(keys[:_MOST_NAMED]),
         "min_version": min_version,

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import warnings
 
 import msgspec
 
@@ -25,6 +24,7 @@ from torchstore_core.ranking import Policy
 from torchstore_core.strategy_data import encode_strategy
 from torchstore_core.thread_loops import aside
 from torchstore_core.topology import beyond_memory, memory_limit_bytes
+from torchstore_core.warned import warn
 
 __all__ = ["LocalRuntime"]
 
@@ -57,7 +57,7 @@ class LocalRuntime(Runtime):
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
         limit = memory_limit_bytes()
         if beyond := beyond_memory(options.capacity or 0, limit, "this host"):
-            warnings.warn(beyond, RuntimeWarning, stacklevel=2)
+            warn(beyond)
         strategy = options.strategy
         config = {
             "store_name": options.store_name,
