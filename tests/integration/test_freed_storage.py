@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from tests.integration.test_inprocess import ServerThread
+from tests.integration.servers import ServerThread
 from tests.support import turn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -88,11 +88,8 @@ def spoilt(form: str, size: str = "small", dtype: torch.dtype = torch.float32) -
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerThread]:
-    made = ServerThread()
-    try:
+    with ServerThread() as made:
         yield made
-    finally:
-        made.stop()
 
 
 @pytest.fixture(params=WAYS)

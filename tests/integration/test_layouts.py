@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.integration.layouts import SS, Layout, R, S, every_rank, roomy, same, value_of
-from tests.integration.test_inprocess import ServerThread
+from tests.integration.servers import ServerThread
 from tests.unit.test_plugins import OBSERVERS, TRANSPORTS, Site
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

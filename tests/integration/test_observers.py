@@ -19,23 +19,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.integration.test_inprocess import ServerThread, connected
+from tests.integration.servers import ServerThread
+from tests.integration.test_inprocess import connected
 from tests.support import run_script, running_store, turn, until
 from tests.unit.test_plugins import OBSERVERS, Site
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking_ts
 from torchstore_core.contracts.observer import Operation
-
-
-@pytest.fixture
-def server() -> Iterator[ServerThread]:
-    made = ServerThread()
-    try:
-        yield made
-    finally:
-        made.stop()
-
 
 WATCH = """
 operations = []

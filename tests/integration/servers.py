@@ -1,0 +1,49 @@
+"""A server in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from torchstore_core.server.app import Server, ServerOptions
+
+__all__ = ["CAPACITY", "ServerThread"]
+
+CAPACITY = 64 << 20
+
+
+class ServerThread:
+    """A server on an event loop of its own, in this process."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = ServerOptions(capacity=CAPACITY, prefault=0, **options)
+        self._ready = threading.Event()
+        self.address = ""
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self._ready.wait(20)
+        assert self.address
+
+    async def _run(self) -> None:
+        try:
+            self._loop = asyncio.get_running_loop()
+            self.server = Server(self._options)
+            self.address = await self.server.start()
+            self._ready.set()
+            await self.server.serve()
+            await self.server.close()
+        finally:
+            self._ready.set()
+
+    def __enter__(self) -> ServerThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.server.stop_soon)
+            self._thread.join(20)
+        assert not self._thread.is_alive()
