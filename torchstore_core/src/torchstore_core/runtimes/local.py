@@ -80,7 +80,9 @@ class LocalRuntime(Runtime):
         except TimeoutError as error:
             await self._give_up()
             raise StoreTimeoutError(
-                f"the server did not come up within {in_seconds(options.timeout)}"
+                f"the server of store {options.store_name!r} did not come up within "
+                f"{in_seconds(options.timeout)}",
+                details={"operation": "initialize", "timeout": options.timeout},
             ) from error
         except BaseException:
             await self._give_up()

@@ -46,7 +46,8 @@ class Member:
                         )
             except TimeoutError as error:
                 raise StoreTimeoutError(
-                    f"no answer from {address} within {in_seconds(timeout)}"
+                    f"no answer from {address} within {in_seconds(timeout)}",
+                    details={"timeout": timeout, "address": address},
                 ) from error
             except OSError as error:
                 raise StoreClosedError(
