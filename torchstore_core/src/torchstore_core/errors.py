@@ -120,8 +120,9 @@ class StoreTimeoutError(TorchStoreError, TimeoutError):
     ``details`` of every operation: ``operation`` (its name), ``timeout`` and ``address``; if the
     server said nothing at all, ``answered`` is False. Of a wait also ``keys`` and ``min_version``
     that were waited for; and, if the server could still say it, ``unmet``: of each key that is not
-    there (the first ones of many) its ``key``, newest ``version`` (0: none), whether that is ``lost``, and the ``pending``
-    versions that are half put, with their ``participants`` and who of them has ``committed``.
+    there (the first ones of many) its ``key``, newest ``version`` (0: none), whether that is
+    ``lost``, and the ``pending`` versions that are half put, with their ``participants`` and who of
+    them has ``committed``.
     """
 
     code = "timeout"

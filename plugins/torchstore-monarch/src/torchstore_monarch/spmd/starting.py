@@ -359,8 +359,8 @@ class WorkerProcess:
             _close(process)
             if time.monotonic() >= deadline:
                 raise StoreTimeoutError(
-                    f"the Monarch worker of this host did not come up within {in_seconds(timeout)}; "
-                    "give initialize_spmd a longer timeout",
+                    "the Monarch worker of this host did not come up within "
+                    f"{in_seconds(timeout)}; give initialize_spmd a longer timeout",
                     details={"timeout": timeout, "address": address},
                 )
         raise StoreClosedError(
