@@ -78,8 +78,11 @@ class KeyNotFoundError(TorchStoreError, KeyError):
 class PartialPutError(KeyNotFoundError):
     """No version of a key is whole yet: shards, or participants, of its first one are missing.
 
-    ``details``: ``version``, ``missing`` (a list of ``[key, offset, shape]``, boxes in elements),
-    ``participants`` (how many there are) and ``committed`` (who of them is done).
+    ``details``: what ``stat`` says of a version that is on its way: ``key``, ``version``,
+    ``missing`` (a list of ``[name, offset, shape]``, boxes in elements, by the name of an entry, or
+    the key of a plain tensor), ``participants`` (how many there are), ``committed`` and ``writing``
+    (who of them is done, or at it), ``missing_participants`` (who has not begun, as far as their
+    names are known) and ``nbytes`` (of those that are done).
     """
 
     code = "partial-put"
