@@ -72,10 +72,10 @@ def test_the_error_says_which_boxes_and_who_are_missing(store: Controller) -> No
     with pytest.raises(PartialPutError) as plain:
         content(store, "t")
     assert plain.value.details["missing"] == [["t", [5], [5]]]
-    for error in (plain.value, error):  # programs find in both what they know from the other
-        key = error.details["key"]
+    for known in (plain.value, error):  # programs find in both what they know from the other
+        key = known.details["key"]
         (state,) = store.catalog.pending(key)
-        assert error.details == msgspec.json.decode(msgspec.json.encode(state))
+        assert known.details == msgspec.json.decode(msgspec.json.encode(state))
     with pytest.raises(PartialPutError):
         store.fetch(one.session, m.Fetch(1, 1, "k", 0, None, 0))
     with pytest.raises(PartialPutError):
