@@ -107,9 +107,10 @@ class ObjectLostError(TorchStoreError):
 class StoreFullError(TorchStoreError):
     """A put does not fit. Nothing was changed.
 
-    ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes``, ``free_bytes``,
-    ``largest_free_bytes`` (one value needs one free range), ``leased_bytes``,
-    ``unfinished_bytes`` and ``holders`` (a list of who holds how much). If enough is free, but not
+    ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes`` (of all ``copies``),
+    ``free_bytes``, ``largest_free_bytes`` (one value needs one free range),
+    ``largest_volume_bytes`` (no value can be larger), ``leased_bytes``, ``unfinished_bytes`` and
+    ``holders`` (a list of who holds how much). If enough is free, but not
     in one piece: ``pieces`` (how many free ranges there are) and ``largest_value_bytes`` (of the
     put).
     """
