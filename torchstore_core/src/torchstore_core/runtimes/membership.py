@@ -55,6 +55,16 @@ class Member:
                 ) from error
         return cls(sock)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the server has closed the connection, which it does at its end alone."""
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except ConnectionResetError:
+            return True
+        except OSError:  # nothing has come; or this is a forked child, which has no part
+            return False
+
     async def leave(self, timeout: float) -> bool:
         """Leave; whether this was the last one: then the server has ended when this returns.
 
