@@ -383,6 +383,9 @@ async def test_the_error_says_who_has_put_what_and_what_to_do(shared, key):
         "participants": 4,
         "committed": ["actor", "critic"],
         "writing": [],
+        "missing_participants": [],
+        "key": key,
+        "nbytes": 24,
     }
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.details) == (type(error), str(error), error.details)

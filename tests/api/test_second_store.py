@@ -169,6 +169,30 @@ async def test_ones_own_store_that_died_is_started_again(nothing_left: None) -> 
     assert "TORCHSTORE_ADDRESS" not in os.environ
 
 
+@pytest.mark.parametrize("way", ["initialize", "initialize_spmd"])
+async def test_a_store_that_died_is_not_initialized_already(nothing_left: None, way: str) -> None:
+    """What the errors of its calls say works, and so does to initialize it once more."""
+    arguments = SMALL if way == "initialize" else {"env": _alone(), **SMALL}
+    first = await getattr(ts, way)(**arguments)
+    pid = (await first.status()).controller_pid
+    await halt(pid)
+    with pytest.raises(ts.ConfigurationError, match="already"):  # it hangs, and may go on
+        await getattr(ts, way)(**arguments)
+    os.kill(pid, signal.SIGKILL)
+    says = (
+        r"connect_or_initialize\(\)`" if way == "initialize" else r"initialize_spmd\(\)`, in every"
+    )
+    for _ in range(2):
+        with pytest.raises(ts.StoreClosedError, match=says):
+            await first.keys()
+    second = await getattr(ts, way)(**arguments)
+    assert second.address != first.address
+    assert await second.keys() == []
+    assert not os.path.exists(os.path.dirname(first.address.removeprefix("unix:")))
+    await ts.shutdown()
+    assert "TORCHSTORE_ADDRESS" not in os.environ
+
+
 async def test_a_rank_does_not_start_one_in_the_place_of_all_ranks(nothing_left: None) -> None:
     client = await ts.initialize_spmd(env=_alone(), **SMALL)
     assert (await ts.connect_or_initialize(**SMALL)).address == client.address

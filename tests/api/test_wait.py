@@ -226,7 +226,10 @@ async def test_a_wait_ends_in_time_though_nobody_can_say_what_there_is():
                 await client.wait("never", timeout=0.5)
             assert 0.5 <= time.monotonic() - start < 0.9
             assert "the server did not say" in str(caught.value)  # it is not known to be missing
-            assert caught.value.details == {"keys": ["never"], "min_version": 1, "timeout": 0.5}
+            waited_for = {"keys": ["never"], "min_version": 1, "timeout": 0.5}
+            of_all = {"operation": "wait", "address": client.address}
+            assert caught.value.details == {**waited_for, **of_all}
+            assert caught.value.__suppress_context__  # "did not answer" is not what it waited for
             waiting = asyncio.create_task(client.wait("never", timeout=0.3))
             await asyncio.wait([waiting], timeout=0.35)  # it asks what there is
             os.kill(pid, signal.SIGKILL)

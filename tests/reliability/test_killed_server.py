@@ -32,7 +32,10 @@ from tests.support import halt, running_store, until
 import torchstore_core as ts
 
 AT_ONCE_S = 1.0
-SAYS = r"the server of store 'torchstore' .*is gone.*`await initialize\(\)` the store again"
+SAYS = (
+    r"the server of store 'torchstore' .*is gone.*by themselves when it is started again at that "
+    r"address; `await connect_or_initialize\(\)` starts a new one"
+)
 
 CALLS: dict[str, Callable[[], Awaitable[Any]]] = {
     "put inline": lambda: ts.put("a", 1),

@@ -485,9 +485,11 @@ class Model:
             assert set(state.committed) == {who for who, put in puts.items() if put.committed}
             assert set(state.writing) == {who for who, put in puts.items() if not put.committed}
             missing = uncovered(list(puts.values()))
-            assert {name for name, _, _ in state.missing} == {name for name, _ in missing}
+            assert {name for name, _, _ in state.missing} == {name or key for name, _ in missing}
             for name, offset, shape in state.missing:
-                assert any(n == name and b.contains(Box(offset, shape)) for n, b in missing)
+                assert any(
+                    (n or key) == name and b.contains(Box(offset, shape)) for n, b in missing
+                )
 
     def is_manifest(self, key: str) -> bool:
         return bool(self.visible[key]) and self._is_dict[key]

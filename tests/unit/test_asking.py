@@ -205,6 +205,61 @@ def test_a_batch_that_only_fits_over_several_volumes_is_told_of_hash() -> None:
         ]
 
 
+@pytest.mark.parametrize("sizes", [(4096,), (2048, 2048)])
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_put_that_no_volume_can_ever_take_is_not_told_to_delete(
+    sizes: tuple[int, ...], by_key: bool
+) -> None:
+    with volumes(*sizes) as records:
+        controller = Controller(records, Faulty("by_key", by_key), prefault=False)
+        session = controller.open_session(facts(), HERE)
+        with pytest.raises(StoreFullError) as caught:
+            put(controller, session, 1, placed("k", max(sizes) + 64))
+        error = caught.value
+        assert "No volume can ever take a value of so many: the largest has" in error.message
+        assert f"{max(sizes):,}. Put the value in shards" in error.message
+        assert ("use fewer volumes" in error.message) is (len(sizes) > 1)
+        assert "larger capacity" in error.message
+        assert "Delete" not in error.message
+        assert error.details["largest_volume_bytes"] == max(sizes)
+        with pytest.raises(StoreFullError) as caught:
+            put(controller, session, 1, *(placed("k", max(sizes) // 2 + 64) for _ in range(2)))
+        assert "together: the largest has" in caught.value.message
+        assert "fewer values at once" in caught.value.message
+        for txn, size in enumerate(sizes):
+            put(controller, session, txn, placed(f"{txn}", size))  # this is the limit
+        with pytest.raises(StoreFullError, match="Delete keys"):
+            put(controller, session, 3, placed("m", max(sizes)))
+
+
+def test_free_bytes_are_what_a_put_can_get() -> None:
+    """Inline values lie nowhere in the segment, and count."""
+    with volumes(4096, 4096) as records:
+        controller = Controller(records, Answers((0,)), prefault=False)
+        session = controller.open_session(facts(), HERE)
+        put(controller, session, 1, inline("i", bytes(1000)))
+        with pytest.raises(StoreFullError) as caught:
+            put(controller, session, 2, placed("k", 4000))
+        details = caught.value.details
+        assert details["free_bytes"] == 2 * 4096 - 1000
+        assert details["largest_free_bytes"] == 4096  # of the volume that it may not go to
+        records[1].lose("gone")
+        with pytest.raises(StoreFullError, match="3,096 are free, 3,096 of them in one piece"):
+            put(controller, session, 2, placed("k", 4000))
+
+
+def test_copies_count() -> None:
+    with volumes(4096, 4096) as records:
+        controller = Controller(records, Faulty("copies", 2), prefault=False)
+        session = controller.open_session(facts(), HERE)
+        put(controller, session, 1, placed("k", 2048))
+        with pytest.raises(StoreFullError) as caught:
+            put(controller, session, 2, placed("l", 3008))
+        assert "a put of 3,008 bytes, in 2 copies (6,016 in all), does not" in caught.value.message
+        assert caught.value.details["requested_bytes"] == 6016
+        assert caught.value.details["copies"] == 2
+
+
 def test_the_strategy_chooses_the_volume_and_the_next_one_when_it_is_full() -> None:
     with volumes(4096, 4096, 4096) as records:
         controller = Controller(records, Answers((2, 0)), prefault=False)

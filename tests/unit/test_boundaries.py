@@ -284,3 +284,15 @@ def test_addresses_of_tensors_are_given_by_one_function() -> None:
                 if any(attribute.attr == "data_ptr" for attribute in inner):
                     found.add(node.name)
     assert found == MAY_ASK_FOR_ADDRESSES
+
+
+def test_every_time_out_is_raised_with_details() -> None:
+    """Programs read how long it was, and of what; people see no unrounded seconds."""
+    found = 0
+    for path in modules(*SOURCES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "StoreTimeoutError":
+                found += 1
+                where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                assert "details" in [word.arg for word in node.keywords], where
+    assert found > 10

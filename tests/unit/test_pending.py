@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from tests.unit.ranks import (
     Rank,
@@ -54,10 +55,27 @@ def test_the_error_says_which_boxes_and_who_are_missing(store: Controller) -> No
             "participants": 4,
             "committed": ["0"],
             "writing": ["3"],
+            "missing_participants": ["1", "2"],
+            "key": "k",
+            "nbytes": 720,
         }
-        for part in ("1 of 4 participants", "(0)", "1 writing (3)", "w[50]+[50], w[130]+[70]"):
+        for part in (
+            "nothing from 1, 2;",
+            "1 of 4 participants",
+            "(0)",
+            "1 writing (3)",
+            "w[50]+[50], w[130]+[70]",
+        ):
             assert part in error.message
         assert "ts.wait('k')" in error.message
+    Rank(store).put(piece("t", 0, 5, 10))
+    with pytest.raises(PartialPutError) as plain:
+        content(store, "t")
+    assert plain.value.details["missing"] == [["t", [5], [5]]]
+    for known in (plain.value, error):  # programs find in both what they know from the other
+        key = known.details["key"]
+        (state,) = store.catalog.pending(key)
+        assert known.details == msgspec.json.decode(msgspec.json.encode(state))
     with pytest.raises(PartialPutError):
         store.fetch(one.session, m.Fetch(1, 1, "k", 0, None, 0))
     with pytest.raises(PartialPutError):
@@ -102,7 +120,7 @@ def test_tools_are_told_of_versions_on_their_way(store: Controller) -> None:
     first, count, nbytes = looking.unfinished(store.catalog)
     assert {p.key: p for p in first} == {
         "k": m.Pending(1, 4, ["0"], ["3"], [], "k", 50, ["1", "2"]),  # ranks have numbers
-        "t": m.Pending(1, 0, first[1].committed, [], [("", (5,), (5,))], "t", 5),
+        "t": m.Pending(1, 0, first[1].committed, [], [("t", (5,), (5,))], "t", 5),
         "known": m.Pending(2, 2, ["b"], [], [], "known", 3, ["a"]),  # it has put before
     }
     assert (count, nbytes) == (3, 58)

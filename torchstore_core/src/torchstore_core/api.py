@@ -105,7 +105,9 @@ async def initialize(
     timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
     policy = Policy.make(prefer, block)
     registry = Registry(block=policy.block)
-    with stores.starting(store_name):
+    with stores.starting(store_name) as ended:
+        if ended is not None:
+            await _leave(ended, _STOP_TIMEOUT_S)
         host = starting.runtime(registry, runtime, mesh)
         if not host.shared:  # else its engine refuses a second one
             await starting.warn_of_another(store_name)
@@ -190,7 +192,9 @@ async def initialize_spmd(
             timeout = starting.check(volumes, store_name, capacity, prefault, timeout)
             if allow_pickle is None:
                 allow_pickle = stores.allow_pickle_default()
-            reserved.enter_context(stores.starting(store_name))
+            ended = reserved.enter_context(stores.starting(store_name))
+            if ended is not None:
+                await _leave(ended, _STOP_TIMEOUT_S)
             if place.local_rank == 0:  # once a host is enough
                 await starting.warn_of_another(store_name)
         except (TorchStoreError, RuntimeWarning) as error:  # the others would wait for this rank
@@ -345,17 +349,21 @@ async def shutdown(
     limit = check_timeout(timeout)
     limit = _STOP_TIMEOUT_S if limit is None else limit
     membership = stores.remove(store_name)
-    runtime = None if membership is None else membership.runtime
     if membership is not None:
-        membership.close()
-        if runtime is not None:
-            published = runtime.local_address or membership.address
-            if stores.inherited_address(store_name) == published:
-                stores.publish(store_name, None)
-    if runtime is not None:
-        await runtime.stop(limit)
-    elif membership is None or not membership.guest:
+        await _leave(membership, limit)
+    if membership is None or not (membership.guest or membership.runtime):
         await stores.end(store_name, None if membership is None else membership.address, limit)
+
+
+async def _leave(membership: Membership, limit: float) -> None:
+    """Leave a store that is none of this process's any more, and end its server if it owns it."""
+    membership.close()
+    runtime = membership.runtime
+    if runtime is not None:
+        published = runtime.local_address or membership.address
+        if stores.inherited_address(membership.store_name) == published:
+            stores.publish(membership.store_name, None)
+        await runtime.stop(limit)
 
 
 async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:

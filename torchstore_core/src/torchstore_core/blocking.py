@@ -226,7 +226,9 @@ class PendingPut:
         # One that is over raises what went wrong, which may be a time-out too.
         if not self._ref.done() and not futures.wait([self._ref], limit).done:
             raise StoreTimeoutError(
-                f"the commit of {self.key!r} is not done within {in_seconds(timeout)}", key=self.key
+                f"the commit of {self.key!r} is not done within {in_seconds(limit)}",
+                key=self.key,
+                details={"operation": "result", "timeout": limit},
             )
         return self._ref.result()
 

@@ -78,8 +78,11 @@ class KeyNotFoundError(TorchStoreError, KeyError):
 class PartialPutError(KeyNotFoundError):
     """No version of a key is whole yet: shards, or participants, of its first one are missing.
 
-    ``details``: ``version``, ``missing`` (a list of ``[key, offset, shape]``, boxes in elements),
-    ``participants`` (how many there are) and ``committed`` (who of them is done).
+    ``details``: what ``stat`` says of a version that is on its way: ``key``, ``version``,
+    ``missing`` (a list of ``[name, offset, shape]``, boxes in elements, by the name of an entry, or
+    the key of a plain tensor), ``participants`` (how many there are), ``committed`` and ``writing``
+    (who of them is done, or at it), ``missing_participants`` (who has not begun, as far as their
+    names are known) and ``nbytes`` (of those that are done).
     """
 
     code = "partial-put"
@@ -104,9 +107,10 @@ class ObjectLostError(TorchStoreError):
 class StoreFullError(TorchStoreError):
     """A put does not fit. Nothing was changed.
 
-    ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes``, ``free_bytes``,
-    ``largest_free_bytes`` (one value needs one free range), ``leased_bytes``,
-    ``unfinished_bytes`` and ``holders`` (a list of who holds how much). If enough is free, but not
+    ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes`` (of all ``copies``),
+    ``free_bytes``, ``largest_free_bytes`` (one value needs one free range),
+    ``largest_volume_bytes`` (no value can be larger), ``leased_bytes``, ``unfinished_bytes`` and
+    ``holders`` (a list of who holds how much). If enough is free, but not
     in one piece: ``pieces`` (how many free ranges there are) and ``largest_value_bytes`` (of the
     put).
     """
@@ -117,10 +121,12 @@ class StoreFullError(TorchStoreError):
 class StoreTimeoutError(TorchStoreError, TimeoutError):
     """An operation did not end within its ``timeout=`` (seconds).
 
-    ``details`` of a wait: ``timeout``, ``keys`` and ``min_version`` that were waited for; and, if
-    the server could still say it, ``unmet``: of each key that is not there (the first ones of many)
-    its ``key``, newest ``version`` (0: none), whether that is ``lost``, and the ``pending``
-    versions that are half put, with their ``participants`` and who of them has ``committed``.
+    ``details`` of every operation: ``operation`` (its name), ``timeout`` and ``address``; if the
+    server said nothing at all, ``answered`` is False. Of a wait also ``keys`` and ``min_version``
+    that were waited for; and, if the server could still say it, ``unmet``: of each key that is not
+    there (the first ones of many) its ``key``, newest ``version`` (0: none), whether that is
+    ``lost``, and the ``pending`` versions that are half put, with their ``participants`` and who of
+    them has ``committed``.
     """
 
     code = "timeout"

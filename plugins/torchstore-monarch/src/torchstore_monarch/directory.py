@@ -172,7 +172,8 @@ class Directory(Actor):
                 await self._discard(store)
             if isinstance(error, TimeoutError):
                 raise StoreTimeoutError(
-                    f"store {name!r} did not come up within {in_seconds(asked.timeout)}"
+                    f"store {name!r} did not come up within {in_seconds(asked.timeout)}",
+                    details={"operation": "initialize", "timeout": asked.timeout},
                 ) from error
             raise
 

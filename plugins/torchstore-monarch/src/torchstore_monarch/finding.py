@@ -86,7 +86,8 @@ async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float 
             return await _run(work, await _adopted(known))
     except TimeoutError as error:
         raise StoreTimeoutError(
-            f"the Monarch job did not answer within {in_seconds(timeout)}"
+            f"the Monarch job did not answer within {in_seconds(timeout)}",
+            details={"timeout": timeout},
         ) from error
 
 
@@ -253,7 +254,8 @@ async def end(store_name: str, timeout: float | None, token: str = "") -> bool:
         return await asyncio.wait_for(asyncio.shield(ending), timeout)
     except TimeoutError as error:
         raise StoreTimeoutError(
-            f"the Monarch job did not answer within {in_seconds(timeout)}"
+            f"the Monarch job did not answer within {in_seconds(timeout)}",
+            details={"timeout": timeout},
         ) from error
 
 

@@ -243,7 +243,8 @@ async def _answer(process: subprocess.Popen[bytes], kind: type[T], *, ask: bool 
         line = await asyncio.wait_for(asyncio.to_thread(answering.readline), _PEER_TIMEOUT_S)
     except TimeoutError as error:
         raise StoreTimeoutError(
-            f"the reading process did not answer within {_PEER_TIMEOUT_S:.0f} s"
+            f"the reading process did not answer within {_PEER_TIMEOUT_S:.0f} s",
+            details={"timeout": _PEER_TIMEOUT_S},
         ) from error
     try:
         return msgspec.json.decode(line, type=kind)

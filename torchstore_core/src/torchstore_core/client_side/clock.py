@@ -102,6 +102,8 @@ class Clock:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.session is not None:
             self.session.leave(self)
+        if error is not None:
+            self._complete(error)
         if self.seen is not None and not self.goes_on:
             self.end(error)
 
@@ -119,6 +121,8 @@ class Clock:
 
     def end(self, error: BaseException | None) -> None:
         """It has ended, with this error; tell the observers."""
+        if error is not None:
+            self._complete(error)
         seen, membership = self.seen, self._membership
         if seen is None or membership is None or membership.observe is None:
             return
@@ -170,9 +174,41 @@ class Clock:
 
     def _over(self) -> StoreTimeoutError:
         return StoreTimeoutError(
-            f"the operation did not end within {in_seconds(self.timeout)}",
+            f"{self._of_key()}`{self.name}` at {self._store()} did not end within "
+            f"{in_seconds(self.timeout)}",
             details={"timeout": self.timeout},
         )
+
+    def _complete(self, error: BaseException) -> None:
+        """What a time-out does not know of its operation where it is raised; once is enough."""
+        if not isinstance(error, StoreTimeoutError) or self._membership is None:
+            return
+        if error.key is None and isinstance(self.key, str):
+            error.key = self.key or None
+        known = error.details
+        if known.get("answered") is False:
+            full = known.get("accepted") is False
+            error.message = (
+                f"{self._of_key()}{self._store()} did not answer `{self.name}` within "
+                f"{in_seconds(self.timeout)}: it is stopped, or busy"
+                f"{', and more clients wait than its queue holds' if full else ''}"
+            )
+            error.args = (error.message,)
+        error.details = {
+            "address": self._membership.address,
+            **known,
+            "operation": self.name,
+            "timeout": self.timeout,
+        }
+
+    def _of_key(self) -> str:
+        return f"{self.key!r}: " if self.key and isinstance(self.key, str) else ""
+
+    def _store(self) -> str:
+        membership = self._membership
+        if membership is None:
+            return "the store"
+        return f"store {membership.store_name!r} ({membership.address})"
 
     def phase(self, name: str) -> None:
         """The time since the last phase belongs to ``name``."""

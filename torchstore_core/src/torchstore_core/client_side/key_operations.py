@@ -123,10 +123,10 @@ class KeyOperations(ClientBase):
         request = m.Wait(lane.next_id(), names, min_version)
         try:
             reply = await lane.call(request, m.Committed, clock.left())
-        except StoreTimeoutError as caught:
+        except StoreTimeoutError:
             lane.cancel(request.id)
             unmet = await waited.ask(lane, names, min_version)
-            raise waited.not_there(names, min_version, clock.timeout, unmet) from caught
+            raise waited.not_there(names, min_version, clock.timeout, unmet) from None
         except BaseException:
             lane.cancel(request.id)
             raise

@@ -108,14 +108,16 @@ async def handshake(
                     bodies = reader.feed(data)
             reply = decode_reply(bodies[0])
         except TimeoutError as error:
+            what = f"no answer from {address} within {in_seconds(timeout)}: it is stopped, or busy"
             if not accepted:
-                raise StoreTimeoutError(
+                what = (
                     f"the server at {address} did not accept a connection within "
                     f"{in_seconds(timeout)}: it is stopped, or busy, and more clients wait than "
                     "its queue holds"
-                ) from error
+                )
+            details = {"operation": "connect", "timeout": timeout, "address": address}
             raise StoreTimeoutError(
-                f"no answer from {address} within {in_seconds(timeout)}"
+                what, details={**details, "answered": False, "accepted": accepted}
             ) from error
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{address} does not speak this protocol: {error}") from error
@@ -205,7 +207,7 @@ class Lane:
             quick: the server answers in microseconds; see :meth:`_receive_directly`.
 
         Raises:
-            StoreTimeoutError: no reply in time.
+            StoreTimeoutError: no reply in time; its operation's clock completes it.
             StoreClosedError: the server is gone.
             TorchStoreError: what the server answered.
         """
@@ -471,7 +473,9 @@ class Lane:
                 continue
             if deadline <= now:
                 future.set_exception(
-                    StoreTimeoutError("the server did not answer in time (see timeout=)")
+                    StoreTimeoutError(
+                        "the server did not answer in time", details={"answered": False}
+                    )
                 )
             elif soonest is None or deadline < soonest:
                 soonest = deadline

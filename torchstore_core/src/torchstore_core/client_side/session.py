@@ -67,6 +67,7 @@ class Session:
         welcome: m.Welcome,
         policy: Policy,
         facts: ClientFacts,
+        what_to_do: str,
     ) -> None:
         self.address = address
         self.welcome = welcome
@@ -95,12 +96,12 @@ class Session:
         self._anchor = anchor
         self._anchor.setblocking(True)
         self._unread = FrameReader(m.MAX_FRAME)
-        what_to_do = "; `await initialize()` the store again"
+        advice = f". {what_to_do}"
         if welcome.via is not None:
-            what_to_do = ", or the process of this host that led to it; try again"
+            advice = ", or the process of this host that led to it; try again"
         self._gone = (
             f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}, "
-            f"{address}) is gone{what_to_do}"
+            f"{address}) is gone{advice}"
         )
         # Touched by finalizers, in any thread, at any moment: atomic operations only, no lock.
         self._uses: set[int] = set()  # calls under way, by their id()
@@ -126,9 +127,15 @@ class Session:
 
     @classmethod
     async def open(
-        cls, address: str, policy: Policy, timeout: float | None, ranks: Ranks | None = None
+        cls,
+        address: str,
+        policy: Policy,
+        timeout: float | None,
+        ranks: Ranks | None,
+        what_to_do: str,
     ) -> Session:
-        """Connect to the server at ``address``. ``ranks``: see ``lane.client_facts``.
+        """Connect to the server at ``address``. ``ranks``: see ``lane.client_facts``;
+        ``what_to_do``: for errors, when the server is gone.
 
         Raises:
             StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
@@ -139,7 +146,7 @@ class Session:
         begun = time.monotonic()
         anchor, welcome = await handshake(address, b"", facts, here, timeout)
         try:
-            session = cls(address, anchor, welcome, policy, facts)
+            session = cls(address, anchor, welcome, policy, facts, what_to_do)
         except BaseException:
             anchor.close()
             raise

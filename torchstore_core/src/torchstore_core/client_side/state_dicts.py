@@ -113,11 +113,11 @@ class PendingPut:
             return
         self._task = None  # it refers to its event loop, which may never be closed
         self._error = task.exception()
+        clock.end(self._error)
         if self._error is None:
             self._ref = task.result()
         else:
             log.warning("a put_state_dict with blocking=False failed: %s", self._error)
-        clock.end(self._error)
 
 
 def plan_put(

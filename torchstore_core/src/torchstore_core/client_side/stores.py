@@ -108,11 +108,11 @@ class Membership:
         self._check_open()
         where = await self._where(timeout)
         try:
-            made = await Session.open(where, self.policy, timeout, self.ranks)
+            made = await Session.open(where, self.policy, timeout, self.ranks, self._what_to_do())
         except StoreClosedError as error:
             raise StoreClosedError(
-                f"{self._no_server()} ({error.message}); `await initialize()` the store again, or "
-                "`await connect(address)` to where it is",
+                f"{self._no_server()} ({error.message}). {self._what_to_do()}, `await "
+                "connect(address)` joins it where it is",
                 details=error.details,
             ) from error
         with _lock:
@@ -135,6 +135,19 @@ class Membership:
             raise StoreClosedError(
                 f"store {self.store_name!r} was shut down in this process; initialize or connect"
             )
+
+    def _what_to_do(self) -> str:
+        """When the server is gone."""
+        if self.runtime is not None and self.runtime.ranks is not None:
+            again = "`await initialize_spmd()`, in every rank,"
+        else:
+            name = self.store_name
+            given = "" if name == DEFAULT_NAME else f"store_name={name!r}"
+            again = f"`await connect_or_initialize({given})`"
+        return (
+            "Calls go on by themselves when it is started again at that address; "
+            f"{again} starts a new one"
+        )
 
     def _no_server(self) -> str:
         if self._session is not None:
@@ -192,21 +205,26 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def starting(store_name: str) -> Iterator[None]:
-    """Reserve a name while its server starts.
+def starting(store_name: str) -> Iterator[Membership | None]:
+    """Reserve a name while its server starts; gives the store that this process owned by that name,
+    if its server has ended: it is no member any more, and has to be left.
 
     Raises:
         ConfigurationError: this process owns such a store already, or is starting one.
     """
     with _lock:
         before = _memberships.get(store_name)
-        owned = before is not None and before.runtime is not None and not before.runtime.shared
+        owner = None if before is None else before.runtime
+        owned = owner is not None and not owner.shared
         if store_name in _starting:
             raise ConfigurationError(
                 f"store {store_name!r} is being initialized in this process at this moment; wait "
                 "for that to return"
             )
-        if owned:
+        ended = before if owned and owner is not None and owner.ended else None
+        if ended is not None:
+            del _memberships[store_name]
+        elif owned:
             name = "" if store_name == DEFAULT_NAME else repr(store_name)
             raise ConfigurationError(
                 f"store {store_name!r} is initialized in this process already: use it, "
@@ -214,7 +232,7 @@ def starting(store_name: str) -> Iterator[None]:
             )
         _starting.add(store_name)
     try:
-        yield
+        yield ended
     finally:
         _starting.discard(store_name)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from torchstore_core.client_side.lane import Lane
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_seconds
 from torchstore_core.wire import messages as m
@@ -74,5 +72,5 @@ def _plain(one: m.UnmetKey) -> dict[str, object]:
         "key": one.key,
         "version": one.version,
         "lost": one.lost,
-        "pending": [msgspec.to_builtins(pending) for pending in one.pending],
+        "pending": [pending.plain() for pending in one.pending],
     }

@@ -59,6 +59,14 @@ class Runtime(ABC):
             StoreClosedError: the server ended while starting; the message has its last words.
         """
 
+    @property
+    def ended(self) -> bool:
+        """Whether what :meth:`start` started has surely ended, for whatever reason: then the name
+        is free, and ``initialize`` calls :meth:`stop` and starts anew. False: it runs, or hangs, or
+        this runtime cannot tell.
+        """
+        return False
+
     @abstractmethod
     async def stop(self, timeout: float) -> None:
         """End what :meth:`start` started, leaving nothing behind. Idempotent."""

@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -49,7 +50,7 @@ class LocalRuntime(Runtime):
         self.members_address = ""
         self._members = members
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory = ""
+        self._path = self._directory = ""
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._given_up = False
@@ -80,7 +81,9 @@ class LocalRuntime(Runtime):
         except TimeoutError as error:
             await self._give_up()
             raise StoreTimeoutError(
-                f"the server did not come up within {in_seconds(options.timeout)}"
+                f"the server of store {options.store_name!r} did not come up within "
+                f"{in_seconds(options.timeout)}",
+                details={"operation": "initialize", "timeout": options.timeout},
             ) from error
         except BaseException:
             await self._give_up()
@@ -122,9 +125,27 @@ class LocalRuntime(Runtime):
         if "address" not in said:
             raise from_wire(str(said.get("error")), f"server: {said.get('message')}", None, {})
         address = str(said["address"])
-        self._directory = os.path.dirname(address.partition(":")[2])
+        self._path = address.partition(":")[2]
+        self._directory = os.path.dirname(self._path)
         self.members_address = str(said.get("members", ""))
         return address
+
+    @property
+    def ended(self) -> bool:
+        process = self._process
+        if process is None or os.getpid() != self._owner:
+            return False
+        if process.poll() is not None:
+            return True
+        with socket.socket(socket.AF_UNIX) as sock:  # one that is just ending does not listen
+            sock.setblocking(False)
+            try:
+                sock.connect(self._path)
+            except ConnectionRefusedError:
+                return True
+            except OSError:  # it is busy, or somebody has removed the socket
+                return False
+        return False
 
     def release(self) -> threading.Thread:
         """Leave the server to its members: :meth:`stop` and the end of this process do nothing to

@@ -46,13 +46,24 @@ class Member:
                         )
             except TimeoutError as error:
                 raise StoreTimeoutError(
-                    f"no answer from {address} within {in_seconds(timeout)}"
+                    f"no answer from {address} within {in_seconds(timeout)}",
+                    details={"timeout": timeout, "address": address},
                 ) from error
             except OSError as error:
                 raise StoreClosedError(
                     f"no store at {address}: rank 0 has ended ({error})"
                 ) from error
         return cls(sock)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has closed the connection, which it does at its end alone."""
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except ConnectionResetError:
+            return True
+        except OSError:  # nothing has come; or this is a forked child, which has no part
+            return False
 
     async def leave(self, timeout: float) -> bool:
         """Leave; whether this was the last one: then the server has ended when this returns.

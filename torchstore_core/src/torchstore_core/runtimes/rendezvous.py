@@ -110,6 +110,7 @@ class Meeting:
         store = await _aside(
             lambda: _tcp_store(env, hosts, deadline - time.monotonic()),
             deadline,
+            timeout,
             f"the rendezvous store at {where} did not answer within {in_seconds(timeout)}; "
             "is it one?",
             f"no rendezvous store at {where}",
@@ -165,7 +166,7 @@ class Meeting:
         raise StoreTimeoutError(
             f"rank 0 of {self.env.world_size} did not come to initialize_spmd within "
             f"{in_seconds(self._timeout)}; every rank has to call it",
-            details={"missing_ranks": [0]},
+            details={"missing_ranks": [0], "timeout": self._timeout},
         )
 
     async def _old(self, found: _Announced) -> bool:
@@ -338,7 +339,7 @@ class Meeting:
         return StoreTimeoutError(
             f"{_named(missing)} of {self.env.world_size} {what} within "
             f"{in_seconds(self._timeout)}; {do}",
-            details={"missing_ranks": missing},
+            details={"missing_ranks": missing, "timeout": self._timeout},
         )
 
     async def _unless_failed(self, keys: list[str]) -> bool:
@@ -362,14 +363,17 @@ class Meeting:
     async def _aside(self, call: Callable[[], T]) -> T:
         # A little longer than the deadline: whoever waits in vain still learns for whom.
         until = max(self._deadline, time.monotonic() + _SAY_WHY_S)
-        return await _aside(call, until, f"{self._gone()}, or hangs", self._gone())
+        return await _aside(call, until, self._timeout, f"{self._gone()}, or hangs", self._gone())
 
 
-async def _aside(call: Callable[[], T], deadline: float, late: str, broken: str) -> T:
+async def _aside(
+    call: Callable[[], T], deadline: float, timeout: float, late: str, broken: str
+) -> T:
     """The result of a call that blocks, in a daemon thread: nobody waits for one that hangs.
 
     Args:
         deadline: by ``time.monotonic``.
+        timeout: seconds from the begin of it all to the deadline, for programs.
         late: says that it is over.
         broken: says that the call raised an error of torch.
     """
@@ -399,7 +403,7 @@ async def _aside(call: Callable[[], T], deadline: float, late: str, broken: str)
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             return await done
     except TimeoutError as error:
-        raise StoreTimeoutError(late) from error
+        raise StoreTimeoutError(late, details={"timeout": timeout}) from error
     except (RuntimeError, ValueError, msgspec.DecodeError) as error:
         raise StoreClosedError(f"{broken}: {str(error).splitlines()[0]}") from error
 
@@ -435,7 +439,7 @@ async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float)
         f"nobody listens at MASTER_ADDR:MASTER_PORT {env.master_addr}:{env.master_port} within "
         f"{in_seconds(timeout)}: rank 0 has not called initialize_spmd, or the address is wrong"
         + (f" ({said})" if said is not None else ""),
-        details={"missing_ranks": [0]},
+        details={"missing_ranks": [0], "timeout": timeout},
     )
 
 

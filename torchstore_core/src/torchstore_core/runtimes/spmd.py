@@ -117,6 +117,11 @@ class SPMDRuntime(Runtime):
             self._member = await Member.join(place.members, meeting.left())
         return place.address
 
+    @property
+    def ended(self) -> bool:
+        inner, member = self._inner, self._member
+        return (inner is not None and inner.ended) or (member is not None and member.ended)
+
     async def stop(self, timeout: float) -> None:
         """Leave; the last rank waits until the server has ended. Idempotent."""
         inner, self._inner = self._inner, None

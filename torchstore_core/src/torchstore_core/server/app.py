@@ -173,7 +173,8 @@ class Server:
             wanted = self.options.num_storage_volumes
             raise StoreTimeoutError(
                 f"{wanted - len(self._attached)} of {wanted} volumes did not attach "
-                f"within {in_seconds(timeout)}"
+                f"within {in_seconds(timeout)}",
+                details={"timeout": timeout},
             ) from error
 
     @property

@@ -139,7 +139,8 @@ class VolumeLine(asyncio.Protocol):
         except TimeoutError as error:
             made.close()
             raise StoreTimeoutError(
-                f"volume {info.id} could not attach within {in_seconds(timeout)}"
+                f"volume {info.id} could not attach within {in_seconds(timeout)}",
+                details={"timeout": timeout, "volume": info.id},
             ) from error
         except OSError as error:
             raise StoreClosedError(f"volume {info.id}: no server at {path}: {error}") from error

@@ -516,24 +516,20 @@ def _some(words: list[str]) -> str:
 
 
 def _partial_error(key: str, base: str, state: m.Pending) -> PartialPutError:
-    boxes = [f"{name or key}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
+    boxes = [f"{name}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
     parts: list[str] = []
     if state.participants:
         done = f"{len(state.committed)} of {state.participants} participants have put theirs"
         parts.append(f"{done} ({_some(state.committed) or 'none'})")
     if state.writing:
         parts.append(f"{len(state.writing)} writing ({_some(state.writing)})")
+    if state.missing_participants:
+        parts.append(f"nothing from {_some(state.missing_participants)}")
     if boxes:
         parts.append(f"boxes (offset+shape) still missing: {_some(boxes)}")
     return PartialPutError(
         f"{key!r} is not whole yet: of version {state.version}, {'; '.join(parts)}. Wait for it "
         f"with `await ts.wait({base!r})`",
         key=key,
-        details={
-            "version": state.version,
-            "missing": [[name or key, list(o), list(s)] for name, o, s in state.missing],
-            "participants": state.participants,
-            "committed": state.committed,
-            "writing": state.writing,
-        },
+        details=state.plain(),
     )

@@ -252,7 +252,7 @@ class Generation:
             self.participants,
             [who for who, c in self.contributions.items() if c.committed],
             [who for who, c in self.contributions.items() if not c.committed],
-            [(n, b.offset, b.shape) for n, b in boxes_of][:_MAX_SHOWN],
+            [(n or key, b.offset, b.shape) for n, b in boxes_of][:_MAX_SHOWN],
             key,
             self.nbytes,
             self._missing_participants(),

@@ -385,6 +385,17 @@ def _fits_spread(
     return len(keys) > 1 and largest <= max(rooms, default=0) < requested <= sum(rooms)
 
 
+def _needs_one_volume(requested: int, strategy: Strategy | None, items: Sequence[m.PutItem]) -> int:
+    """Bytes of a put that have to lie in one volume: of a key, if each goes its own way."""
+    if strategy is None or not asking.by_key(strategy):
+        return requested
+    keys: dict[str, int] = {}
+    for item in items:
+        nbytes = item.nbytes if item.data is not None else rounded(item.nbytes)
+        keys[item.key] = keys.get(item.key, 0) + nbytes
+    return max(keys.values(), default=0)
+
+
 def _in_pieces(requested: int, volumes: Sequence[VolumeRecord], sizes: Sequence[int]) -> bool:
     """Whether there would be room if the free memory of a volume were in one piece."""
     if not sizes:
@@ -415,7 +426,7 @@ def full_error(
     """The error of a put that does not fit: who holds what.
 
     Args:
-        requested: bytes.
+        requested: bytes, of one copy.
         waiting: bytes in versions that are not whole yet, by key.
         strategy, items: of the put, to say so when the strategy is what is in the way.
     """
@@ -431,7 +442,14 @@ def full_error(
     leased = sum(v.leased for v in volumes)
     unfinished = sum(v.unfinished for v in volumes)
     free = max(0, capacity - used)
-    largest_free = max((v.allocator.largest_free for v in volumes), default=0)
+    # Inline values take none of the segment, but of the capacity.
+    largest_free = max((min(v.free, v.allocator.largest_free) for v in volumes), default=0)
+    largest_volume = max((v.info.capacity_bytes for v in volumes), default=0)
+    copies = 1
+    if strategy is not None and len(volumes) > 1:
+        copies = min(asking.copies(strategy), len(volumes))
+    inline = sum(item.nbytes for item in items if item.data is not None)
+    in_all = (requested - inline) * copies + inline
     pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
     sizes = [item.nbytes for item in items if item.data is None]
     in_pieces = _in_pieces(requested, volumes, sizes)
@@ -460,6 +478,16 @@ def full_error(
             f"; {sum(waiting.values()):,} in versions that wait for other participants ({most!r})"
         )
         advice += ", see who is missing with `torchstore stat`"
+    together = _needs_one_volume(requested, strategy, items)
+    if together > largest_volume:
+        one = max((item.nbytes for item in items), default=0) > largest_volume
+        advice = (
+            f"No volume can ever take {'a value of so many' if one else f'{together:,} together'}: "
+            f"the largest has {largest_volume:,}. Put "
+            + ("the value in shards, one after the other" if one else "fewer values at once")
+        )
+        if together <= capacity:
+            advice += ", use fewer volumes"
     hint = ""
     if (
         strategy is not None
@@ -471,17 +499,20 @@ def full_error(
             "volume, and none has room for all of this one; with strategy 'hash' it is spread over "
             "all volumes, key by key"
         )
+    in_copies = f", in {copies} copies ({in_all:,} in all)," if copies > 1 else ""
     return StoreFullError(
-        f"a put of {requested:,} bytes does not fit: {used:,} of {capacity:,} bytes are used "
-        f"({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
+        f"a put of {requested:,} bytes{in_copies} does not fit: {used:,} of {capacity:,} bytes are "
+        f"used ({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
         f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
         f"{advice}, or initialize with a larger capacity{hint}",
         details={
             "capacity_bytes": capacity,
             "used_bytes": used,
-            "requested_bytes": requested,
+            "requested_bytes": in_all,
+            "copies": copies,
             "free_bytes": free,
             "largest_free_bytes": largest_free,
+            "largest_volume_bytes": largest_volume,
             "leased_bytes": leased,
             "unfinished_bytes": unfinished,
             "holders": holders,

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from torchstore_core.topology import Topology
@@ -46,8 +48,9 @@ class Pending(msgspec.Struct, frozen=True):
     Args:
         participants: how many make it; 0: as many as it takes to cover the tensor.
         committed, writing: who of them is done, who is at it.
-        missing: boxes that nobody has put, as (entry name, offset, shape); the first hundred. Of a
-            state dict only `stat` says them.
+        missing: boxes that nobody has put, as (name, offset, shape), by the name of an entry, or
+            the key of a plain tensor; the first hundred. Of a state dict only `stat`, and the error
+            of who reads it, say them.
         key: whose version it is.
         nbytes: bytes of those that are done.
         missing_participants: who has not begun, as far as their names are known; the first hundred.
@@ -61,6 +64,11 @@ class Pending(msgspec.Struct, frozen=True):
     key: str = ""
     nbytes: int = 0
     missing_participants: list[str] = []
+
+    def plain(self) -> dict[str, Any]:
+        """It as the details of errors have it: dicts and lists."""
+        boxes = [[name, list(offset), list(shape)] for name, offset, shape in self.missing]
+        return {**msgspec.structs.asdict(self), "missing": boxes}
 
 
 class Described:

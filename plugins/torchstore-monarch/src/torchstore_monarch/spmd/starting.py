@@ -222,7 +222,8 @@ class RootProcess:
         except TimeoutError as error:
             self._kill()
             raise StoreTimeoutError(
-                f"the store over several hosts did not come up within {in_seconds(timeout)}"
+                f"the store over several hosts did not come up within {in_seconds(timeout)}",
+                details={"timeout": timeout},
             ) from error
         except BaseException:
             self._kill()
@@ -326,9 +327,10 @@ class WorkerProcess:
             StoreClosedError: it could not listen.
             StoreTimeoutError: it did not within ``timeout`` seconds.
         """
-        return await asyncio.to_thread(self._begin, towards, time.monotonic() + timeout)
+        return await asyncio.to_thread(self._begin, towards, timeout)
 
-    def _begin(self, towards: tuple[str, int], deadline: float) -> str:
+    def _begin(self, towards: tuple[str, int], timeout: float) -> str:
+        deadline = time.monotonic() + timeout
         ip = _own_address(*towards)
         address = ""
         for _ in range(_PORTS):  # another process may have taken a port meanwhile
@@ -357,8 +359,9 @@ class WorkerProcess:
             _close(process)
             if time.monotonic() >= deadline:
                 raise StoreTimeoutError(
-                    "the Monarch worker of this host did not come up within the time; give "
-                    "initialize_spmd a longer timeout"
+                    "the Monarch worker of this host did not come up within "
+                    f"{in_seconds(timeout)}; give initialize_spmd a longer timeout",
+                    details={"timeout": timeout, "address": address},
                 )
         raise StoreClosedError(
             f"the Monarch worker of this host could not listen on {address}; its standard error "

@@ -1,0 +1,110 @@
+"""A server that is stopped: every call ends with a time-out that says of what, where and when."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.reliability.harness import MB
+from tests.support import halt, running_store
+
+import torchstore_core as ts
+import torchstore_core.blocking as blocking
+
+THIRD_S = 1 / 3
+
+# What is called, and the key that it is about.
+CALLS: dict[str, tuple[str, Callable[[ts.Client], Awaitable[Any]]]] = {
+    "put": ("a", lambda c: c.put("a", torch.zeros(MB), timeout=THIRD_S)),
+    "put_batch": ("a", lambda c: c.put_batch({"a": 1, "b": 2}, timeout=THIRD_S)),
+    "get": ("k", lambda c: c.get("k", timeout=THIRD_S)),
+    "get_batch": ("k", lambda c: c.get_batch(["k", "l"], timeout=THIRD_S)),
+    "put_state_dict": ("d", lambda c: c.put_state_dict({"w": 1}, "d", timeout=THIRD_S)),
+    "get_state_dict": ("d", lambda c: c.get_state_dict("d", timeout=THIRD_S)),
+    "delete": ("k", lambda c: c.delete("k", timeout=THIRD_S)),
+    "delete_batch": ("k", lambda c: c.delete_batch(["k"], timeout=THIRD_S)),
+    "exists": ("k", lambda c: c.exists("k", timeout=THIRD_S)),
+    "keys": ("", lambda c: c.keys(timeout=THIRD_S)),
+    "versions": ("k", lambda c: c.versions("k", timeout=THIRD_S)),
+    "latest_version": ("k", lambda c: c.latest_version("k", timeout=THIRD_S)),
+    "stat": ("k", lambda c: c.stat("k", timeout=THIRD_S)),
+    "status": ("", lambda c: c.status(timeout=THIRD_S)),
+}
+
+
+def _check(error: BaseException | None, name: str, key: str, where: str) -> None:
+    assert type(error) is ts.StoreTimeoutError, (name, error)
+    about = f"{key!r}: " if key else ""
+    assert (
+        str(error)
+        == error.args[0]
+        == (
+            f"{about}store 'torchstore' ({where}) did not answer `{name}` within 0.333 s: it is "
+            "stopped, or busy"
+        )
+    )
+    assert error.key == (key or None)
+    said = {"operation": name, "timeout": THIRD_S, "address": where, "answered": False}
+    assert said.items() <= error.details.items()
+
+
+@pytest.mark.quick
+async def test_every_call_says_what_was_not_answered():
+    async with running_store() as client:
+        await ts.put("k", 1)
+        known = client.address
+        pid = (await ts.status()).controller_pid
+        await halt(pid)
+        try:
+            # With a connection that is open, and with one that has to be made first.
+            for _ in range(2):
+                calls = {
+                    name: asyncio.ensure_future(call(client)) for name, (_, call) in CALLS.items()
+                }
+                await asyncio.wait(calls.values())
+                for name, call in calls.items():
+                    _check(call.exception(), name, CALLS[name][0], known)
+                await ts.reset_client()
+            with pytest.raises(ts.StoreTimeoutError, match=r"within 0\.333 s: it is") as caught:
+                await ts.connect(known, store_name="other", timeout=THIRD_S)
+            assert caught.value.details == {
+                "operation": "connect",
+                "timeout": THIRD_S,
+                "address": known,
+                "answered": False,
+                "accepted": True,
+            }
+
+            def bare() -> None:
+                blocking.get("k", timeout=THIRD_S)
+
+            with pytest.raises(ts.StoreTimeoutError) as caught:
+                await asyncio.to_thread(bare)
+            _check(caught.value, "get", "k", known)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert await ts.get("k") == 1
+
+
+async def test_a_commit_that_goes_on_says_it_too(caplog: pytest.LogCaptureFixture):
+    """Of ``put_state_dict(blocking=False)``, whose call is over when its time is."""
+    async with running_store() as client:
+        pid = (await ts.status()).controller_pid
+        halting = threading.Thread(target=lambda: asyncio.run(halt(pid)))
+        pending = await ts.put_state_dict({"w": torch.zeros(MB)}, "d", blocking=False, timeout=1)
+        halting.start()
+        halting.join()  # this loop stands still: the commit has not begun
+        try:
+            with pytest.raises(ts.StoreTimeoutError) as caught:
+                await pending
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert caught.value.details["operation"] == "put_state_dict"
+        assert caught.value.details["address"] == client.address
+        assert "'d': store 'torchstore'" in caplog.text
