@@ -86,6 +86,8 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "unclosed event loop", ResourceWarning)
 import torchstore_core.blocking as bts
 
+os.environ.pop("TORCHSTORE_ADDRESS", None)  # of the store of this module: there is a warning of it
+
 def sockets():
     found = 0
     for fd in os.listdir("/proc/self/fd"):

@@ -10,7 +10,10 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -257,3 +260,40 @@ def test_processes_of_one_program_have_their_own_classes(tmp_path: Path, how: st
     config, mode, point, add = map(decoded, lines)
     assert (config.mode.name, config.doubled(), mode.name) == ("EVAL", 1.0, "TRAIN")
     assert (point(5).x, add(2)) == (5, 5)
+
+
+class _Calls:
+    """Calls something when it is pickled."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._call()
+        return str, ()
+
+
+def test_threads_of_a_spawned_process_may_put_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cloudpickle's register of what goes by value is one for all threads."""
+    main = ModuleType("__mp_main__")
+    exec("class Config:\n    value = 7", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    begun, beside, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def encoded(*calls: Callable[[], object]) -> tuple[ObjectMeta, bytes]:
+        # The lambda first: pickle gives up there, and cloudpickle makes the calls.
+        value = [lambda: 1, *map(_Calls, calls), main.__dict__["Config"]]
+        return encode_object("k", value, allow_pickle=True)
+
+    with ThreadPoolExecutor(2) as threads:
+        # The second may begin only when the first has ended; if it does not wait, the first does.
+        first = threads.submit(encoded, begun.set, lambda: beside.wait(0.2))
+        first.add_done_callback(lambda _: ended.set())
+        begun.wait(10)
+        second = threads.submit(encoded, beside.set, lambda: ended.wait(10))
+        made = [first.result(), second.result()]
+    monkeypatch.delitem(sys.modules, "__mp_main__")
+    for meta, data in made:
+        assert decode_object("k", meta, data, allow_pickle=True)[-1].value == 7

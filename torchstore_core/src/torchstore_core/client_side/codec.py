@@ -21,6 +21,7 @@ import io
 import os
 import pickle
 import sys
+import threading
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -251,7 +252,25 @@ def _cloudpickle() -> Any | None:
     return cloudpickle
 
 
+# What is by value is a register of all threads. Whatever is pickled may itself put something.
+_registering = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _registering
+    _registering = threading.RLock()  # a thread of the parent may have had it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def _by_value(cloudpickle: Any, value: Any) -> bytes:
+    with _registering:
+        return _with_main_by_value(cloudpickle, value)
+
+
+def _with_main_by_value(cloudpickle: Any, value: Any) -> bytes:
     spawned: ModuleType | None = sys.modules.get("__mp_main__")
     if spawned is None or spawned.__name__ in (
         "__main__",  # the same module, and known to cloudpickle by this name
