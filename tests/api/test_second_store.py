@@ -107,6 +107,44 @@ async def test_a_store_that_hangs_runs_too(named: ts.Client) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+async def test_a_store_that_was_joined_by_hand_is_another_too(elsewhere: ts.Client) -> None:
+    await ts.connect(elsewhere.address.removeprefix("unix:"))  # the path alone is enough
+    try:
+        with pytest.raises(RuntimeWarning, match="this process has joined a store") as caught:
+            await ts.initialize(**SMALL)
+        for part in (elsewhere.address, "connect_or_initialize", "`await shutdown()`"):
+            assert part in str(caught.value)
+        assert await ts.get("k") == "there"  # it is still joined
+    finally:
+        await ts.shutdown()
+    async with running_store(store_name="gone") as client:
+        await ts.connect(client.address)
+    await starting.warn_of_another("torchstore")  # what has ended is none
+    await ts.shutdown()
+
+
+async def test_an_address_of_a_job_leads_nowhere_elsewhere() -> None:
+    """To look it up would make this process the root of a job, and its stores those of that."""
+    out = await run_script(
+        f"""
+        import os, warnings
+        warnings.simplefilter("error")
+        os.environ["TORCHSTORE_ADDRESS"] = "monarch:torchstore"
+        for call in (ts.keys, lambda: ts.connect("monarch:torchstore"), lambda: ts.connect("no")):
+            try:
+                await call()
+            except ts.StoreClosedError as error:
+                said = str(error)
+                print("only processes of that job" in said, "TORCHSTORE_ADDRESS" in said)
+        print("monarch" in sys.modules)
+        client = await ts.connect_or_initialize(**{SMALL!r})
+        print(client.address.partition(":")[0])
+        await ts.shutdown()
+        """
+    )
+    assert out.split() == ["True", "True", "True", "True", "True", "False", "False", "unix"]
+
+
 async def test_no_warning_of_what_is_gone_or_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' own filter makes an error of it."""
     async with running_store() as client:

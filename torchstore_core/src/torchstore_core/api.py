@@ -78,8 +78,9 @@ async def initialize(
     """Start a store owned by this process; it ends with it, however it ends.
 
     Children of this process find it through the environment (``TORCHSTORE_ADDRESS``), those of an
-    older fork server as their parent's. If that variable names a store that runs already, this is a
-    second one: a RuntimeWarning says so, and :func:`connect_or_initialize` joins the first.
+    older fork server as their parent's. If such a store runs already, or this process has joined
+    one of this name, this is a second one: a RuntimeWarning says so, and
+    :func:`connect_or_initialize` joins the first.
 
     Args:
         num_storage_volumes: how many volumes share ``capacity``.
@@ -218,7 +219,8 @@ async def connect(
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
 ) -> Client:
-    """Join the store that listens at ``address``, under ``store_name`` in this process.
+    """Join the store that listens at ``address`` (``unix:/path``, or the path alone), under
+    ``store_name`` in this process.
 
     Raises:
         StoreClosedError: nobody listens there.
@@ -228,6 +230,7 @@ async def connect(
         PluginError: two packages claim one transport.
     """
     timeout = starting.check(1, store_name, None, None, timeout)
+    address = stores.as_address(address)
     before = stores.known(store_name)
     if before is not None and before.runtime is not None and before.address != address:
         raise ConfigurationError(

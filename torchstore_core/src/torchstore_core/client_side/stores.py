@@ -34,10 +34,13 @@ __all__ = [
     "DEFAULT_TIMEOUT_S",
     "Membership",
     "add",
+    "as_address",
     "find",
     "inherited_address",
+    "not_a_socket",
     "publish",
     "remove",
+    "shutdown_call",
 ]
 
 log = logging.getLogger(__name__)
@@ -144,17 +147,21 @@ class Membership:
     async def _where(self, timeout: float | None) -> str:
         """The Unix socket that leads to the server now."""
         scheme, _, name = self.address.partition(":")
-        registry = Registry() if scheme != "unix" else None
-        if registry is None or scheme not in registry.names("torchstore.runtimes"):
+        if scheme == "unix":
             return self.address
         if self._found and self._found_by != os.getpid():
             return self._found  # a forked child: the engine is the parent's
-        spec = registry.runtime(scheme)
+        registry = Registry()
+        known = scheme in registry.names("torchstore.runtimes")
+        spec = registry.runtime(scheme) if known else None
+        if spec is None or (spec.here is not None and not spec.here()):
+            raise StoreClosedError(self._of_no_job_here())
         found = await _find_by(spec, name, timeout)
         if spec.rank is not None and not ("RANK" in os.environ or "LOCAL_RANK" in os.environ):
             self.ranks = None, load_class(spec.rank)()
         if found is None and self.runtime is None:
-            found = inherited_address(self.store_name)
+            named = inherited_address(self.store_name) or ""
+            found = named if named.startswith("unix:") else None
         if found is None:
             raise StoreClosedError(
                 f"there is no store {name!r} in this job: `await initialize()` one in any of its "
@@ -162,6 +169,17 @@ class Membership:
             )
         self._found, self._found_by = found, os.getpid()
         return found
+
+    def _of_no_job_here(self) -> str:
+        variable = ADDRESS if self.store_name == DEFAULT_NAME else ADDRESSES
+        unset = (
+            f"unset {variable}, or " if self.address == inherited_address(self.store_name) else ""
+        )
+        return not_a_socket(
+            self.address,
+            f"{unset}`await connect(address)` with the unix:/path of a store that runs on this "
+            f"host (stores() lists them){missing_engine()}",
+        )
 
     def reset(self) -> None:
         """Drop the session; the next operation opens a new one, those under way end on theirs. Live
@@ -207,16 +225,39 @@ def starting(store_name: str) -> Iterator[None]:
                 "for that to return"
             )
         if owned:
-            name = "" if store_name == DEFAULT_NAME else repr(store_name)
             raise ConfigurationError(
                 f"store {store_name!r} is initialized in this process already: use it, "
-                f"`await shutdown({name})` first, or call connect_or_initialize, which returns it"
+                f"{shutdown_call(store_name)} first, or call connect_or_initialize, which returns "
+                "it"
             )
         _starting.add(store_name)
     try:
         yield
     finally:
         _starting.discard(store_name)
+
+
+def shutdown_call(store_name: str) -> str:
+    """How a user leaves a store, or ends it."""
+    return f"`await shutdown({'' if store_name == DEFAULT_NAME else repr(store_name)})`"
+
+
+def as_address(text: str) -> str:
+    """An address as it is written: the path of a socket needs no ``unix:``.
+
+    >>> as_address("/run/ts/control.sock"), as_address("unix:/run/ts/control.sock")
+    ('unix:/run/ts/control.sock', 'unix:/run/ts/control.sock')
+    """
+    return f"unix:{text}" if text.startswith("/") else text
+
+
+def not_a_socket(address: str, otherwise: str) -> str:
+    """Why this process cannot look an address up, and what to do instead."""
+    return (
+        f"{address!r} is no socket of this host. An address like monarch:NAME says which store of "
+        "its own job a process means, and only processes of that job can look it up. Here, "
+        f"{otherwise}"
+    )
 
 
 def find(store_name: str) -> Membership:
@@ -341,6 +382,11 @@ def remove(store_name: str) -> Membership | None:
 
 def inherited_address(store_name: str) -> str | None:
     """The address that the environment gives for a store."""
+    named = _in_environment(store_name)
+    return None if named is None else as_address(named)
+
+
+def _in_environment(store_name: str) -> str | None:
     if store_name == DEFAULT_NAME:
         return os.environ.get(ADDRESS) or None
     return _others().get(store_name)
@@ -354,7 +400,7 @@ def publish(store_name: str, address: str | None) -> None:
     """
     with _lock:
         if address is not None:
-            _inherited.setdefault(store_name, inherited_address(store_name))
+            _inherited.setdefault(store_name, _in_environment(store_name))
         _publish(store_name, _inherited.pop(store_name, None) if address is None else address)
     ancestors.note(store_name, address)
 
