@@ -8,15 +8,17 @@ import signal
 import tempfile
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from concurrent import futures
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.support import SMALL, free_port, halt, run_script, running_store, server_children
+from tests.support import SMALL, free_port, halt, run_script, running_store, server_children, until
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
 from torchstore_core import starting
+from torchstore_core.client_side import stores
 
 pytestmark = pytest.mark.local_only
 
@@ -265,6 +267,59 @@ def test_it_blocks_too() -> None:
 async def test_arguments_are_checked_before_anything_is_joined(named: ts.Client) -> None:
     with pytest.raises(ts.ConfigurationError, match="capacity"):
         await ts.connect_or_initialize(capacity=0)
+
+
+# ---- at the same moment -------------------------------------------------------------------
+
+
+async def test_tasks_that_ask_at_once_get_one_store(nothing_left: None) -> None:
+    """A new one; one that has died in the meantime; one that is only joined."""
+    first = await _at_once()
+    await first.put("k", 1)
+    assert (await (await _at_once()).get("k")) == 1
+    os.kill((await first.status()).controller_pid, signal.SIGKILL)
+    assert (await _at_once()).address != first.address
+    await ts.shutdown()
+
+
+async def test_tasks_that_join_at_once_all_stay(named: ts.Client) -> None:
+    assert (await _at_once()).address == named.address
+    await ts.shutdown()
+
+
+async def _at_once() -> ts.Client:
+    clients = await asyncio.gather(*(ts.connect_or_initialize(**SMALL) for _ in range(3)))
+    assert len({client.address for client in clients}) == 1
+    pids = {(await client.status()).controller_pid for client in clients}  # none is closed
+    assert len(pids) == 1
+    return clients[0]
+
+
+def test_threads_that_ask_at_once_get_one_store(nothing_left: None) -> None:
+    with futures.ThreadPoolExecutor(3) as threads:
+        made = [threads.submit(blocking.connect_or_initialize, **SMALL) for _ in range(3)]
+        clients = [one.result(30) for one in made]
+    pids = {client.status().controller_pid for client in clients}
+    blocking.shutdown()
+    assert len(pids) == 1
+
+
+async def test_who_waits_for_a_start_that_fails_starts_it(nothing_left: None) -> None:
+    failing, *others = (asyncio.ensure_future(ts.connect_or_initialize(**SMALL)) for _ in range(3))
+    await until(lambda: server_children())
+    failing.cancel()
+    clients = await asyncio.gather(failing, *others, return_exceptions=True)
+    assert isinstance(clients[0], asyncio.CancelledError)
+    assert clients[1].address == clients[2].address
+    await ts.shutdown()
+
+
+async def test_a_start_that_takes_too_long_is_not_waited_for() -> None:
+    with stores.starting("torchstore"):
+        with pytest.raises(ts.StoreTimeoutError, match="another thread or task of this process"):
+            await ts.connect_or_initialize(timeout=0.01)
+        with pytest.raises(ts.ConfigurationError, match="at this moment"):
+            await ts.initialize(**SMALL)
 
 
 # ---- stores -------------------------------------------------------------------------------

@@ -6,15 +6,14 @@ One connection is enough here: it opens a session, which holds nothing, and asks
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
 
-from torchstore_core import discovery, topology
-from torchstore_core.client_side.lane import Lane, client_facts, handshake
+from torchstore_core import discovery
+from torchstore_core.client_side.lane import Lane
 from torchstore_core.client_side.stores import (
     ADDRESS,
     DEFAULT_NAME,
@@ -97,10 +96,8 @@ async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store
         StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
     """
     where = await choose(address)
-    here = topology.probe()
-    facts = client_facts(dict(os.environ), here)
     try:
-        sock, welcome = await handshake(where, b"", facts, here, timeout)
+        sock, welcome = await discovery.look(where, timeout)
     except TorchStoreError as error:
         if where == given_address(None):
             raise type(error)(f"{error.message} (the address is that of {ADDRESS})") from error

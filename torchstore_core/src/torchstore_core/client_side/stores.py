@@ -6,6 +6,7 @@ restarted server, ``reset_client``.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import msgspec
@@ -23,7 +25,12 @@ from torchstore_core.client_side.lane import Ranks
 from torchstore_core.client_side.session import Session
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
-from torchstore_core.errors import ConfigurationError, StoreClosedError, StoreTimeoutError
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreClosedError,
+    StoreTimeoutError,
+    in_seconds,
+)
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.ranking import Policy
 
@@ -33,14 +40,17 @@ __all__ = [
     "DEFAULT_NAME",
     "DEFAULT_TIMEOUT_S",
     "Membership",
+    "TakenError",
     "add",
     "as_address",
     "find",
     "inherited_address",
+    "join",
     "not_a_socket",
     "publish",
     "remove",
     "shutdown_call",
+    "started",
 ]
 
 log = logging.getLogger(__name__)
@@ -51,6 +61,10 @@ DEFAULT_TIMEOUT_S = 60.0
 ADDRESS = "TORCHSTORE_ADDRESS"
 #: Environment variable with a JSON object of name to address, for stores of other names.
 ADDRESSES = "TORCHSTORE_ADDRESSES"
+
+
+class TakenError(ConfigurationError):
+    """This process has a store of that name, or is starting one."""
 
 
 class Membership:
@@ -93,6 +107,10 @@ class Membership:
         self._closed = False
         self._found = ""  # where the address led to, the last time, in process _found_by
         self._found_by = 0
+
+    def leads_to(self, address: str, policy: Policy) -> bool:
+        """Whether it is at the store at that address, in the same way."""
+        return (self.address, self.policy) == (address, policy)
 
     def session_here(self) -> Session | None:
         """The session of this process, if it is open."""
@@ -203,7 +221,8 @@ class Membership:
 
 _lock = threading.RLock()
 _memberships: dict[str, Membership] = {}
-_starting: set[str] = set()
+# Stores that this process is starting: done when they have, or have not.
+_starting: dict[str, futures.Future[None]] = {}
 # Addresses that this process was started with, of stores whose names it has given to its own.
 _inherited: dict[str, str | None] = {}
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -214,27 +233,49 @@ def starting(store_name: str) -> Iterator[None]:
     """Reserve a name while its server starts.
 
     Raises:
-        ConfigurationError: this process owns such a store already, or is starting one.
+        TakenError: this process owns such a store already, or is starting one.
     """
+    over: futures.Future[None] = futures.Future()
+    over.set_running_or_notify_cancel()  # who waits for it cannot cancel it
     with _lock:
         before = _memberships.get(store_name)
         owned = before is not None and before.runtime is not None and not before.runtime.shared
         if store_name in _starting:
-            raise ConfigurationError(
+            raise TakenError(
                 f"store {store_name!r} is being initialized in this process at this moment; wait "
                 "for that to return"
             )
         if owned:
-            raise ConfigurationError(
+            raise TakenError(
                 f"store {store_name!r} is initialized in this process already: use it, "
                 f"{shutdown_call(store_name)} first, or call connect_or_initialize, which returns "
                 "it"
             )
-        _starting.add(store_name)
+        _starting[store_name] = over
     try:
         yield
     finally:
-        _starting.discard(store_name)
+        _starting.pop(store_name, None)
+        over.set_result(None)
+
+
+async def started(store_name: str, timeout: float | None) -> None:
+    """Wait for another thread or task of this process that is starting this store; it may fail.
+
+    Raises:
+        StoreTimeoutError: it has not ended within ``timeout`` seconds.
+    """
+    over = _starting.get(store_name)
+    if over is None:
+        return
+    try:
+        async with asyncio.timeout(timeout):
+            await asyncio.wrap_future(over)
+    except TimeoutError as error:
+        raise StoreTimeoutError(
+            f"store {store_name!r} is being initialized by another thread or task of this process, "
+            f"which has not ended within {in_seconds(timeout)}"
+        ) from error
 
 
 def shutdown_call(store_name: str) -> str:
@@ -374,9 +415,24 @@ def add(membership: Membership) -> None:
         before.close()
 
 
-def remove(store_name: str) -> Membership | None:
-    """Forget the membership of that name."""
+def join(membership: Membership, before: Membership | None) -> Membership:
+    """Make it the one of its name, unless another thread or task has joined the same store in the
+    same way since ``before`` was there: then that one counts, and this is left.
+    """
     with _lock:
+        now = _memberships.get(membership.store_name)
+        if now is None or now is before or not now.leads_to(membership.address, membership.policy):
+            add(membership)
+            return membership
+    membership.close()
+    return now
+
+
+def remove(store_name: str, only: Membership | None = None) -> Membership | None:
+    """Forget the membership of that name; if ``only`` is given, no other than that."""
+    with _lock:
+        if only is not None and _memberships.get(store_name) is not only:
+            return None
         return _memberships.pop(store_name, None)
 
 
@@ -452,6 +508,7 @@ def _after_in_child() -> None:
     _lock = threading.RLock()
     _each(lambda session: session.after_fork_in_child())
     _sessions.clear()
+    _starting.clear()  # by threads of the parent
     _inherited.clear()  # what the child was started with is what the parent has published
     for membership in _memberships.values():
         membership.runtime = None  # the parent owns the server
