@@ -314,6 +314,20 @@ async def test_who_waits_for_a_start_that_fails_starts_it(nothing_left: None) ->
     await ts.shutdown()
 
 
+def test_a_forked_child_does_not_wait_for_what_its_parent_starts() -> None:
+    with stores.starting("torchstore"):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            status = 1
+            try:
+                with stores.starting("torchstore"):
+                    status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
 async def test_a_start_that_takes_too_long_is_not_waited_for() -> None:
     with stores.starting("torchstore"):
         with pytest.raises(ts.StoreTimeoutError, match="another thread or task of this process"):
