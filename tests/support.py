@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import os
@@ -69,9 +70,10 @@ def server_children() -> set[int]:
     """The servers that this process has started and that still run."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            if b"torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread just ended
+            for pid in map(int, (task / "children").read_text().split()):
+                if b"torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.add(pid)
     return found
 
 

@@ -8,15 +8,17 @@ import signal
 import tempfile
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from concurrent import futures
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.support import SMALL, free_port, halt, run_script, running_store, server_children
+from tests.support import SMALL, free_port, halt, run_script, running_store, server_children, until
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
 from torchstore_core import starting
+from torchstore_core.client_side import stores
 
 pytestmark = pytest.mark.local_only
 
@@ -105,6 +107,44 @@ async def test_a_store_that_hangs_runs_too(named: ts.Client) -> None:
             await ts.connect_or_initialize(timeout=0.2)
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_store_that_was_joined_by_hand_is_another_too(elsewhere: ts.Client) -> None:
+    await ts.connect(elsewhere.address.removeprefix("unix:"))  # the path alone is enough
+    try:
+        with pytest.raises(RuntimeWarning, match="this process has joined a store") as caught:
+            await ts.initialize(**SMALL)
+        for part in (elsewhere.address, "connect_or_initialize", "`await shutdown()`"):
+            assert part in str(caught.value)
+        assert await ts.get("k") == "there"  # it is still joined
+    finally:
+        await ts.shutdown()
+    async with running_store(store_name="gone") as client:
+        await ts.connect(client.address)
+    await starting.warn_of_another("torchstore")  # what has ended is none
+    await ts.shutdown()
+
+
+async def test_an_address_of_a_job_leads_nowhere_elsewhere() -> None:
+    """To look it up would make this process the root of a job, and its stores those of that."""
+    out = await run_script(
+        f"""
+        import os, warnings
+        warnings.simplefilter("error")
+        os.environ["TORCHSTORE_ADDRESS"] = "monarch:torchstore"
+        for call in (ts.keys, lambda: ts.connect("monarch:torchstore"), lambda: ts.connect("no")):
+            try:
+                await call()
+            except ts.StoreClosedError as error:
+                said = str(error)
+                print("only processes of that job" in said, "TORCHSTORE_ADDRESS" in said)
+        print("monarch" in sys.modules)
+        client = await ts.connect_or_initialize(**{SMALL!r})
+        print(client.address.partition(":")[0])
+        await ts.shutdown()
+        """
+    )
+    assert out.split() == ["True", "True", "True", "True", "True", "False", "False", "unix"]
 
 
 async def test_no_warning_of_what_is_gone_or_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +291,73 @@ def test_it_blocks_too() -> None:
 async def test_arguments_are_checked_before_anything_is_joined(named: ts.Client) -> None:
     with pytest.raises(ts.ConfigurationError, match="capacity"):
         await ts.connect_or_initialize(capacity=0)
+
+
+# ---- at the same moment -------------------------------------------------------------------
+
+
+async def test_tasks_that_ask_at_once_get_one_store(nothing_left: None) -> None:
+    """A new one; one that has died in the meantime; one that is only joined."""
+    first = await _at_once()
+    await first.put("k", 1)
+    assert (await (await _at_once()).get("k")) == 1
+    os.kill((await first.status()).controller_pid, signal.SIGKILL)
+    assert (await _at_once()).address != first.address
+    await ts.shutdown()
+
+
+async def test_tasks_that_join_at_once_all_stay(named: ts.Client) -> None:
+    assert (await _at_once()).address == named.address
+    await ts.shutdown()
+
+
+async def _at_once() -> ts.Client:
+    clients = await asyncio.gather(*(ts.connect_or_initialize(**SMALL) for _ in range(3)))
+    assert len({client.address for client in clients}) == 1
+    pids = {(await client.status()).controller_pid for client in clients}  # none is closed
+    assert len(pids) == 1
+    return clients[0]
+
+
+def test_threads_that_ask_at_once_get_one_store(nothing_left: None) -> None:
+    with futures.ThreadPoolExecutor(3) as threads:
+        made = [threads.submit(blocking.connect_or_initialize, **SMALL) for _ in range(3)]
+        clients = [one.result(30) for one in made]
+    pids = {client.status().controller_pid for client in clients}
+    blocking.shutdown()
+    assert len(pids) == 1
+
+
+async def test_who_waits_for_a_start_that_fails_starts_it(nothing_left: None) -> None:
+    failing, *others = (asyncio.ensure_future(ts.connect_or_initialize(**SMALL)) for _ in range(3))
+    await until(lambda: server_children())
+    failing.cancel()
+    clients = await asyncio.gather(failing, *others, return_exceptions=True)
+    assert isinstance(clients[0], asyncio.CancelledError)
+    assert clients[1].address == clients[2].address
+    await ts.shutdown()
+
+
+def test_a_forked_child_does_not_wait_for_what_its_parent_starts() -> None:
+    with stores.starting("torchstore"):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            status = 1
+            try:
+                with stores.starting("torchstore"):
+                    status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+async def test_a_start_that_takes_too_long_is_not_waited_for() -> None:
+    with stores.starting("torchstore"):
+        with pytest.raises(ts.StoreTimeoutError, match="another thread or task of this process"):
+            await ts.connect_or_initialize(timeout=0.01)
+        with pytest.raises(ts.ConfigurationError, match="at this moment"):
+            await ts.initialize(**SMALL)
 
 
 # ---- stores -------------------------------------------------------------------------------

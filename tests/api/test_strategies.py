@@ -233,6 +233,8 @@ async def test_what_is_no_strategy_is_refused() -> None:
         await ts.initialize(strategy=3, **SMALL)  # type: ignore[arg-type]
     with pytest.raises(ts.PluginError, match="is its package installed here"):
         await ts.initialize(strategy="none-such", **SMALL)
+    with pytest.raises(ts.PluginError, match=r"'hsh'.*did you mean 'hash'"):
+        await ts.initialize(strategy="hsh", **SMALL)
 
 
 def test_the_names_that_users_know_lead_to_them() -> None:

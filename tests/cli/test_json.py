@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -133,6 +135,11 @@ async def test_status_and_stat_are_printed_readably(shared: ts.Client) -> None:
     assert policy[0] == "'policy' version 2: state dict (1), 12 B"
     assert policy[3] == "  kept, too: version 1"
     assert str(await shared.stat("o")).startswith("'o' version 1: object (msgpack), ")
+    for shown in (await shared.stat("model/w"), await shared.status()):  # as a notebook shows it
+        text = io.StringIO()
+        printer = SimpleNamespace(text=text.write)  # all that is used of IPython's
+        shown._repr_pretty_(printer, False)
+        assert text.getvalue() == str(shown)
 
 
 def test_what_is_lost_is_printed_too() -> None:

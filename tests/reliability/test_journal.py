@@ -17,7 +17,8 @@ import torch
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_core import topology
+from torchstore_core import discovery, topology
+from torchstore_core.cli import asking
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
@@ -103,6 +104,13 @@ async def test_a_server_says_what_happened_and_nothing_of_operations(directory: 
         assert joined.endswith("now 1")
 
         before = server.text()
+        await discovery.probe(server.address)
+        await asking.ask_keys(server.address, 10, "")
+        status = await asking.ask_status(server.address, 10)
+        assert status.keys == 0
+        await until(lambda: _sessions_of(client))
+        assert server.text() == before  # nor one for those that only look
+
         for at in range(20):
             await client.put(f"k{at}", torch.arange(100))
             await client.get(f"k{at}")
@@ -127,6 +135,11 @@ async def test_a_server_says_what_happened_and_nothing_of_operations(directory: 
         assert server.stop() == 0
     (stopped,) = server.lines("stopped: ")
     assert "'logged'" in stopped
+
+
+async def _sessions_of(client: ts.Client) -> bool:
+    """Whether this client's session is the only one."""
+    return len((await client.status()).sessions) == 1
 
 
 def test_by_default_an_embedded_server_says_nothing(directory: Path) -> None:

@@ -8,6 +8,7 @@ that name and the environment names none.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +79,9 @@ async def initialize(
     """Start a store owned by this process; it ends with it, however it ends.
 
     Children of this process find it through the environment (``TORCHSTORE_ADDRESS``), those of an
-    older fork server as their parent's. If that variable names a store that runs already, this is a
-    second one: a RuntimeWarning says so, and :func:`connect_or_initialize` joins the first.
+    older fork server as their parent's. If such a store runs already, or this process has joined
+    one of this name, this is a second one: a RuntimeWarning says so, and
+    :func:`connect_or_initialize` joins the first.
 
     Args:
         num_storage_volumes: how many volumes share ``capacity``.
@@ -222,7 +224,8 @@ async def connect(
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
 ) -> Client:
-    """Join the store that listens at ``address``, under ``store_name`` in this process.
+    """Join the store that listens at ``address`` (``unix:/path``, or the path alone), under
+    ``store_name`` in this process.
 
     Raises:
         StoreClosedError: nobody listens there.
@@ -232,6 +235,7 @@ async def connect(
         PluginError: two packages claim one transport.
     """
     timeout = starting.check(1, store_name, None, None, timeout)
+    address = stores.as_address(address)
     before = stores.known(store_name)
     if before is not None and before.runtime is not None and before.address != address:
         raise ConfigurationError(
@@ -240,7 +244,7 @@ async def connect(
     if allow_pickle is None:
         allow_pickle = stores.allow_pickle_default()
     policy = Policy.make(prefer, block)
-    if before is not None and (before.address, before.policy) == (address, policy):
+    if before is not None and before.leads_to(address, policy):
         # The same store again: earlier clients of it stay what they are.
         await before.session(timeout)
         return Client(before, timeout=timeout, allow_pickle=allow_pickle)
@@ -248,8 +252,10 @@ async def connect(
     membership = Membership(store_name, address, policy, timeout, allow_pickle, runtime)
     membership.guest = runtime is None
     await membership.session(timeout)
-    stores.add(membership)
-    return Client(membership)
+    kept = stores.join(membership, before)
+    if kept is membership:
+        return Client(membership)
+    return Client(kept, timeout=timeout, allow_pickle=allow_pickle)
 
 
 async def connect_or_initialize(
@@ -275,8 +281,9 @@ async def connect_or_initialize(
     ``prefault`` are for a new one alone, which then is this process's own, as by
     :func:`initialize`.
 
-    Nothing keeps two processes that call this at the same moment, before either has a store, from
-    starting one each: let their parent call it before it starts them, or use `torchstore serve`.
+    Threads and tasks of this process may call it at the same moment: one starts the store and the
+    others join it. Nothing keeps two processes that do, before either has a store, from starting
+    one each: let their parent call it before it starts them, or use `torchstore serve`.
     The ranks of torchrun share a new store by :func:`initialize_spmd`.
 
     Args:
@@ -285,7 +292,8 @@ async def connect_or_initialize(
 
     Raises:
         StoreTimeoutError: the store that was found does not answer within ``timeout`` seconds: it
-            hangs, and no other one is started in its place.
+            hangs, and no other one is started in its place. Or another thread or task takes longer
+            to start it.
         ProtocolError: what was found is no store, or one of another protocol version.
         StoreClosedError: the store of this rank's :func:`initialize_spmd` has ended; one that a
             single rank starts would not be shared.
@@ -305,32 +313,43 @@ async def connect_or_initialize(
         await joined.status()  # a session of before may not know yet that its server is gone
         return joined
 
-    before = stores.known(store_name)
-    if before is not None:
+    begun = time.monotonic()
+    while True:
+        waited = time.monotonic() - begun
+        await stores.started(store_name, None if timeout is None else max(0.0, timeout - waited))
+        before = stores.known(store_name)
+        if before is not None:
+            try:
+                return await join(before.address)
+            except StoreClosedError:
+                if before.runtime is not None:
+                    if before.runtime.ranks is not None:
+                        raise
+                    if stores.remove(store_name, before) is not None:
+                        await _leave(before, _STOP_TIMEOUT_S)
+        where = stores.address_of(store_name)
+        if where is not None and (before is None or before.address != where):
+            with contextlib.suppress(StoreClosedError):
+                return await join(where)
+        before = stores.known(store_name)
         try:
-            return await join(before.address)
-        except StoreClosedError:
-            if before.runtime is not None:
-                if before.runtime.ranks is not None:
-                    raise
-                await shutdown(store_name)
-    where = stores.address_of(store_name)
-    if where is not None and (before is None or before.address != where):
-        with contextlib.suppress(StoreClosedError):
-            return await join(where)
-    return await initialize(
-        num_storage_volumes,
-        strategy,
-        store_name,
-        mesh,
-        runtime=runtime,
-        capacity=capacity,
-        timeout=timeout,
-        prefault=prefault,
-        allow_pickle=allow_pickle,
-        prefer=prefer,
-        block=block,
-    )
+            return await initialize(
+                num_storage_volumes,
+                strategy,
+                store_name,
+                mesh,
+                runtime=runtime,
+                capacity=capacity,
+                timeout=timeout,
+                prefault=prefault,
+                allow_pickle=allow_pickle,
+                prefer=prefer,
+                block=block,
+            )
+        except ConfigurationError as error:
+            # Another thread or task was faster.
+            if not isinstance(error, stores.TakenError) and stores.known(store_name) is before:
+                raise
 
 
 async def shutdown(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 
 import msgspec
 
@@ -12,9 +13,12 @@ from torchstore_core.client_side.lane import client_facts, handshake
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.server.directories import CONTROL, runtime_directory
 from torchstore_core.timeouts import check_timeout
+from torchstore_core.wire import messages as m
 
-__all__ = ["ANSWER_S", "RunningStore", "probe", "stores"]
+__all__ = ["ANSWER_S", "RunningStore", "look", "probe", "stores"]
 
+#: ``ClientFacts.role`` of sessions that ask what there is, and leave.
+TOOL = "tool"
 #: Seconds that a store may take to say who it is.
 ANSWER_S = 2.0
 
@@ -61,12 +65,22 @@ async def stores(*, timeout: float | None = ANSWER_S) -> list[RunningStore]:
     return [store for store in found if store is not None]
 
 
+async def look(address: str, timeout: float | None) -> tuple[socket.socket, m.Welcome]:
+    """A session of one that only looks, or is a person's tool: a server's log at INFO is about
+    those that use it.
+
+    Raises:
+        StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
+    """
+    here = topology.probe()
+    facts = client_facts(os.environ, here, role=TOOL)
+    return await handshake(address, b"", facts, here, timeout)
+
+
 async def probe(address: str, timeout: float | None = ANSWER_S) -> RunningStore | None:
     """Who listens at an address; None: nobody does."""
-    here = topology.probe()
-    facts = client_facts(dict(os.environ), here)
     try:
-        sock, welcome = await handshake(address, b"", facts, here, timeout)
+        sock, welcome = await look(address, timeout)
     except StoreClosedError:  # killed, or just ending: nobody listens
         return None
     except TorchStoreError as error:

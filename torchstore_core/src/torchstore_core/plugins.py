@@ -93,6 +93,17 @@ def _name_of(distribution: metadata.Distribution) -> str:
     return found[1] if found is not None else str(distribution.metadata["Name"] or "")
 
 
+def _near(unknown: Sequence[str], known: Iterable[str]) -> str:
+    """What may have been meant, in words; empty if nothing is near.
+
+    >>> _near(["hsh"], ["hash", "host"]), _near(["x"], ["hash"])
+    ("did you mean 'hash'", '')
+    """
+    names = list(known)
+    near = [n for u in unknown for n in difflib.get_close_matches(u, names, 1)]
+    return f"did you mean {' and '.join(map(repr, dict.fromkeys(near)))}" if near else ""
+
+
 def _kind(group: str) -> str:
     """What a plug-in of that group is called."""
     return GROUPS[group].removeprefix("torchstore_").replace("operation", "plug-in")
@@ -165,12 +176,12 @@ class Registry:
         if not unknown:
             return
         packages = [_PACKAGES[g, n] for g in groups for n in unknown if (g, n) in _PACKAGES]
-        near = [n for u in unknown for n in difflib.get_close_matches(u, known, 1)]
+        near = _near(unknown, known)
         advice = "install its package"
         if packages:
             advice = f"pip install {' '.join(dict.fromkeys(packages))}"
         elif near:
-            advice = f"did you mean {' and '.join(map(repr, dict.fromkeys(near)))}"
+            advice = near
         kind = _kind(groups[0]) if len(groups) == 1 else "plug-in"
         raise ConfigurationError(
             f"{what}: no {kind} is called {', '.join(map(repr, unknown))} (installed: "
@@ -205,8 +216,10 @@ class Registry:
         entries = self._entries[group].get(name, [])
         if not entries:
             package = _PACKAGES.get((group, name))
-            hint = f"pip install {package}" if package else "is its package installed here?"
             known = ", ".join(self.names(group)) or "none"
+            near = _near([name], self.names(group))
+            hint = near + "?" if near else "is its package installed here?"
+            hint = f"pip install {package}" if package else hint
             raise PluginError(f"no {kind} is called {name!r} (installed: {known}); {hint}")
         if len(entries) > 1:
             who = " and ".join(sorted(_distribution(e) for e in entries))

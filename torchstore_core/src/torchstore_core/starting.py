@@ -49,28 +49,45 @@ async def start(
 
 
 async def warn_of_another(store_name: str) -> None:
-    """Before a store is started: say so if the environment names one that runs, for then there
-    will be two. What lies in a dead one's place is only logged.
+    """Before a store is started: say so if one runs that ``connect_or_initialize`` would join, for
+    then there will be two. What lies in a dead one's place is only logged.
 
     Raises:
         RuntimeWarning: where warnings are errors. Nothing has been started.
     """
-    where: str | None = None
-    with contextlib.suppress(ConfigurationError):  # publish says it
-        where = stores.inherited_address(store_name)
-    if where is None or not where.startswith("unix:"):
-        return  # a job's engine knows its stores, and refuses a second one of a name
-    variable = stores.ADDRESS if store_name == stores.DEFAULT_NAME else stores.ADDRESSES
-    other = await discovery.probe(where)
-    if other is None:
-        log.info("%s names %s, where no store is any more", variable, where)
+    for where, (names_it, otherwise) in _others(store_name).items():
+        if not where.startswith("unix:"):
+            continue  # a job's engine knows its stores, and refuses a second one of a name
+        other = await discovery.probe(where)
+        if other is None:
+            log.info("%s %s, where no store is any more", names_it, where)
+            continue
+        who = f"process {other.pid}" if other.error is None else other.error
+        warn(
+            f"{names_it} a store that is running ({where}, {who}), and this starts another one, "
+            "for this process and its children alone: to use the one that runs, call "
+            f"connect_or_initialize; to have two, {otherwise}give another store_name"
+        )
         return
-    who = f"process {other.pid}" if other.error is None else other.error
-    warn(
-        f"{variable} names a store that is running ({where}, {who}), and this starts another one, "
-        "for this process and its children alone: to use the one that is named, call "
-        f"connect_or_initialize; to have two, unset {variable} or give another store_name"
-    )
+
+
+def _others(store_name: str) -> dict[str, tuple[str, str]]:
+    """Where a store of that name may run already, in the order in which ``connect_or_initialize``
+    looks: how this process comes to know of it, and how it may forget that.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    with contextlib.suppress(ConfigurationError):  # publish says it
+        if (named := stores.inherited_address(store_name)) is not None:
+            variable = stores.ADDRESS if store_name == stores.DEFAULT_NAME else stores.ADDRESSES
+            found[named] = f"{variable} names", f"unset {variable} or "
+        if (published := stores.address_of(store_name)) is not None:
+            found.setdefault(published, ("a process that this one descends from has", ""))
+    known = stores.known(store_name)
+    if known is not None and known.runtime is None:
+        leave = f"leave that one first ({stores.shutdown_call(store_name)}), or "
+        joined = "this process has joined", leave
+        return {known.address: found.pop(known.address, joined), **found}
+    return found
 
 
 def check(

@@ -10,7 +10,7 @@ from torchstore_core.units import human_bytes, human_duration
 if TYPE_CHECKING:
     from torchstore_core.wire import messages as m
 
-__all__ = ["found_text", "kind_text", "pending_text", "shape_text", "status_text"]
+__all__ = ["found_text", "kind_text", "pending_text", "pretty", "shape_text", "status_text"]
 
 _MOST = 5
 
@@ -24,6 +24,12 @@ class Described(Protocol):
     def codec(self) -> str | None: ...
     @property
     def entries(self) -> int | None: ...
+
+
+class Printer(Protocol):
+    """Of IPython, as far as it is used here."""
+
+    def text(self, text: str, /) -> object: ...
 
 
 def status_text(status: m.StatusReport) -> str:
@@ -105,6 +111,11 @@ def shape_text(shape: tuple[int, ...]) -> str:
     ('256×512', 'scalar')
     """
     return "×".join(map(str, shape)) or "scalar"
+
+
+def pretty(what: object, printer: Printer, cycle: bool) -> None:
+    """``_repr_pretty_`` of what has a text for people: what a notebook shows of its last line."""
+    printer.text(str(what))
 
 
 def _count(number: int, what: str) -> str:

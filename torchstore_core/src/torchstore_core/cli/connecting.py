@@ -6,16 +6,21 @@ One connection is enough here: it opens a session, which holds nothing, and asks
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
 
-from torchstore_core import discovery, topology
-from torchstore_core.client_side.lane import Lane, client_facts, handshake
-from torchstore_core.client_side.stores import ADDRESS
+from torchstore_core import discovery
+from torchstore_core.client_side.lane import Lane
+from torchstore_core.client_side.stores import (
+    ADDRESS,
+    DEFAULT_NAME,
+    as_address,
+    inherited_address,
+    not_a_socket,
+)
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.server.directories import runtime_directory
 from torchstore_core.wire import messages as m
@@ -42,8 +47,7 @@ class Store:
 
 def given_address(address: str | None) -> str | None:
     """The address that the option or else the environment gives, as ``unix:/path``."""
-    address = address or os.environ.get(ADDRESS) or None
-    return f"unix:{address}" if address is not None and address.startswith("/") else address
+    return as_address(address) if address else inherited_address(DEFAULT_NAME)
 
 
 async def choose(address: str | None) -> str:
@@ -59,10 +63,11 @@ async def choose(address: str | None) -> str:
         if not given.startswith("unix:"):
             otherwise = "leave the address out" if address else f"unset {ADDRESS}"
             raise ConfigurationError(
-                f"{given!r} is no socket of this host. An address like monarch:NAME says which "
-                "store of its own job a process means, and only processes of that job can look it "
-                f"up. Here, {otherwise}, and the stores that run on this host are found; of "
-                "several, name one by its unix:/path"
+                not_a_socket(
+                    given,
+                    f"{otherwise}, and the stores that run on this host are found; of several, "
+                    "name one by its unix:/path",
+                )
             )
         return given
     found = await discovery.stores()
@@ -91,10 +96,8 @@ async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store
         StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
     """
     where = await choose(address)
-    here = topology.probe()
-    facts = client_facts(dict(os.environ), here)
     try:
-        sock, welcome = await handshake(where, b"", facts, here, timeout)
+        sock, welcome = await discovery.look(where, timeout)
     except TorchStoreError as error:
         if where == given_address(None):
             raise type(error)(f"{error.message} (the address is that of {ADDRESS})") from error

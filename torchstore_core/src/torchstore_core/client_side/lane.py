@@ -64,10 +64,13 @@ def socket_path(address: str) -> str:
 
 
 def client_facts(
-    environment: Mapping[str, str], here: topology.Topology, ranks: Ranks | None = None
+    environment: Mapping[str, str],
+    here: topology.Topology,
+    ranks: Ranks | None = None,
+    role: str = "",
 ) -> ClientFacts:
     """Who this process is, for strategies and status. ``ranks``: if it was told; else those of the
-    environment count.
+    environment count. ``role``: see ``ClientFacts``.
     """
 
     def number(name: str) -> int | None:
@@ -75,7 +78,7 @@ def client_facts(
         return int(text) if text.isdigit() else None
 
     rank, local_rank = ranks or (number("RANK"), number("LOCAL_RANK"))
-    return ClientFacts(here.pid, here.host_id, here.hostname, rank, local_rank)
+    return ClientFacts(here.pid, here.host_id, here.hostname, rank, local_rank, role)
 
 
 async def handshake(

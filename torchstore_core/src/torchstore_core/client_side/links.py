@@ -168,7 +168,9 @@ class VolumeLinks:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                self._rest(order[0], TransportNotReadyError("the server is slow to let it connect"))
+                # The caller has no time left, which is no news of the transport.
+                why = TransportNotReadyError("the server is slow to let it connect")
+                self._rest(order[0], why, quietly=True)
             except TransportError as error:
                 self._give_up(order[0], error)
 
@@ -250,7 +252,9 @@ class VolumeLinks:
         else:
             self._drop(candidate, error)
 
-    def _rest(self, candidate: Candidate, error: TransportNotReadyError) -> None:
+    def _rest(
+        self, candidate: Candidate, error: TransportNotReadyError, *, quietly: bool = False
+    ) -> None:
         name = candidate.spec.name
         self.ranking.drop(name, f"it is not ready and will be tried again: {error}")
         rested = self._resting.get(name)
@@ -258,6 +262,9 @@ class VolumeLinks:
             rested.failed()
             return
         self._resting[name] = _Resting(candidate)
+        if quietly:
+            log.debug("transport %r to volume %s: %s", name, self.info.id, error)
+            return
         order = [c.spec.name for c in self.ranking.order(1 << 20)]
         warnings.warn(
             f"transport {name!r} to volume {self.info.id} is not ready: {error}. It is tried again "

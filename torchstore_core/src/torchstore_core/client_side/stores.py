@@ -6,6 +6,7 @@ restarted server, ``reset_client``.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import msgspec
@@ -23,7 +25,12 @@ from torchstore_core.client_side.lane import Ranks
 from torchstore_core.client_side.session import Session
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
-from torchstore_core.errors import ConfigurationError, StoreClosedError, StoreTimeoutError
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreClosedError,
+    StoreTimeoutError,
+    in_seconds,
+)
 from torchstore_core.plugins import Registry, load_class
 from torchstore_core.ranking import Policy
 
@@ -33,11 +40,17 @@ __all__ = [
     "DEFAULT_NAME",
     "DEFAULT_TIMEOUT_S",
     "Membership",
+    "TakenError",
     "add",
+    "as_address",
     "find",
     "inherited_address",
+    "join",
+    "not_a_socket",
     "publish",
     "remove",
+    "shutdown_call",
+    "started",
 ]
 
 log = logging.getLogger(__name__)
@@ -48,6 +61,10 @@ DEFAULT_TIMEOUT_S = 60.0
 ADDRESS = "TORCHSTORE_ADDRESS"
 #: Environment variable with a JSON object of name to address, for stores of other names.
 ADDRESSES = "TORCHSTORE_ADDRESSES"
+
+
+class TakenError(ConfigurationError):
+    """This process has a store of that name, or is starting one."""
 
 
 class Membership:
@@ -90,6 +107,10 @@ class Membership:
         self._closed = False
         self._found = ""  # where the address led to, the last time, in process _found_by
         self._found_by = 0
+
+    def leads_to(self, address: str, policy: Policy) -> bool:
+        """Whether it is at the store at that address, in the same way."""
+        return (self.address, self.policy) == (address, policy)
 
     def session_here(self) -> Session | None:
         """The session of this process, if it is open."""
@@ -157,17 +178,21 @@ class Membership:
     async def _where(self, timeout: float | None) -> str:
         """The Unix socket that leads to the server now."""
         scheme, _, name = self.address.partition(":")
-        registry = Registry() if scheme != "unix" else None
-        if registry is None or scheme not in registry.names("torchstore.runtimes"):
+        if scheme == "unix":
             return self.address
         if self._found and self._found_by != os.getpid():
             return self._found  # a forked child: the engine is the parent's
-        spec = registry.runtime(scheme)
+        registry = Registry()
+        known = scheme in registry.names("torchstore.runtimes")
+        spec = registry.runtime(scheme) if known else None
+        if spec is None or (spec.here is not None and not spec.here()):
+            raise StoreClosedError(self._of_no_job_here())
         found = await _find_by(spec, name, timeout)
         if spec.rank is not None and not ("RANK" in os.environ or "LOCAL_RANK" in os.environ):
             self.ranks = None, load_class(spec.rank)()
         if found is None and self.runtime is None:
-            found = inherited_address(self.store_name)
+            named = inherited_address(self.store_name) or ""
+            found = named if named.startswith("unix:") else None
         if found is None:
             raise StoreClosedError(
                 f"there is no store {name!r} in this job: `await initialize()` one in any of its "
@@ -175,6 +200,17 @@ class Membership:
             )
         self._found, self._found_by = found, os.getpid()
         return found
+
+    def _of_no_job_here(self) -> str:
+        variable = ADDRESS if self.store_name == DEFAULT_NAME else ADDRESSES
+        unset = (
+            f"unset {variable}, or " if self.address == inherited_address(self.store_name) else ""
+        )
+        return not_a_socket(
+            self.address,
+            f"{unset}`await connect(address)` with the unix:/path of a store that runs on this "
+            f"host (stores() lists them){missing_engine()}",
+        )
 
     def reset(self) -> None:
         """Drop the session; the next operation opens a new one, those under way end on theirs. Live
@@ -198,7 +234,8 @@ class Membership:
 
 _lock = threading.RLock()
 _memberships: dict[str, Membership] = {}
-_starting: set[str] = set()
+# Stores that this process is starting: done when they have, or have not.
+_starting: dict[str, futures.Future[None]] = {}
 # Addresses that this process was started with, of stores whose names it has given to its own.
 _inherited: dict[str, str | None] = {}
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -210,14 +247,16 @@ def starting(store_name: str) -> Iterator[Membership | None]:
     if its server has ended: it is no member any more, and has to be left.
 
     Raises:
-        ConfigurationError: this process owns such a store already, or is starting one.
+        TakenError: this process owns such a store already, or is starting one.
     """
+    over: futures.Future[None] = futures.Future()
+    over.set_running_or_notify_cancel()  # who waits for it cannot cancel it
     with _lock:
         before = _memberships.get(store_name)
         owner = None if before is None else before.runtime
         owned = owner is not None and not owner.shared
         if store_name in _starting:
-            raise ConfigurationError(
+            raise TakenError(
                 f"store {store_name!r} is being initialized in this process at this moment; wait "
                 "for that to return"
             )
@@ -225,16 +264,59 @@ def starting(store_name: str) -> Iterator[Membership | None]:
         if ended is not None:
             del _memberships[store_name]
         elif owned:
-            name = "" if store_name == DEFAULT_NAME else repr(store_name)
-            raise ConfigurationError(
+            raise TakenError(
                 f"store {store_name!r} is initialized in this process already: use it, "
-                f"`await shutdown({name})` first, or call connect_or_initialize, which returns it"
+                f"{shutdown_call(store_name)} first, or call connect_or_initialize, which returns "
+                "it"
             )
-        _starting.add(store_name)
+        _starting[store_name] = over
     try:
         yield ended
     finally:
-        _starting.discard(store_name)
+        _starting.pop(store_name, None)
+        over.set_result(None)
+
+
+async def started(store_name: str, timeout: float | None) -> None:
+    """Wait for another thread or task of this process that is starting this store; it may fail.
+
+    Raises:
+        StoreTimeoutError: it has not ended within ``timeout`` seconds.
+    """
+    over = _starting.get(store_name)
+    if over is None:
+        return
+    try:
+        async with asyncio.timeout(timeout):
+            await asyncio.wrap_future(over)
+    except TimeoutError as error:
+        raise StoreTimeoutError(
+            f"store {store_name!r} is being initialized by another thread or task of this process, "
+            f"which has not ended within {in_seconds(timeout)}"
+        ) from error
+
+
+def shutdown_call(store_name: str) -> str:
+    """How a user leaves a store, or ends it."""
+    return f"`await shutdown({'' if store_name == DEFAULT_NAME else repr(store_name)})`"
+
+
+def as_address(text: str) -> str:
+    """An address as it is written: the path of a socket needs no ``unix:``.
+
+    >>> as_address("/run/ts/control.sock"), as_address("unix:/run/ts/control.sock")
+    ('unix:/run/ts/control.sock', 'unix:/run/ts/control.sock')
+    """
+    return f"unix:{text}" if text.startswith("/") else text
+
+
+def not_a_socket(address: str, otherwise: str) -> str:
+    """Why this process cannot look an address up, and what to do instead."""
+    return (
+        f"{address!r} is no socket of this host. An address like monarch:NAME says which store of "
+        "its own job a process means, and only processes of that job can look it up. Here, "
+        f"{otherwise}"
+    )
 
 
 def find(store_name: str) -> Membership:
@@ -351,14 +433,34 @@ def add(membership: Membership) -> None:
         before.close()
 
 
-def remove(store_name: str) -> Membership | None:
-    """Forget the membership of that name."""
+def join(membership: Membership, before: Membership | None) -> Membership:
+    """Make it the one of its name, unless another thread or task has joined the same store in the
+    same way since ``before`` was there: then that one counts, and this is left.
+    """
     with _lock:
+        now = _memberships.get(membership.store_name)
+        if now is None or now is before or not now.leads_to(membership.address, membership.policy):
+            add(membership)
+            return membership
+    membership.close()
+    return now
+
+
+def remove(store_name: str, only: Membership | None = None) -> Membership | None:
+    """Forget the membership of that name; if ``only`` is given, no other than that."""
+    with _lock:
+        if only is not None and _memberships.get(store_name) is not only:
+            return None
         return _memberships.pop(store_name, None)
 
 
 def inherited_address(store_name: str) -> str | None:
     """The address that the environment gives for a store."""
+    named = _in_environment(store_name)
+    return None if named is None else as_address(named)
+
+
+def _in_environment(store_name: str) -> str | None:
     if store_name == DEFAULT_NAME:
         return os.environ.get(ADDRESS) or None
     return _others().get(store_name)
@@ -372,7 +474,7 @@ def publish(store_name: str, address: str | None) -> None:
     """
     with _lock:
         if address is not None:
-            _inherited.setdefault(store_name, inherited_address(store_name))
+            _inherited.setdefault(store_name, _in_environment(store_name))
         _publish(store_name, _inherited.pop(store_name, None) if address is None else address)
     ancestors.note(store_name, address)
 
@@ -424,6 +526,7 @@ def _after_in_child() -> None:
     _lock = threading.RLock()
     _each(lambda session: session.after_fork_in_child())
     _sessions.clear()
+    _starting.clear()  # by threads of the parent
     _inherited.clear()  # what the child was started with is what the parent has published
     for membership in _memberships.values():
         membership.runtime = None  # the parent owns the server

@@ -19,7 +19,7 @@ __all__ = ["ClientFacts", "Strategy", "VolumeFacts"]
 
 class ClientFacts(msgspec.Struct, frozen=True, array_like=True):
     """Who asks. ``rank``: RANK, ``local_rank``: LOCAL_RANK, None where there is none. ``host_id``:
-    see Topology. ``role``: what else it is than a client, for status; never of a put.
+    see Topology. ``role``: what else it is than a client, for status and the log; never of a put.
     """
 
     pid: int

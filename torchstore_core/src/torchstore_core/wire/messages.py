@@ -15,7 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.summaries import found_text, status_text
+from torchstore_core.summaries import found_text, pretty, status_text
 from torchstore_core.topology import Topology
 from torchstore_core.values import TensorSlice, ValueMeta
 from torchstore_core.wire.facts import Described as Described
@@ -455,6 +455,8 @@ class Found(Described, Message, frozen=True, tag="found"):
     def __str__(self) -> str:
         return found_text(self)
 
+    _repr_pretty_ = pretty
+
 
 class Listing(Message, frozen=True, tag="listing"):
     """A page of keys, sorted. ``more``: ask again, with ``after`` the last key of this page.
@@ -493,6 +495,8 @@ class StatusReport(Message, frozen=True, tag="status-report"):
 
     def __str__(self) -> str:
         return status_text(self)
+
+    _repr_pretty_ = pretty
 
 
 class Done(Message, frozen=True, tag="done"):
