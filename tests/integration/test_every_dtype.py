@@ -17,6 +17,7 @@ from tests.support import bits
 
 import torchstore_core as ts
 from torchstore_core.client_side import packed_header, reading
+from torchstore_core.client_side.codec import decode_object, encode_object
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
@@ -138,3 +139,18 @@ async def test_every_cast_is_that_of_torch_or_refused_by_name(
             assert torch.equal(bits(await client.get("cast/w")), bits(expected)), (of, to)
             await client.get_state_dict("stored", {"w": into}, cast=True)
             assert torch.equal(bits(into), bits(expected)), (of, to)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_inside_of_an_object_each_comes_back_or_is_refused_by_name() -> None:
+    """torch pickles some that it cannot unpickle."""
+    for dtype in DTYPES:
+        value = (1, torch.empty(3, dtype=dtype))
+        try:
+            meta, data = encode_object("k", value, allow_pickle=True)
+        except ts.UnsupportedValueError as error:
+            said = error.message
+        else:
+            back = decode_object("k", meta, data, allow_pickle=True)[1]
+            said = str(back.dtype)
+        assert str(dtype) in said

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torchstore_core as ts
 from torchstore_core.client_side import reading
+from torchstore_core.client_side.codec import decode_object, encode_object
 from torchstore_core.client_side.tensors import storable
 from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext, Window
 from torchstore_core.server.memory import open_memory
@@ -164,6 +165,31 @@ async def test_no_get_writes_to_it(client: ts.Client, form: str, size: str) -> N
     with pytest.raises(ts.LayoutMismatchError, match=REFUSED.format("w")):
         packed.to_state_dict({"fine": mine, "w": spoilt(form, size)})
     assert not mine.any()
+
+
+class Holder:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda t: (1, t),
+        lambda t: {"w": [t]},
+        lambda t: torch.nn.ParameterList([torch.nn.Parameter(t)]),
+        Holder,
+        lambda t: lambda: t,
+        lambda t: (bytes(1 << 20), Holder(t)),
+    ],
+    ids=["tuple", "dict", "module", "attribute", "closure", "beside a large one"],
+)
+@pytest.mark.parametrize("form", ["freed", "shrunk", "columns"])
+def test_no_object_has_it_inside(wrap: Callable[[torch.Tensor], Any], form: str) -> None:
+    with refused("k"):
+        encode_object("k", wrap(spoilt(form)), allow_pickle=True)
+    meta, data = encode_object("k", wrap(torch.ones(3)), allow_pickle=True)
+    assert decode_object("k", meta, data, allow_pickle=True)
 
 
 async def test_shards_of_dtensors(client: ts.Client) -> None:

@@ -22,13 +22,17 @@ import os
 import pickle
 import sys
 import threading
+from functools import cache
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["decode_object", "encode_object"]
 
@@ -69,7 +73,17 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
                 key=key,
             ) from None
     try:
-        return ObjectMeta(PICKLE), _pickled(value)
+        try:
+            data = _pickled(value)
+        except Exception:
+            if "torch" in sys.modules:  # of a tensor we can say more
+                _check_tensors(key, value)
+            raise
+        if _may_name(_REBUILT, data):
+            _check_tensors(key, value)
+        return ObjectMeta(PICKLE), data
+    except UnsupportedValueError:
+        raise
     except Exception as error:
         hint = "" if _cloudpickle() else "; lambdas, local classes and the like need cloudpickle"
         raise UnsupportedValueError(
@@ -229,7 +243,7 @@ def _pickled(value: Any) -> bytes:
         if (cloudpickle := _cloudpickle()) is None:
             raise
         return _by_value(cloudpickle, value)
-    if not _may_name_main(data):
+    if not _may_name(_MARK, data):
         return data
     names = _Names()
     names.dump(value)
@@ -284,20 +298,20 @@ def _with_main_by_value(cloudpickle: Any, value: Any) -> bytes:
         cloudpickle.unregister_pickle_by_value(spawned)
 
 
-def _may_name_main(data: bytes) -> bool:
-    """Whether a pickle may refer to something of ``__main__``. Without looking into large strings,
-    which would take as long as pickling them.
+def _may_name(mark: bytes, data: bytes) -> bool:
+    """Whether a pickle may refer to something with ``mark`` in its name. Without looking into large
+    strings, which would take as long as pickling them.
     """
     if len(data) < _LARGE:
-        return _MARK in data
+        return mark in data
     at = 2  # after the protocol
     while at < len(data):
         width = 8 if data[at] == _FRAME else _STRINGS.get(data[at])
         if width is None:
-            return data.find(_MARK, at) >= 0
+            return data.find(mark, at) >= 0
         start = at + 1 + width
         end = start + int.from_bytes(data[at + 1 : start], "little")
-        if data[at] == _FRAME and data.find(_MARK, start, end) >= 0:
+        if data[at] == _FRAME and data.find(mark, start, end) >= 0:
             return True
         at = end
     return False
@@ -319,6 +333,57 @@ class _Names(pickle.Pickler):
 class _Nowhere:
     def write(self, data: Any) -> int:
         return len(data)
+
+
+# ---- tensors inside of objects ------------------------------------------------------------
+
+# What torch calls its functions that make tensors of a pickle.
+_REBUILT = b"_rebuild_"
+
+
+def _check_tensors(key: str, value: Any) -> None:
+    """torch pickles the bytes that a storage has, and makes up those that it lacks when they are
+    loaded; of some dtypes it pickles what it cannot load.
+
+    Raises:
+        UnsupportedValueError: a tensor inside of the object is of this kind.
+    """
+    import torch
+
+    from torchstore_core.client_side.tensors import check_storage
+
+    cloudpickle = _cloudpickle()
+    base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
+
+    class Tensors(base):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor):
+                check_storage(key, obj)
+                if not _comes_back(obj.dtype):
+                    raise UnsupportedValueError(
+                        f"{key!r}: torch cannot unpickle a tensor of {obj.dtype}, so it cannot be "
+                        "stored inside of an object; put it by itself, or in a state dict",
+                        key=key,
+                    )
+                return type(None), ()
+            return NotImplemented if cloudpickle is None else super().reducer_override(obj)
+
+    with _registering:
+        Tensors(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+
+
+@cache
+def _comes_back(dtype: torch.dtype) -> bool:
+    """Whether torch can unpickle what it pickles of a dtype."""
+    import torch
+
+    try:
+        one = pickle.loads(pickle.dumps(torch.empty(1, dtype=dtype, device="cpu")))
+    except (pickle.PicklingError, ArithmeticError, AttributeError, LookupError, RuntimeError):
+        return False
+    except (TypeError, ValueError):
+        return False
+    return isinstance(one, torch.Tensor) and one.dtype == dtype
 
 
 class _OfProgram:
