@@ -666,6 +666,8 @@ def test_the_error_of_a_full_store_says_who_holds_what(small: Controller) -> Non
             {"pid": 22, "leased": 1024, "unfinished": 0},
         ],
         "largest": [["big", 1024]],
+        "copies": 1,
+        "largest_volume_bytes": 4096,
     }
     for part in ("1,152", "3,072 of 4,096", "pid 22: 1,024", "'big' 1,024"):
         assert part in caught.value.message

@@ -63,7 +63,7 @@ def test_names_are_those_of_a_look_at_everything(
                 store.delete([key], strict=False)
         names = all_names(store)
         found = sorted(name for name in names if name.startswith(prefix) and name > after)
-        assert store.catalog.names(prefix, after, limit) == found[:limit]
+        assert store.catalog.page(prefix, after, limit or 100) == found[: limit or 100]
         assert store.keys(prefix) == sorted(name for name in names if name.startswith(prefix))
 
 

@@ -292,7 +292,8 @@ async def started(store_name: str, timeout: float | None) -> None:
     except TimeoutError as error:
         raise StoreTimeoutError(
             f"store {store_name!r} is being initialized by another thread or task of this process, "
-            f"which has not ended within {in_seconds(timeout)}"
+            f"which has not ended within {in_seconds(timeout)}",
+            details={"timeout": timeout},
         ) from error
 
 

@@ -6,7 +6,10 @@ Knows nothing of memory: what it lets go of, and nobody leases, is handed back i
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from heapq import merge
+from itertools import chain
 
 from torchstore_core.errors import (
     KeyNotFoundError,
@@ -144,24 +147,70 @@ class Catalog:
         groups = self.groups.items()
         return [key for key, group in groups if group.pending and key.startswith(prefix)]
 
-    def names(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
-        """Sorted keys and entries of state dicts that start with ``prefix``, above ``after``; the
-        first ``limit`` of them.
+    def names(self, prefix: str) -> list[str]:
+        """Sorted keys and entries of state dicts that start with ``prefix``."""
+        found = self._order.starting(prefix)
+        keys = len(found)
+        for key, rest in [*_splits(prefix), *((key, "") for key in self._dicts.starting(prefix))]:
+            if type(stored := self.newest.get(key)) is Manifest:
+                found += [f"{key}/{name}" for name in stored.entries if name.startswith(rest)]
+        # A key may have the name of an entry.
+        return sorted(set(found)) if len(found) > keys else found
+
+    def page(self, prefix: str, after: str, limit: int) -> list[str]:
+        """The first ``limit`` of :meth:`names` above ``after``: takes what it finds, whatever there
+        is besides.
         """
-        found = self._order.starting(prefix, after, limit)
-        dicts = self._dicts.starting(prefix, after, limit)
+        found: list[str] = []
+        for name in self._from(prefix, after, limit):
+            if not found or name != found[-1]:
+                found.append(name)
+                if len(found) == limit:
+                    break
+        return found
+
+    def _from(self, prefix: str, after: str, limit: int) -> Iterator[str]:
+        """Keys, at most ``limit`` of them, and the entries between them, in order."""
         # A state dict whose own key is not above the bound may have entries that are.
         bound, most = (after, len(after)) if after >= prefix else (prefix, len(prefix) - 1)
-        most = min(most, m.MAX_KEY)
-        dicts += [bound[:n] for n in range(1, most + 1) if bound[:n] in self.newest]
-        for key in dicts:
-            stored = self.newest[key]
-            if type(stored) is Manifest:
-                entries = [f"{key}/{name}" for name in stored.entries]
-                found += [name for name in entries if name > after and name.startswith(prefix)]
-        if dicts:  # a key may have the name of an entry
-            found = sorted(set(found))
-        return found[:limit]
+        before = [bound[:n] for n in range(1, min(most, m.MAX_KEY) + 1)]
+        entries = merge(*[self._entries_from(key, prefix, after) for key in before])
+        following = next(entries, None)
+        for key in self._order.starting(prefix, after, limit):
+            while following is not None and following < key:
+                yield following
+                following = next(entries, None)
+            yield key
+            if type(self.newest[key]) is Manifest:
+                rest = entries if following is None else chain((following,), entries)
+                entries = merge(rest, self._entries_from(key, prefix, after))
+                following = next(entries, None)
+        if following is not None:
+            yield following
+            yield from entries
+
+    def _entries_from(self, key: str, prefix: str, after: str) -> Iterator[str]:
+        """The entries of a state dict, if the key is one, as :meth:`names` has them."""
+        stored = self.newest.get(key)
+        base = f"{key}/"
+        if type(stored) is not Manifest:
+            return
+        names = stored.ordered()
+        start = 0
+        rest = ""
+        if prefix.startswith(base):
+            rest = prefix[len(base) :]
+            start = bisect_left(names, rest)
+        elif not base.startswith(prefix):
+            return
+        if after.startswith(base):
+            start = max(start, bisect_right(names, after[len(base) :]))
+        elif after > base:
+            return
+        for at in range(start, len(names)):
+            if not names[at].startswith(rest):
+                return
+            yield base + names[at]
 
     # ---- plain versions -------------------------------------------------------------------
 

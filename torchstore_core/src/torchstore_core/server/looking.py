@@ -53,7 +53,7 @@ def listing(
     """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted; their
     versions that are not whole; and whether there are more.
     """
-    names = catalog.names(prefix, after, m.MAX_LISTED + 1)
+    names = catalog.page(prefix, after, m.MAX_LISTED + 1)
     waiting = {key for key in catalog.unfinished(prefix) if key > after}
     if waiting:
         names = sorted({*names, *waiting})

@@ -104,6 +104,13 @@ class Manifest(msgspec.Struct, eq=False):
     version: int
     created: float
     packed: bool = False
+    _ordered: list[str] = []
+
+    def ordered(self) -> list[str]:
+        """The names of its entries in order, sorted when they are first asked for."""
+        if len(self._ordered) != len(self.entries):
+            self._ordered = sorted(self.entries)
+        return self._ordered
 
     @property
     def nbytes(self) -> int:
