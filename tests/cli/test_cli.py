@@ -285,7 +285,7 @@ async def test_unfinished_versions_are_shown(store: ts.Client):
     policy = shown["policy"]
     assert (policy["version"], policy["participants"], policy["nbytes"]) == (1, 3, 2024)
     assert (policy["committed"], policy["missing_participants"]) == (["1"], ["0", "2"])
-    assert (shown["t"]["version"], shown["t"]["missing"]) == (2, [["", [0, 2], [2, 2]]])
+    assert (shown["t"]["version"], shown["t"]["missing"]) == (2, [["t", [0, 2], [2, 2]]])
     assert (await torchstore("ls", "pol", "--json")).json["pending"] == [policy]
     status = (await torchstore("status", "--json")).json
     assert (status["pending_versions"], status["pending_bytes"]) == (2, 2040)
