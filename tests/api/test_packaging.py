@@ -164,7 +164,8 @@ def test_distributions_declare_ranges_and_their_doors():
     core = importlib.metadata.distribution("torchstore-core")
     runtime = [line for line in core.requires or [] if "extra ==" not in line]
     names = {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in runtime}
-    assert {"torch", "msgspec", "pluggy"} <= names <= {"torch", "msgspec", "pluggy", "uvloop"}
+    needed = {"torch", "msgspec", "pluggy", "sortedcontainers"}
+    assert needed <= names <= {*needed, "uvloop"}
     for name in ("core", "transports", "strategies", "inprocess"):
         distribution = importlib.metadata.distribution(f"torchstore-{name}")
         assert not [line for line in distribution.requires or [] if "==" in line.split(";")[0]]

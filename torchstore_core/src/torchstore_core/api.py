@@ -348,7 +348,7 @@ async def connect_or_initialize(
             )
         except ConfigurationError as error:
             # Another thread or task was faster.
-            if not isinstance(error, stores.TakenError) and stores.known(store_name) is before:
+            if "taken" not in error.details and stores.known(store_name) is before:
                 raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
-from torchstore_core import discovery
+from torchstore_core import ancestors, discovery
 from torchstore_core.client_side import stores
 from torchstore_core.client_side.client import Client
 from torchstore_core.client_side.stores import Membership
@@ -80,7 +80,10 @@ def _others(store_name: str) -> dict[str, tuple[str, str]]:
         if (named := stores.inherited_address(store_name)) is not None:
             variable = stores.ADDRESS if store_name == stores.DEFAULT_NAME else stores.ADDRESSES
             found[named] = f"{variable} names", f"unset {variable} or "
-        if (published := stores.address_of(store_name)) is not None:
+        # Who is no child of multiprocessing's was given its parent's environment, and if it names no
+        # store now, somebody wanted that.
+        published = stores.address_of(store_name) if ancestors.parent() is not None else None
+        if published is not None:
             found.setdefault(published, ("a process that this one descends from has", ""))
     known = stores.known(store_name)
     if known is not None and known.runtime is None:

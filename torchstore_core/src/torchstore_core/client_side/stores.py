@@ -40,7 +40,6 @@ __all__ = [
     "DEFAULT_NAME",
     "DEFAULT_TIMEOUT_S",
     "Membership",
-    "TakenError",
     "add",
     "as_address",
     "find",
@@ -61,10 +60,6 @@ DEFAULT_TIMEOUT_S = 60.0
 ADDRESS = "TORCHSTORE_ADDRESS"
 #: Environment variable with a JSON object of name to address, for stores of other names.
 ADDRESSES = "TORCHSTORE_ADDRESSES"
-
-
-class TakenError(ConfigurationError):
-    """This process has a store of that name, or is starting one."""
 
 
 class Membership:
@@ -247,7 +242,8 @@ def starting(store_name: str) -> Iterator[Membership | None]:
     if its server has ended: it is no member any more, and has to be left.
 
     Raises:
-        TakenError: this process owns such a store already, or is starting one.
+        ConfigurationError: this process owns such a store already, or is starting one;
+            ``details["taken"]`` is its name.
     """
     over: futures.Future[None] = futures.Future()
     over.set_running_or_notify_cancel()  # who waits for it cannot cancel it
@@ -256,18 +252,20 @@ def starting(store_name: str) -> Iterator[Membership | None]:
         owner = None if before is None else before.runtime
         owned = owner is not None and not owner.shared
         if store_name in _starting:
-            raise TakenError(
+            raise ConfigurationError(
                 f"store {store_name!r} is being initialized in this process at this moment; wait "
-                "for that to return"
+                "for that to return",
+                details={"taken": store_name},
             )
         ended = before if owned and owner is not None and owner.ended else None
         if ended is not None:
             del _memberships[store_name]
         elif owned:
-            raise TakenError(
+            raise ConfigurationError(
                 f"store {store_name!r} is initialized in this process already: use it, "
                 f"{shutdown_call(store_name)} first, or call connect_or_initialize, which returns "
-                "it"
+                "it",
+                details={"taken": store_name},
             )
         _starting[store_name] = over
     try:
