@@ -80,7 +80,7 @@ def _others(store_name: str) -> dict[str, tuple[str, str]]:
         if (named := stores.inherited_address(store_name)) is not None:
             variable = stores.ADDRESS if store_name == stores.DEFAULT_NAME else stores.ADDRESSES
             found[named] = f"{variable} names", f"unset {variable} or "
-        # Who is no child of multiprocessing's was given its parent's environment, and if it names no
+        # All but children of multiprocessing were given their parent's environment: if it names no
         # store now, somebody wanted that.
         published = stores.address_of(store_name) if ancestors.parent() is not None else None
         if published is not None:
