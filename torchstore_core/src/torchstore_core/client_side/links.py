@@ -38,6 +38,8 @@ Limit = tuple[weakref.ref[asyncio.Timeout], weakref.ref[asyncio.AbstractEventLoo
 _REST_S = 1.0
 _LONGEST_REST_S = 30.0
 _TRYING_S = 15.0
+# That a caller had less time than this is no news of the transport.
+_NO_NEWS_S = 0.5
 _FOR_NOW = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT)
 )
@@ -168,9 +170,8 @@ class VolumeLinks:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                # The caller has no time left, which is no news of the transport.
                 why = TransportNotReadyError("the server is slow to let it connect")
-                self._rest(order[0], why, quietly=True)
+                self._rest(order[0], why, quietly=timeout is not None and timeout < _NO_NEWS_S)
             except TransportError as error:
                 self._give_up(order[0], error)
 
