@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -53,6 +55,23 @@ CALLS: dict[str, Callable[[], Awaitable[Any]]] = {
     "stat": lambda: ts.stat("small"),
     "status": lambda: ts.status(),
 }
+
+
+@pytest.mark.parametrize("name", ["keys", "wait", "put"])
+async def test_a_call_that_finds_the_server_gone_is_all_that_fails(name: str):
+    """Before the event loop has seen the end: nothing else is left for it to report."""
+    reported: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    async with running_store():
+        await ts.put("small", 1)
+        pid = (await ts.status()).controller_pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # no turn of the loop in between
+        with pytest.raises(ts.StoreClosedError, match=SAYS):
+            await CALLS[name]()
+        gc.collect()
+        assert reported == []
 
 
 @pytest.mark.quick

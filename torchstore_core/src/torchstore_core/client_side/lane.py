@@ -246,6 +246,10 @@ class Lane:
             if message is not None:
                 self.send(message)
             return await future
+        except BaseException:
+            if future.done() and not future.cancelled():
+                future.exception()  # it was lost while this was sent: nobody else asks
+            raise
         finally:
             self._pending.pop(request_id, None)
             if request_id in self._pages:
