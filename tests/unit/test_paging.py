@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from tests.support import turn
 
 from torchstore_core.client_side import session
 from torchstore_core.errors import ProtocolError
@@ -150,7 +150,7 @@ def test_what_a_janitor_gives_back_fits_frames(
 
 async def drained(sent: list[bytearray], count: int) -> list[m.Reply]:
     for _ in range(2 * count):
-        await asyncio.sleep(0)
+        await turn()
     return decoded(sent)
 
 
