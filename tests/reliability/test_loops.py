@@ -439,3 +439,24 @@ async def _as_before(fds_before: int) -> None:
     await until(quiet, 15)
     assert children.uniform(await ts.get("a")) in (3, 4)
     await ts.put("a", torch.zeros(LARGE, dtype=torch.uint8))
+
+
+async def test_a_reset_after_a_call_has_found_its_lane_is_seen_by_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """At the last moment before the call holds its session: it goes on with the next one."""
+    client = await ts.client()
+    await client.put("k", 1)
+    membership = client._membership
+    session = membership.session_here()
+    assert session is not None
+    find = session.lane_here
+
+    def find_and_reset() -> Any:
+        lane = find()
+        membership.reset()
+        return lane
+
+    monkeypatch.setattr(session, "lane_here", find_and_reset)
+    assert await client.get("k") == 1
+    assert membership.session_here() not in (None, session)

@@ -75,6 +75,23 @@ def test_pages_are_the_reply_again(reply: m.Reply) -> None:
     assert (pages[0] if whole is not None else paging.joined(pages)) == reply
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        m.KeyList(1, ["k"] * 1000),
+        m.Located(1, [m.Entry(1, META, 35, b"")] * 1000, False),
+        m.Fetched(1, 1, [None] * 1000, [], {}, [], False),
+        m.Granted(1, [m.Grant(0, 0, 0)] * 1000),
+    ],
+    ids=lambda reply: type(reply).__name__,
+)
+def test_every_reply_that_grows_with_a_request_is_cut(reply: m.Reply) -> None:
+    assert paging.first_frame(reply) is None
+    pages = decoded(list(paging.frames(reply)))
+    assert len(pages) > 1
+    assert paging.joined(pages) == reply
+
+
 @given(Reply)
 def test_a_page_is_small_unless_it_is_one_item(reply: m.Reply) -> None:
     for frame in paging.frames(reply):
