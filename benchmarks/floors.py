@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from torchstore_core import copying
+from torchstore_core.machine import copying
 
 #: The ways of the plain floor: pieces as large as the tensors (cut at CHUNK), threads take turns.
 PIECES = ("copy_ of tensors", "memmove of tensors")

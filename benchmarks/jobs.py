@@ -270,7 +270,7 @@ class Far:
         clients. (A relay keeps no such count; the agents are in this process when the store is
         opened with ``mesh="procs"``.)
         """
-        from torchstore_core.server.relaying import SaidList
+        from torchstore_core.server.remote.uplinks import SaidList
         from torchstore_monarch import host
 
         if not self._counting:

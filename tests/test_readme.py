@@ -115,7 +115,7 @@ def test_the_readme_lists_every_environment_variable() -> None:
 
 
 def test_the_readme_lists_every_command() -> None:
-    from torchstore_core.cli.app import cli
+    from torchstore_cli.app import cli
 
     assert sorted(re.findall(r"^torchstore (\w+) ", README, re.M)) == sorted(cli.commands)
 

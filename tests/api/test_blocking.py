@@ -19,7 +19,7 @@ from tests.support import SMALL, turn, until
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
-from torchstore_core import thread_loops
+from torchstore_core.clients.calls import thread_loops
 
 LARGE = torch.arange(300_000.0)
 

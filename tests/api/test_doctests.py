@@ -17,7 +17,7 @@ WITH_EXAMPLES = {
     "torchstore_core.contracts.observer",
     "torchstore_core.errors",
     "torchstore_core.values",
-    "torchstore_core.ranking",
+    "torchstore_core.plugins.ranking",
     "torchstore_strategies.singleton",
 }
 

@@ -21,10 +21,10 @@ import torch
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_core.cli import main as torchstore
+from torchstore_cli import main as torchstore
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.server.app import Server, ServerOptions
-from torchstore_core.strategy_data import encode_strategy
+from torchstore_core.plugins.strategy_data import encode_strategy
+from torchstore_core.server.server import Server, ServerOptions
 from torchstore_strategies import HashStrategy, ReplicatedStrategy
 
 LARGE = 300_000
@@ -33,9 +33,9 @@ VOLUMES = 3
 # A volume in a process of its own, until its server is gone.
 VOLUME = """
 import asyncio, sys
-from torchstore_core.plugins import Registry
-from torchstore_core.server.attached import VolumeLine
-from torchstore_core.server.volume import Volume
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.remote.attached import VolumeLine
+from torchstore_core.server.memory.volume import Volume
 
 async def main(path, index, directory):
     ended = asyncio.Event()

@@ -73,18 +73,21 @@ def test_importing_the_package_does_not_import_torch():
     assert out == "False\n"
 
 
+ROOMS = ("server", "contracts", "wire", "machine", "plugins", "reports")
+
+
 def _server_modules() -> list[str]:
     """What the server loads: its own folders, what they stand on, and every hook module."""
     core = "torchstore_core."
-    below = tuple(core + name + "." for name in ("server", "contracts", "wire"))
+    below = tuple(core + name + "." for name in ROOMS)
     found = [name for name in modules_of("torchstore_core") if f"{name}.".startswith(below)]
-    found += [core + name for name in ("errors", "values", "topology", "ranking", "plugins")]
+    found += [core + name for name in ("errors", "values", "boxes")]
     hooks = [e.module for group in GROUPS for e in importlib.metadata.entry_points(group=group)]
     halves = [
         name for p in SOURCES for name in modules_of(p) if name.endswith((".server", ".plugin"))
     ]
     assert {"torchstore_transports.shm.plugin", "torchstore_inprocess.plugin"} <= set(hooks)
-    assert "torchstore_core.server.app" in found
+    assert "torchstore_core.server.server" in found
     assert "torchstore_transports.shm.server" in halves
     return list(dict.fromkeys(found + hooks + halves))
 
@@ -105,7 +108,7 @@ def test_server_and_hook_modules_import_neither_torch_nor_pickle():
         for name, modules in loaded.items()
     }
     assert not {name: modules for name, modules in offenders.items() if modules}
-    assert "torchstore_core.server.app" in loaded
+    assert "torchstore_core.server.server" in loaded
 
 
 async def _live(client: ts.Client) -> None:
@@ -147,7 +150,7 @@ async def test_the_server_process_never_imports_what_is_forbidden(monkeypatch, c
         monkeypatch.delenv("PYTHONVERBOSE")
         await _live(client)
     imported = set(re.findall(r"^import '([\w.]+)' #", capfd.readouterr().err, re.MULTILINE))
-    assert {"torchstore_core.server.app", "torchstore_transports.shm.server"} <= imported
+    assert {"torchstore_core.server.server", "torchstore_transports.shm.server"} <= imported
     assert not [name for name in sorted(imported) if FORBIDDEN.fullmatch(name)]
 
 

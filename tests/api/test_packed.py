@@ -15,7 +15,7 @@ from tests.trees import assert_same, state_dicts
 
 import torchstore_core as ts
 from torchstore_core import TensorShard, TensorSlice, TorchStoreStateDict
-from torchstore_core.client_side.sharding import ShardList
+from torchstore_core.clients.values.sharding import ShardList
 
 pack = TorchStoreStateDict.from_state_dict
 relaxed = settings(

@@ -18,7 +18,7 @@ from tests.trees import assert_same
 
 import torchstore_core as ts
 from torchstore_core import TensorShard, TorchStoreStateDict
-from torchstore_core.client_side.sharding import ShardList
+from torchstore_core.clients.values.sharding import ShardList
 
 # ---- bytes --------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from tests.support import SMALL, free_port, halt, run_script, running_store, ser
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
-from torchstore_core import starting
-from torchstore_core.client_side import stores
+from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.clients.stores import starting
 
 pytestmark = pytest.mark.local_only
 

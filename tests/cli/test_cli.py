@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-import pluggy
 import pytest
 import torch
 from tests.cli.terminals import on_a_terminal
@@ -34,7 +32,7 @@ from tests.unit.test_plugins import (
 )
 
 import torchstore_core as ts
-from torchstore_core.cli import trying
+from torchstore_cli.doctor import trying
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
 
@@ -852,7 +850,7 @@ async def test_bench_that_does_not_fit():
 
 TORCH_FREE = """
 import sys
-from torchstore_core.cli import main
+from torchstore_cli import main
 status = main(sys.argv[1:])
 heavy = {"torch", "numpy"} & set(sys.modules)
 sys.exit(f"imported {heavy}" if heavy else status)
@@ -877,21 +875,3 @@ async def test_torch_is_not_imported(store: ts.Client):
         assert done == (0, ""), command
     source = TORCH_FREE.replace("status = ", "import numpy\nstatus = ")
     assert _torch_free(source, "--version") == (1, "imported {'numpy'}\n")  # so the check works
-
-
-def test_without_the_extra(tmp_path: Path):
-    """An interpreter that has the core, and neither click nor rich."""
-    for package in (msgspec, pluggy, ts):
-        source = Path(str(package.__file__)).parent
-        (tmp_path / source.name).symlink_to(source)
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "torchstore_core.cli", "status"],
-        env=_environment({"PYTHONPATH": str(tmp_path)}),
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert "pip install 'torchstore-core[cli]'" in line
-    assert "click and rich are not installed" in line

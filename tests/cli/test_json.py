@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import torchstore_core as ts
-from torchstore_core.cli import reports
+from torchstore_cli import reports
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.wire import messages as m
 
@@ -84,7 +84,7 @@ def test_every_report_has_a_section() -> None:
     kinds = {kind for kind in kinds if isinstance(kind, type)}
     assert kinds == kinds & {*SECTIONS.values(), *INSIDE.values()}
     commands = re.findall(r"^## torchstore (\w+)$", DOCUMENT, re.M)
-    from torchstore_core.cli.app import cli
+    from torchstore_cli.app import cli
 
     assert sorted(commands) == sorted(cli.commands)
 

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from tests.unit.test_messages import REQUESTS
 
 import torchstore_core as ts
-from torchstore_core import topology
 from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.machine import topology
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, FrameReader, decode_reply, encode

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from torchstore_core.server.app import Server, ServerOptions
+from torchstore_core.server.server import Server, ServerOptions
 
 __all__ = ["CAPACITY", "ServerThread"]
 

@@ -16,8 +16,9 @@ from tests.integration.test_freed_storage import client, server  # noqa: F401 - 
 from tests.support import bits
 
 import torchstore_core as ts
-from torchstore_core.client_side import packed_header, reading
-from torchstore_core.client_side.codec import decode_object, encode_object
+from torchstore_core.clients.packed import header as packed_header
+from torchstore_core.clients.transfer import reading
+from torchstore_core.clients.values.codec import decode_object, encode_object
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torchstore_core as ts
-from torchstore_core.client_side import reading
-from torchstore_core.client_side.codec import decode_object, encode_object
-from torchstore_core.client_side.tensors import storable
+from torchstore_core.clients.transfer import reading
+from torchstore_core.clients.values.codec import decode_object, encode_object
+from torchstore_core.clients.values.tensors import storable
 from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext, Window
-from torchstore_core.server.memory import open_memory
-from torchstore_core.topology import probe
+from torchstore_core.machine.topology import probe
+from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_inprocess.transport import InProcessLink, InProcessServer

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import torchstore_core as ts
-from torchstore_core.client_side.sharding import ShardList, local_parts
+from torchstore_core.clients.values.sharding import ShardList, local_parts
 from torchstore_core.contracts.observer import Operation
 
 COUNTING = """

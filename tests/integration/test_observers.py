@@ -361,7 +361,7 @@ async def test_observers_that_do_not_load_are_said_once_and_in_status(
             print("SEEN", [operation.name for operation in operations])
             """
         )
-        tool = [sys.executable, "-m", "torchstore_core.cli"]
+        tool = [sys.executable, "-m", "torchstore_cli"]
         shown = await asyncio.to_thread(
             subprocess.run,
             [*tool, "status", "--json", "--address", server.address],

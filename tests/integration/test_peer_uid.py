@@ -20,10 +20,10 @@ import torch
 from tests.support import running_store
 
 import torchstore_core as ts
-from torchstore_core import topology
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import ConfigurationError
-from torchstore_core.server.directories import runtime_directory
+from torchstore_core.machine import topology
+from torchstore_core.machine.directories import runtime_directory
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 

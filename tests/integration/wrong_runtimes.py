@@ -14,8 +14,8 @@ import msgspec
 
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec, StoreOptions
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.directories import runtime_directory
 from torchstore_core.runtimes.local import LocalRuntime
-from torchstore_core.server.directories import runtime_directory
 
 HERE = __name__
 

@@ -17,7 +17,7 @@ from tests.monarch.jobs import Job, running
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_core import topology
+from torchstore_core.machine import topology
 from torchstore_monarch.protocol import Asked, outcome, result
 
 MB = 1 << 20

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from tests.support import until
 from tests.unit.relays import Backstage
 
-from torchstore_core import topology
-from torchstore_core.client_side.links import VolumeLinks
+from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Segment, ServerContext
 from torchstore_core.errors import TransportError, TransportUnavailableError
-from torchstore_core.plugins import Registry
-from torchstore_core.ranking import Policy
-from torchstore_core.server.memory import open_memory
+from torchstore_core.machine import topology
+from torchstore_core.plugins.ranking import Policy
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.wire import messages as m
 from torchstore_monarch.hosting import hosting
 from torchstore_monarch.protocol import outcome

@@ -23,10 +23,10 @@ from tests.reliability.children import told, uniform
 from tests.support import turn
 
 import torchstore_core as ts
-from torchstore_core.client_side.clock import Clock
-from torchstore_core.client_side.operations import Putting
-from torchstore_core.client_side.state_dicts import plan_put
-from torchstore_core.client_side.writing import Source, prepare
+from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.state_dicts.state_dicts import plan_put
+from torchstore_core.clients.transfer.operations import Putting
+from torchstore_core.clients.transfer.writing import Source, prepare
 from torchstore_core.wire import messages as m
 
 KEY = "model"

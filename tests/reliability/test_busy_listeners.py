@@ -18,15 +18,15 @@ import pytest
 from tests.support import halt, running_store
 
 import torchstore_core as ts
-from torchstore_core import topology
-from torchstore_core.cli.serving import _listening
-from torchstore_core.client_side.lane import client_facts, handshake
+from torchstore_cli.serving import _listening
+from torchstore_core.clients.session.lane import client_facts, handshake
 from torchstore_core.contracts.transport import LinkContext
-from torchstore_core.runtimes.membership import Member
-from torchstore_core.server.attached import VolumeLine
-from torchstore_core.server.directories import remove_stale
+from torchstore_core.machine import topology
+from torchstore_core.machine.directories import remove_stale
+from torchstore_core.server.remote.attached import VolumeLine
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
+from torchstore_spmd.membership import Member
 
 HERE = topology.probe()
 SHORT_S = 0.2

@@ -13,7 +13,8 @@ import pytest
 from tests.support import SMALL
 
 import torchstore_core as ts
-from torchstore_core import ancestors, topology
+from torchstore_core.clients.stores import ancestors
+from torchstore_core.machine import topology
 
 _PROGRAM = """
 import multiprocessing, os, sys, warnings

@@ -17,9 +17,10 @@ import torch
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_core import discovery, topology
-from torchstore_core.cli import asking
+from torchstore_cli import queries as asking
+from torchstore_core.clients.stores import discovery
 from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.machine import topology
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, encode

@@ -14,7 +14,7 @@ from msgspec import structs
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.records import SessionRecord, Value, all_values
+from torchstore_core.server.index.records import SessionRecord, Value, all_values
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 

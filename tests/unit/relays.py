@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from torchstore_core import topology
-from torchstore_core.server.app import Server, ServerOptions
-from torchstore_core.server.directories import PrivateDirectory
-from torchstore_core.server.relay import Relay
-from torchstore_core.server.relaying import SaidList, Uplinks
+from torchstore_core.machine import topology
+from torchstore_core.machine.directories import PrivateDirectory
+from torchstore_core.server.remote.relay import Relay
+from torchstore_core.server.remote.uplinks import SaidList, Uplinks
+from torchstore_core.server.server import Server, ServerOptions
 
 __all__ = ["Backstage", "Direct", "Relayed"]
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torchstore_core.server import allocator
-from torchstore_core.server.allocator import ALIGNMENT, Allocator, rounded
+from torchstore_core.server.memory import allocator
+from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 
 
 class Lines:

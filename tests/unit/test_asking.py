@@ -17,9 +17,9 @@ from torchstore_core.errors import (
     PluginError,
     StoreFullError,
 )
+from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.placement import full_error, most_bytes
-from torchstore_core.topology import probe
+from torchstore_core.server.memory.placement import full_error, most_bytes
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m

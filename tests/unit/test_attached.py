@@ -20,15 +20,15 @@ from tests.support import turn, until
 from tests.unit.relays import Backstage
 
 import torchstore_core as ts
-from torchstore_core import topology
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.plugins import Registry
-from torchstore_core.server.allocator import Allocator
-from torchstore_core.server.app import Server, ServerOptions
-from torchstore_core.server.attached import AttachedMemory, VolumeLine
-from torchstore_core.server.processes import Process, pid_namespace
-from torchstore_core.server.relaying import Said, Uplinks
-from torchstore_core.server.volume import Volume
+from torchstore_core.machine import topology
+from torchstore_core.machine.processes import Process, pid_namespace
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.memory.allocator import Allocator
+from torchstore_core.server.memory.volume import Volume
+from torchstore_core.server.remote.attached import AttachedMemory, VolumeLine
+from torchstore_core.server.remote.uplinks import Said, Uplinks
+from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, encode

@@ -21,7 +21,7 @@ SOURCES = [
     *sorted((ROOT / "plugins").glob("*/src")),
 ]
 UNSAFE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-CODEC = CORE / "torchstore_core" / "client_side" / "codec.py"
+CODEC = CORE / "torchstore_core" / "clients" / "values" / "codec.py"
 
 
 def modules(*folders: Path) -> list[Path]:
@@ -66,9 +66,9 @@ def server_side() -> list[Path]:
     """What a server process imports, and what hooks are made of."""
     package = CORE / "torchstore_core"
     found = [
-        *modules(package / "server", package / "wire", package / "contracts"),
-        *(package / f"{name}.py" for name in ("errors", "values", "topology", "plugins")),
-        *(package / f"{name}.py" for name in ("boxes", "ranking", "virtual_memory", "copying")),
+        *modules(*(package / name for name in ("server", "wire", "contracts"))),
+        *modules(*(package / name for name in ("machine", "plugins", "reports"))),
+        *(package / f"{name}.py" for name in ("errors", "values", "boxes")),
         *modules(ROOT / "torchstore_strategies" / "src"),
         *(p for p in modules(*SOURCES) if p.name in ("plugin.py", "server.py", "local_plugin.py")),
     ]
@@ -121,7 +121,7 @@ def test_arrows_between_packages(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(CORE / "torchstore_core" / "server"), ids=label)
 def test_the_server_knows_nothing_of_the_client(path: Path) -> None:
     text = path.read_text()
-    assert "client_side" not in text
+    assert "torchstore_core.clients" not in text
     assert "torchstore_core.api" not in text
 
 
@@ -153,10 +153,10 @@ try:
     from uvloop import run
 except ImportError:
     from asyncio import run
-from torchstore_core import topology
+from torchstore_core.machine import topology
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.server import __main__
-from torchstore_core.server.app import Server, ServerOptions
+from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.values import ObjectMeta, TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
@@ -277,7 +277,7 @@ MAY_ASK_FOR_ADDRESSES = {
 def test_addresses_of_tensors_are_given_by_one_function() -> None:
     """An address and a length are not a tensor: its storage may be smaller than its shape."""
     found = set()
-    for path in modules(CORE / "torchstore_core" / "client_side"):
+    for path in modules(CORE / "torchstore_core" / "clients"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 inner = [n for n in ast.walk(node) if isinstance(n, ast.Attribute)]

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from torchstore_core.client_side.codec import decode_object, encode_object
+from torchstore_core.clients.values.codec import decode_object, encode_object
 from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta
 
 TOOLS = """
 import sys
-from torchstore_core.client_side.codec import decode_object, encode_object
+from torchstore_core.clients.values.codec import decode_object, encode_object
 from torchstore_core.values import ObjectMeta
 
 def put(value):

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchstore_core.client_side.codec import decode_object, encode_object
+from torchstore_core.clients.values.codec import decode_object, encode_object
 from torchstore_core.errors import UnsafeObjectError, UnsupportedValueError
 from torchstore_core.values import ObjectMeta, ObjectRef
 

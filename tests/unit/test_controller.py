@@ -26,13 +26,14 @@ from torchstore_core.errors import (
     StoreFullError,
     VersionGoneError,
 )
-from torchstore_core.server import catalog, looking
-from torchstore_core.server.allocator import ALIGNMENT
+from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.memory import SegmentMemory
-from torchstore_core.server.placement import session_bytes
-from torchstore_core.server.records import SessionRecord, VolumeRecord, Waiter
-from torchstore_core.topology import probe
+from torchstore_core.server.index import catalog
+from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index.records import SessionRecord, VolumeRecord, Waiter
+from torchstore_core.server.memory.allocator import ALIGNMENT
+from torchstore_core.server.memory.placement import session_bytes
+from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.values import ObjectMeta, TensorMeta
 from torchstore_core.wire import messages as m
 

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import until
 
-from torchstore_core import copying
-from torchstore_core.copying import Piece
 from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine import copying
+from torchstore_core.machine.copying import Piece
 
 
 class Memory:
@@ -42,7 +42,7 @@ def noise(nbytes: int, seed: int = 1) -> bytes:
 def without_native(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module as it is where it was built without a compiler."""
     monkeypatch.setitem(sys.modules, "torchstore_core._native", None)
-    spec = importlib.util.find_spec("torchstore_core.copying")
+    spec = importlib.util.find_spec("torchstore_core.machine.copying")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -370,7 +370,7 @@ def test_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_variable_decides_how_many_run_at_once() -> None:
     body = f"""
 import asyncio, threading
-from torchstore_core import copying
+from torchstore_core.machine import copying
 names = set()
 barrier = threading.Barrier(3)
 def task():

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchstore_core import copying
-from torchstore_core.client_side import tensors
+from torchstore_core.clients.values import tensors
+from torchstore_core.machine import copying
 
 needs_native = pytest.mark.skipif(not copying.has_native(), reason="built without a compiler")
 GUARD = 77

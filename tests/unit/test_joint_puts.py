@@ -40,9 +40,9 @@ from torchstore_core.errors import (
     StoreFullError,
     VersionGoneError,
 )
-from torchstore_core.server.allocator import rounded
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.records import Waiter
+from torchstore_core.server.index.records import Waiter
+from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.wire import messages as m
 
 #: Most of what is put to one of them are state dicts.

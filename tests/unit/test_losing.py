@@ -17,12 +17,12 @@ from tests.unit.put_model import reachable
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import ObjectLostError, PluginError, StoreFullError
-from torchstore_core.server import looking
-from torchstore_core.server.allocator import rounded
+from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.memory import SegmentMemory
-from torchstore_core.server.records import SessionRecord, VolumeRecord
-from torchstore_core.topology import probe
+from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index.records import SessionRecord, VolumeRecord
+from torchstore_core.server.memory.allocator import rounded
+from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.values import ObjectMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 from torchstore_strategies import (

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.unit.ranks import Rank, a_store, obj
 from tests.unit.test_controller import HERE, facts, inline
 
-from torchstore_core.server import looking
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.ordering import KeyOrder
-from torchstore_core.server.records import Manifest
+from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index.key_order import KeyOrder
+from torchstore_core.server.index.records import Manifest
 from torchstore_core.wire import messages as m
 
 Name = st.text(alphabet="a/b\U0010ffff", min_size=1, max_size=4)

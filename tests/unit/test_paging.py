@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 from tests.support import turn
 
-from torchstore_core.client_side import session
+from torchstore_core.clients.session import session
 from torchstore_core.errors import ProtocolError
-from torchstore_core.server.sending import Sender
+from torchstore_core.server.serving.sending import Sender
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire import paging

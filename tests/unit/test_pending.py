@@ -26,8 +26,9 @@ from torchstore_core.errors import (
     PartialPutError,
     StoreFullError,
 )
-from torchstore_core.server import looking, participants
 from torchstore_core.server.controller import Controller
+from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index import participants
 from torchstore_core.wire import messages as m
 
 

@@ -17,8 +17,8 @@ from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
-from torchstore_core.plugins import GROUPS, Registry, load_class
-from torchstore_core.ranking import Policy
+from torchstore_core.plugins.ranking import Policy
+from torchstore_core.plugins.registry import GROUPS, Registry, load_class
 
 TRANSPORTS, STRATEGIES, RUNTIMES, OBSERVERS = GROUPS
 
@@ -459,12 +459,17 @@ def test_every_kind_of_plug_in_can_be_blocked_broken_or_not(site: Site) -> None:
 
 
 def test_a_class_is_found_by_its_path() -> None:
-    assert load_class("torchstore_core.plugins:Registry") is Registry
+    assert load_class("torchstore_core.plugins.registry:Registry") is Registry
 
 
 @pytest.mark.parametrize(
     "path",
-    ["surely_not_installed:X", "torchstore_core.plugins:Missing", "torchstore_core.plugins", ":"],
+    [
+        "surely_not_installed:X",
+        "torchstore_core.plugins.registry:Missing",
+        "torchstore_core.plugins.registry",
+        ":",
+    ],
 )
 def test_a_class_that_is_not_there_is_a_plugin_error(path: str) -> None:
     with pytest.raises(PluginError, match=path):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 from torchstore_core.errors import TransportUnavailableError
-from torchstore_core.ranking import Policy, Ranking, rank
-from torchstore_core.topology import probe
+from torchstore_core.machine.topology import probe
+from torchstore_core.plugins.ranking import Policy, Ranking, rank
 
 HERE = probe()
 ELSEWHERE = msgspec.structs.replace(HERE, host_id="another", hostname=HERE.hostname)

@@ -18,7 +18,7 @@ from tests.support import turn, until
 from tests.unit.relays import Backstage, Relayed
 
 import torchstore_core as ts
-from torchstore_core.server import relay
+from torchstore_core.server.remote import relay
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 
@@ -26,7 +26,7 @@ MB = 1 << 20
 # Holds a lease of 1 MB and an unfinished put of 2 MB.
 HOLD = """
 import os, socket, sys
-from torchstore_core import topology
+from torchstore_core.machine import topology
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m

@@ -6,8 +6,8 @@ import pytest
 
 import torchstore_core as ts
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.plugins import Registry
-from torchstore_core.runtimes.spmd import default_volumes
+from torchstore_core.plugins.registry import Registry
+from torchstore_spmd.runtime import default_volumes
 
 GOOD = {
     "RANK": "3",

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import ConfigurationError, PluginError
-from torchstore_core.plugins import Registry
-from torchstore_core.strategy_data import check_transport, decode_strategy, encode_strategy
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.plugins.strategy_data import check_transport, decode_strategy, encode_strategy
 from torchstore_strategies import (
     HashStrategy,
     HostStrategy,

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from torchstore_core.topology import Topology, cgroup_limits, memory_limit_bytes, probe
+from torchstore_core.machine.topology import Topology, cgroup_limits, memory_limit_bytes, probe
 
 
 def test_it_is_this_process_on_this_host() -> None:
@@ -36,7 +36,7 @@ def test_a_host_is_known_by_its_boot_id_not_by_its_name() -> None:
 
 def test_another_process_of_this_host_has_the_same_host_id() -> None:
     code = (
-        "import msgspec, sys; from torchstore_core.topology import probe; "
+        "import msgspec, sys; from torchstore_core.machine.topology import probe; "
         "sys.stdout.buffer.write(msgspec.json.encode(probe()))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)

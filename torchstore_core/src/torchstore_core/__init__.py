@@ -67,12 +67,12 @@ if TYPE_CHECKING:
         versions,
         wait,
     )
-    from torchstore_core.client_side.client import Client
-    from torchstore_core.client_side.packed import TensorReference, TorchStoreStateDict
-    from torchstore_core.client_side.sharding import TensorShard
-    from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
-    from torchstore_core.discovery import RunningStore, stores
-    from torchstore_core.runtimes.spmd_env import SPMDEnv
+    from torchstore_core.clients.client import Client
+    from torchstore_core.clients.packed.packed import TensorReference, TorchStoreStateDict
+    from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
+    from torchstore_core.clients.stores.discovery import RunningStore, stores
+    from torchstore_core.clients.values.sharding import TensorShard
+    from torchstore_spmd.env import SPMDEnv
 
 __version__ = "0.1.0"
 
@@ -134,15 +134,14 @@ __all__ = [
 
 
 _HOMES = {
-    "Client": "client_side.client",
-    "PendingPut": "client_side.state_dicts",
-    "RunningStore": "discovery",
-    "SPMDEnv": "runtimes.spmd_env",
-    "StateDictReport": "client_side.state_dicts",
-    "TensorReference": "client_side.packed",
-    "TensorShard": "client_side.sharding",
-    "TorchStoreStateDict": "client_side.packed",
-    "stores": "discovery",
+    "Client": "clients.client",
+    "PendingPut": "clients.state_dicts.state_dicts",
+    "RunningStore": "clients.stores.discovery",
+    "StateDictReport": "clients.state_dicts.state_dicts",
+    "TensorReference": "clients.packed.packed",
+    "TensorShard": "clients.values.sharding",
+    "TorchStoreStateDict": "clients.packed.packed",
+    "stores": "clients.stores.discovery",
 }
 
 # The strategies of torchstore-strategies, by the names that users know them by. They are not in
@@ -159,7 +158,7 @@ _STRATEGIES = {
 
 
 def _strategy(name: str) -> Any:
-    registry = importlib.import_module("torchstore_core.plugins").Registry()
+    registry = importlib.import_module("torchstore_core.plugins.registry").Registry()
     try:
         return registry.strategy(_STRATEGIES[name])
     except PluginError as error:
@@ -173,6 +172,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = f"torchstore_core.{_HOMES.get(name, 'api')}"
+    if name == "SPMDEnv":
+        module = "torchstore_spmd.env"
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

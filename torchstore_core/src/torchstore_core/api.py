@@ -12,25 +12,25 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchstore_core import starting
-from torchstore_core.client_side import stores
-from torchstore_core.client_side.client import Client
-from torchstore_core.client_side.stores import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
+from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.client import Client
+from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.clients.stores import starting
+from torchstore_core.clients.stores.memberships import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
-from torchstore_core.plugins import Registry
-from torchstore_core.ranking import Policy
-from torchstore_core.timeouts import check_timeout
+from torchstore_core.plugins.ranking import Policy
+from torchstore_core.plugins.registry import Registry
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
     import torch
 
-    from torchstore_core.client_side.packed import TorchStoreStateDict
-    from torchstore_core.client_side.state_dicts import PendingPut, StateDictReport
-    from torchstore_core.runtimes.spmd_env import SPMDEnv
+    from torchstore_core.clients.packed.packed import TorchStoreStateDict
+    from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
+    from torchstore_spmd.env import SPMDEnv
 
 __all__ = [
     "address",
@@ -177,8 +177,8 @@ async def initialize_spmd(
     ...     print(await ts.wait(["from 0", "from 1"]))
     ...     await ts.shutdown()
     """
-    from torchstore_core.runtimes.spmd import SPMDRuntime, default_volumes, tell
-    from torchstore_core.runtimes.spmd_env import SPMDEnv
+    from torchstore_spmd.env import SPMDEnv
+    from torchstore_spmd.runtime import SPMDRuntime, default_volumes, tell
 
     place = SPMDEnv.from_environment() if env is None else env
     if not isinstance(place, SPMDEnv):

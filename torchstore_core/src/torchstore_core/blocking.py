@@ -27,9 +27,14 @@ from concurrent import futures
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torchstore_core
-from torchstore_core import api, discovery, thread_loops, values
-from torchstore_core.client_side import client as async_client
-from torchstore_core.client_side import packed, sharding, state_dicts
+from torchstore_core import api, values
+from torchstore_core.clients import client as async_client
+from torchstore_core.clients.calls import thread_loops
+from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.packed import packed
+from torchstore_core.clients.state_dicts import state_dicts
+from torchstore_core.clients.stores import discovery
+from torchstore_core.clients.values import sharding
 from torchstore_core.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -50,8 +55,7 @@ from torchstore_core.errors import (
     VersionGoneError,
     in_seconds,
 )
-from torchstore_core.runtimes.spmd_env import SPMDEnv
-from torchstore_core.timeouts import check_timeout
+from torchstore_spmd.env import SPMDEnv
 
 __all__ = [
     "Client",

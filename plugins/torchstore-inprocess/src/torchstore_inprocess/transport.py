@@ -15,7 +15,7 @@ from torchstore_core.contracts.transport import (
     TransportServer,
 )
 from torchstore_core.errors import TransportError, TransportUnavailableError
-from torchstore_core.virtual_memory import map_shared, unmap
+from torchstore_core.machine.virtual_memory import map_shared, unmap
 
 # What this process serves: token -> segment id -> (address, nbytes).
 _served: dict[bytes, dict[int, tuple[int, int]]] = {}

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchstore_core import topology
 from torchstore_core.errors import StoreClosedError
-from torchstore_core.server.app import Server, ServerOptions
-from torchstore_core.server.relaying import Uplinks
+from torchstore_core.machine import topology
+from torchstore_core.server.remote.uplinks import Uplinks
+from torchstore_core.server.server import Server, ServerOptions
 from torchstore_monarch.core_thread import CoreThread
 from torchstore_monarch.protocol import Asked, outcome
 from torchstore_monarch.rpc.carrier import Carrier

@@ -17,15 +17,15 @@ from typing import Any
 import msgspec
 from monarch.actor import Actor, HostMesh, MeshFailure, ProcMesh, concurrent_endpoint, this_host
 
-from torchstore_core import topology
 from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
     StoreTimeoutError,
     in_seconds,
 )
-from torchstore_core.server.relaying import EXPIRE_S
-from torchstore_core.topology import Topology
+from torchstore_core.machine import topology
+from torchstore_core.machine.topology import Topology
+from torchstore_core.server.remote.uplinks import EXPIRE_S
 from torchstore_monarch.controller import ControllerActor
 from torchstore_monarch.host import HostActor
 from torchstore_monarch.placing import spread

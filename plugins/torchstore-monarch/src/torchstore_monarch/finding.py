@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import msgspec
 from monarch.actor import context, get_or_spawn_controller, this_proc
 
-from torchstore_core import topology
 from torchstore_core.errors import (
     StoreClosedError,
     StoreTimeoutError,
     TorchStoreError,
     in_seconds,
 )
+from torchstore_core.machine import topology
 from torchstore_monarch.core_thread import CoreThread
 from torchstore_monarch.directory import Directory
 from torchstore_monarch.plugin import is_worker

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchstore_core import topology
 from torchstore_core.errors import StoreClosedError, TorchStoreError
-from torchstore_core.plugins import Registry
-from torchstore_core.server.attached import VolumeLine
-from torchstore_core.server.directories import PrivateDirectory
-from torchstore_core.server.relay import Relay
-from torchstore_core.server.volume import Volume, default_capacity
+from torchstore_core.machine import topology
+from torchstore_core.machine.directories import PrivateDirectory
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.memory.volume import Volume, default_capacity
+from torchstore_core.server.remote.attached import VolumeLine
+from torchstore_core.server.remote.relay import Relay
 from torchstore_monarch.core_thread import CoreThread
 from torchstore_monarch.hosting import hosting
 from torchstore_monarch.protocol import Placement, outcome, result

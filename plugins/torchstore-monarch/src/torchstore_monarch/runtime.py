@@ -8,10 +8,10 @@ import uuid
 
 import msgspec
 
-from torchstore_core import topology
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError
-from torchstore_core.strategy_data import encode_strategy
+from torchstore_core.machine import topology
+from torchstore_core.plugins.strategy_data import encode_strategy
 from torchstore_monarch import finding
 from torchstore_monarch.protocol import Asked, FoundStore, result
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 
-from torchstore_core.server.directories import remove_stale, runtime_directory
+from torchstore_core.machine.directories import remove_stale, runtime_directory
 
 __all__ = ["SweptDirectory"]
 

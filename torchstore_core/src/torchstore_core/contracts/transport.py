@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from torchstore_core.topology import Topology
+from torchstore_core.machine.topology import Topology
 
 __all__ = [
     "Bid",

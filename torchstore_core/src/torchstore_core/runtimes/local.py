@@ -14,6 +14,8 @@ import threading
 
 import msgspec
 
+from torchstore_core.clients.calls.thread_loops import aside
+from torchstore_core.clients.calls.warned import warn
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import (
     StoreClosedError,
@@ -21,11 +23,9 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
-from torchstore_core.ranking import Policy
-from torchstore_core.strategy_data import encode_strategy
-from torchstore_core.thread_loops import aside
-from torchstore_core.topology import beyond_memory, memory_limit_bytes
-from torchstore_core.warned import warn
+from torchstore_core.machine.topology import beyond_memory, memory_limit_bytes
+from torchstore_core.plugins.ranking import Policy
+from torchstore_core.plugins.strategy_data import encode_strategy
 
 __all__ = ["LocalRuntime"]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
-from torchstore_core.server.app import Ready, Server, ServerOptions
-from torchstore_core.server.journal import log_to_stderr
-from torchstore_core.server.listening import raise_descriptor_limit
-from torchstore_core.server.members import Members
+from torchstore_core.server.server import Ready, Server, ServerOptions
+from torchstore_core.server.serving.journal import log_to_stderr
+from torchstore_core.server.serving.listening import raise_descriptor_limit
+from torchstore_core.server.serving.members import Members
 
 _M_MMAP_THRESHOLD = -3
 _OWNER_POLL_S = 0.2

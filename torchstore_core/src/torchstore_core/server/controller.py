@@ -19,12 +19,22 @@ from torchstore_core.errors import (
     StoreClosedError,
     TorchStoreError,
 )
-from torchstore_core.server.catalog import Catalog
-from torchstore_core.server.generations import Slot
-from torchstore_core.server.joining import JointPut
-from torchstore_core.server.leasing import Leases
-from torchstore_core.server.losing import Losses
-from torchstore_core.server.placement import (
+from torchstore_core.machine.topology import Topology
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.generations import Slot
+from torchstore_core.server.index.joint_puts import JointPut
+from torchstore_core.server.index.records import (
+    Manifest,
+    SessionRecord,
+    Stored,
+    Txn,
+    Value,
+    VolumeRecord,
+)
+from torchstore_core.server.index.waiting import Waiting
+from torchstore_core.server.memory.leases import Leases
+from torchstore_core.server.memory.lost_volumes import Losses
+from torchstore_core.server.memory.placement import (
     Run,
     checked_items,
     find_place,
@@ -33,16 +43,6 @@ from torchstore_core.server.placement import (
     most_bytes,
     values_in_runs,
 )
-from torchstore_core.server.records import (
-    Manifest,
-    SessionRecord,
-    Stored,
-    Txn,
-    Value,
-    VolumeRecord,
-)
-from torchstore_core.server.waiting import Waiting
-from torchstore_core.topology import Topology
 from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import TypeVar
 
-from torchstore_core.server.directories import runtime_directory
+from torchstore_core.machine.directories import runtime_directory
 
 __all__ = [
     "MARK",

@@ -20,7 +20,7 @@ import asyncio, json, sys
 import torch
 import torchstore_core as ts
 from torchstore_core.contracts.runtime import StoreOptions
-from torchstore_core.plugins import load_class
+from torchstore_core.plugins.registry import load_class
 factory, options = json.loads(sys.stdin.readline())
 async def main():
     runtime = load_class(factory)()

@@ -24,7 +24,7 @@ import torchstore_core as ts
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec, StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, StoreTimeoutError, TorchStoreError
-from torchstore_core.plugins import Registry, load_class
+from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.testing import leftovers
 from torchstore_core.testing.owners import plain_environment, start_owner
 

@@ -18,8 +18,8 @@ import pytest
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import PluginError
-from torchstore_core.plugins import Registry
-from torchstore_core.strategy_data import decode_strategy, encode_strategy
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.plugins.strategy_data import decode_strategy, encode_strategy
 
 __all__ = ["StrategyConformance"]
 
@@ -47,7 +47,7 @@ _ELSEWHERE = """
 import importlib, json, os, sys
 name, fields, (module, cls), pid = json.loads(sys.stdin.read())
 os.getpid = lambda: pid + 1
-from torchstore_core.strategy_data import decode_strategy
+from torchstore_core.plugins.strategy_data import decode_strategy
 from torchstore_core.testing.strategies import answers, own_registry
 before = set(sys.modules)
 strategy_class = getattr(importlib.import_module(module), cls)

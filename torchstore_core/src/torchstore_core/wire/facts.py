@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from torchstore_core.topology import Topology
+from torchstore_core.machine.topology import Topology
 from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 
 __all__ = [

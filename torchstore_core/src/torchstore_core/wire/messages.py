@@ -15,8 +15,8 @@ from __future__ import annotations
 import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.summaries import found_text, pretty, status_text
-from torchstore_core.topology import Topology
+from torchstore_core.machine.topology import Topology
+from torchstore_core.reports.summaries import found_text, pretty, status_text
 from torchstore_core.values import TensorSlice, ValueMeta
 from torchstore_core.wire.facts import Described as Described
 from torchstore_core.wire.facts import Listed as Listed

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from torchstore_core import copying
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Mapping, Window
 from torchstore_core.errors import (
     TransportError,
     TransportNotReadyError,
     TransportUnavailableError,
 )
-from torchstore_core.unix_sockets import connect, opening
-from torchstore_core.virtual_memory import (
+from torchstore_core.machine import copying
+from torchstore_core.machine.unix_sockets import connect, opening
+from torchstore_core.machine.virtual_memory import (
     map_private,
     map_shared,
     populate_read,

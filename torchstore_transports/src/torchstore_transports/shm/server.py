@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
-from torchstore_core.server.listening import Listener
+from torchstore_core.server.serving.listening import Listener
 
 __all__ = ["HEADER_MAX", "Offer", "ShmServer"]
 

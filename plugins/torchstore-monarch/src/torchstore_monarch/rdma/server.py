@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchstore_core.errors import TransportError
-from torchstore_core.virtual_memory import map_shared, unmap
+from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_monarch.hosting import HostedServer
 from torchstore_monarch.rdma.bouncing import is_direct, keep
 from torchstore_monarch.rpc.wire import Place

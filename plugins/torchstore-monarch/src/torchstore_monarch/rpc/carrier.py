@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from torchstore_core.errors import TorchStoreError
-from torchstore_core.server.listening import Listener, speaking
+from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_monarch.protocol import result
 from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, frame
 

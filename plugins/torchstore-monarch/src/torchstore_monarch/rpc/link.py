@@ -20,7 +20,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
-from torchstore_core.unix_sockets import connect, opening
+from torchstore_core.machine.unix_sockets import connect, opening
 from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, Place, frame
 
 __all__ = ["RpcLink"]

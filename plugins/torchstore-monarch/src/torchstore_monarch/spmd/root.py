@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 from monarch.actor import ChannelTransport, attach_to_workers, enable_transport
 
-from torchstore_core import topology
-from torchstore_core.client_side.lane import Lane, handshake
+from torchstore_core.clients.session.lane import Lane, handshake
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import (
     StoreTimeoutError,
     TorchStoreError,
     in_seconds,
 )
+from torchstore_core.machine import topology
 from torchstore_core.wire import messages as m
 from torchstore_monarch import finding
 from torchstore_monarch.protocol import Asked, FoundStore, result

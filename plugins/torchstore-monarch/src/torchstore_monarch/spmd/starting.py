@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from torchstore_core import topology
-from torchstore_core.client_side.lane import client_facts, handshake
+from torchstore_core.clients.session.lane import client_facts, handshake
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import (
     StoreClosedError,
@@ -34,13 +33,14 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
-from torchstore_core.strategy_data import encode_strategy
+from torchstore_core.machine import topology
+from torchstore_core.plugins.strategy_data import encode_strategy
 from torchstore_monarch.protocol import Asked
 from torchstore_monarch.spmd.orders import MEMBER, RootOrder, Where
 
 if TYPE_CHECKING:
-    from torchstore_core.runtimes.rendezvous import Meeting
-    from torchstore_core.runtimes.spmd_env import SPMDEnv
+    from torchstore_spmd.env import SPMDEnv
+    from torchstore_spmd.rendezvous import Meeting
 
 __all__ = ["RankPart", "RootProcess", "start"]
 

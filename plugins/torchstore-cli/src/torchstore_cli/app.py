@@ -1,0 +1,320 @@
+"""The commands of ``torchstore``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from torchstore_cli.reports import Failed, Report, Serving
+from torchstore_core import __version__
+from torchstore_core.errors import TorchStoreError
+from torchstore_core.reports.units import parse_bytes
+
+__all__ = ["run"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TIMEOUT_S = 10.0
+_LARGEST_BENCH = 4 << 30
+_INTERRUPTED = 130
+
+
+class _Settings:
+    """The options that every command takes, before or after its name."""
+
+    def __init__(self) -> None:
+        self.address: str | None = None
+        self.json = False
+        self.timeout = _TIMEOUT_S
+
+
+def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A size: ``4096``, ``512MB``, ``8GiB``."""
+    try:
+        return None if value is None else parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    if value is not None and value is not False:
+        setattr(ctx.ensure_object(_Settings), str(param.name), value)
+
+
+def _json(command: F) -> F:
+    return click.option(
+        "--json", is_flag=True, expose_value=False, callback=_keep, help="Answer in JSON."
+    )(command)
+
+
+def _common(command: F) -> F:
+    for option in (
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            expose_value=False,
+            callback=_keep,
+            help=f"Longest wait for an answer (default {_TIMEOUT_S:g}).",
+        ),
+        click.option(
+            "--address",
+            metavar="ADDRESS",
+            expose_value=False,
+            callback=_keep,
+            help="Which store: unix:/path. Default: TORCHSTORE_ADDRESS, else the one running.",
+        ),
+    ):
+        command = option(command)
+    return _json(command)
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="torchstore", message="%(prog)s %(version)s")
+@_common
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Look into a tensor store, serve one, and find out what this host can do for it."""
+    ctx.ensure_object(_Settings)
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        ctx.exit(2)
+
+
+@cli.command()
+@_common
+@click.pass_obj
+def doctor(settings: _Settings) -> int:
+    """Examine this host: transports, plug-ins, limits, running stores.
+
+    Shows what every transport bids for a volume on this host and for the volumes of running
+    stores, or why it refuses. Ends with 1 if something stops a store from working.
+    """
+    from torchstore_cli.doctor.doctor import examine
+
+    report = asyncio.run(examine(settings.address, settings.timeout))
+    _answer(settings, report)
+    return 0 if report.ok else 1
+
+
+@cli.command()
+@_common
+@click.pass_obj
+def status(settings: _Settings) -> None:
+    """Memory, sessions and operations of a store."""
+    from torchstore_cli.queries import ask_status
+
+    report = asyncio.run(ask_status(settings.address, settings.timeout))
+    _answer(settings, report)
+
+
+@cli.command()
+@click.argument("prefix", default="")
+@click.option("--long", "-l", is_flag=True, help="Also age, leases, creator and volume.")
+@_common
+@click.pass_obj
+def ls(settings: _Settings, prefix: str, long: bool) -> None:
+    """List keys (that start with PREFIX)."""
+    from torchstore_cli.queries import ask_keys
+
+    report = asyncio.run(ask_keys(settings.address, settings.timeout, prefix))
+    _answer(settings, report, long=long)
+
+
+@cli.command()
+@click.argument("key")
+@_common
+@click.pass_obj
+def stat(settings: _Settings, key: str) -> None:
+    """All that is known of one key."""
+    from torchstore_cli.queries import ask_key
+
+    report = asyncio.run(ask_key(settings.address, settings.timeout, key))
+    _answer(settings, report)
+
+
+@cli.command()
+@click.argument("keys", metavar="KEY...", nargs=-1)
+@click.option("--prefix", is_flag=True, help="Delete every key that starts with a KEY.")
+@click.option("--all", "every", is_flag=True, help="Delete every key of the store.")
+@_common
+@click.pass_obj
+def rm(settings: _Settings, keys: tuple[str, ...], prefix: bool, every: bool) -> None:
+    """Delete keys: all of them, or none if one does not exist.
+
+    Readers keep the tensors they hold.
+    """
+    from torchstore_cli.queries import remove
+
+    if every:
+        if any(keys):
+            raise click.UsageError("--all deletes every key; leave out KEY, or --all")
+        keys, prefix = ("",), True
+    elif not keys:
+        raise click.UsageError("missing argument 'KEY...'")
+    elif prefix and "" in keys:
+        raise click.UsageError("every key starts with an empty KEY; if that is meant, say --all")
+    report = asyncio.run(remove(settings.address, settings.timeout, keys, prefix=prefix))
+    _answer(settings, report)
+
+
+@cli.command()
+@click.option(
+    "--size",
+    metavar="SIZE",
+    callback=_bytes,
+    default="256MiB",
+    show_default=True,
+    help="Of the large value.",
+)
+@_common
+@click.pass_obj
+def bench(settings: _Settings, size: int) -> None:
+    """A short measurement beside the floors of this machine.
+
+    Small values here, a large one across two processes, verified; in a store of its own, or in
+    the one that --address names.
+    """
+    if not 0 < size <= _LARGEST_BENCH:
+        raise click.BadParameter("from 1 byte to 4 GiB", param_hint="--size")
+    from torchstore_cli.bench.bench import measure
+
+    report = asyncio.run(measure(settings.address, settings.timeout, size))
+    _answer(settings, report)
+
+
+@cli.command()
+@click.option("--name", default="torchstore", show_default=True, help="Name of the store.")
+@click.option(
+    "--capacity",
+    metavar="SIZE",
+    callback=_bytes,
+    help="Memory over all volumes, like 512MB or 8GiB. "
+    "Default: half of what there is; it is taken as it is used.",
+)
+@click.option("--volumes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--strategy", default="singleton", show_default=True, help="Where puts go.")
+@click.option(
+    "--prefault",
+    metavar="SIZE",
+    callback=_bytes,
+    help="Memory to warm up at the start; 0: none, ever. Default: up to 1 GiB.",
+)
+@click.option(
+    "--directory",
+    type=click.Path(file_okay=False, resolve_path=True),
+    help="Where to put the sockets. Default: a new one that other commands find.",
+)
+@_json
+@click.pass_obj
+def serve(
+    settings: _Settings,
+    name: str,
+    capacity: int | None,
+    volumes: int,
+    strategy: str,
+    prefault: int | None,
+    directory: str | None,
+) -> None:
+    """Run a store in the foreground, until Ctrl-C or SIGTERM.
+
+    Prints its address and how to use it.
+    """
+    from torchstore_cli.serving import serve as run_server
+    from torchstore_core.plugins.ranking import Policy
+    from torchstore_core.server.server import ServerOptions
+    from torchstore_core.server.serving.journal import log_to_stderr
+
+    if not name:
+        raise click.BadParameter("a store needs a name", param_hint="--name")
+    if capacity is not None and capacity < 4096 * volumes:
+        raise click.BadParameter("at least 4096 bytes a volume", param_hint="--capacity")
+    log_to_stderr("INFO", "torchstore")
+
+    def ready(report: Serving) -> None:
+        _answer(settings, report)
+
+    options = ServerOptions(
+        store_name=name,
+        num_storage_volumes=volumes,
+        capacity=capacity,
+        prefault=prefault,
+        strategy=strategy,
+        block=Policy.make().block,
+        directory=directory,
+    )
+    run_server(options, ready)
+
+
+# ---- ends ---------------------------------------------------------------------------------
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; its exit status. Errors are one line on stderr, or JSON on stdout."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    as_json = "--json" in arguments
+    try:
+        result = cli.main(list(arguments), prog_name="torchstore", standalone_mode=False)
+        sys.stdout.flush()
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else "torchstore"
+        what = error.format_message().rstrip(".")
+        message = f"{what}; see `{where} --help`"
+        return _fail(Failed("usage", message), as_json, status=2)
+    except click.ClickException as error:
+        return _fail(Failed("error", error.format_message()), as_json)
+    except click.Abort:
+        return _fail(Failed("aborted", "interrupted"), as_json, status=_INTERRUPTED)
+    except TorchStoreError as error:
+        return _fail(Failed(error.code, error.message, error.key, error.details), as_json)
+    except OSError as error:
+        return _fail(Failed("error", str(error)), as_json)
+    return result if isinstance(result, int) else 0
+
+
+def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
+    if as_json:
+        _print_json(failed)
+    message = " ".join(failed.message.split())
+    click.echo(f"torchstore: {failed.error}: {message}", err=True)
+    stores = failed.details.get("stores")
+    if isinstance(stores, list):
+        for store in stores:
+            who = store["error"] or f"{store['store_name']} (pid {store['pid']})"
+            click.echo(f"  {store['address']}  {who}", err=True)
+    return status
+
+
+def _answer(settings: _Settings, report: Report, *, long: bool = False) -> None:
+    try:
+        if settings.json:
+            _print_json(report)
+            return
+        from torchstore_cli.screen import Screen
+        from torchstore_cli.views import show
+
+        show(Screen(), report, long=long)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `torchstore ls | head`: what is buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _print_json(report: msgspec.Struct) -> None:
+    text = msgspec.json.encode(report)
+    if not isinstance(report, Serving):  # that is one line, for those who wait for it
+        text = msgspec.json.format(text, indent=2)
+    rest = memoryview(text + b"\n")
+    while rest:  # an unbuffered stream (PYTHONUNBUFFERED) may take a part
+        rest = rest[sys.stdout.buffer.write(rest) :]
+    sys.stdout.buffer.flush()

@@ -1,0 +1,1 @@
+"""``torchstore bench``."""

@@ -1,0 +1,94 @@
+"""What ``status``, ``ls``, ``stat`` and ``rm`` ask a store. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torchstore_cli import reports
+from torchstore_cli.connecting import open_store
+from torchstore_cli.doctor.trying import try_plugins
+from torchstore_core.machine import topology
+from torchstore_core.plugins.ranking import Policy
+from torchstore_core.plugins.registry import OBSERVERS, Registry
+from torchstore_core.wire import messages as m
+
+__all__ = ["ask_key", "ask_keys", "ask_status", "remove"]
+
+
+async def ask_status(address: str | None, timeout: float) -> reports.StatusReport:
+    """Everything about one store."""
+    async with open_store(address, timeout) as store:
+        status = await store.call(m.StatusReport, m.Status)
+    wrong = {**await _observer_errors(), **status.plugin_errors}
+    here = topology.probe()
+    return reports.StatusReport(
+        address=store.address,
+        store_name=status.store_name,
+        uptime_s=status.uptime_s,
+        strategy=status.strategy,
+        controller_pid=status.controller_pid,
+        volumes=status.volumes,
+        sessions=[
+            s for s in status.sessions if (s.pid, s.hostname) != (os.getpid(), here.hostname)
+        ],
+        keys=status.keys,
+        operations=dict(sorted(status.operations.items())),
+        operations_per_s=status.operations_per_s,
+        plugin_errors=dict(sorted(wrong.items())),
+        pending=status.pending,
+        pending_versions=status.pending_versions,
+        pending_bytes=status.pending_bytes,
+    )
+
+
+async def _observer_errors() -> dict[str, str]:
+    """What clients of this environment find wrong with its observers, which no server loads."""
+    block = Policy.said().block
+    names = [(OBSERVERS, name) for name in Registry(block=block).names(OBSERVERS)]
+    tried = await try_plugins(names, block)
+    return {f"{group}:{n}": o.error for (group, n), o in tried.items() if o.error is not None}
+
+
+async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.KeyReport:
+    """What is known of all keys that start with ``prefix``."""
+    entries: list[reports.KeyLine] = []
+    pending: list[m.Pending] = []
+    async with open_store(address, timeout) as store:
+        after, more = "", True
+        while more:
+            page = await store.call(m.Listing, m.List, prefix, after)
+            entries += map(reports.KeyLine.make, page.entries)
+            pending += page.pending
+            more = page.more
+            last = [e.key for e in page.entries[-1:]] + [p.key for p in page.pending[-1:]]
+            after = max(last, default="")
+    return reports.KeyReport(store.address, prefix, entries, pending)
+
+
+async def ask_key(address: str | None, timeout: float, key: str) -> reports.KeyDetails:
+    """What is known of one key. Raises KeyNotFoundError."""
+    async with open_store(address, timeout) as store:
+        return reports.KeyDetails.make(await store.call(m.Found, m.Stat, key))
+
+
+async def remove(
+    address: str | None, timeout: float, keys: Sequence[str], *, prefix: bool
+) -> reports.Removed:
+    """Delete keys, or (``prefix``) all that start with one of ``keys``.
+
+    Raises:
+        KeyNotFoundError: a key does not exist; none was deleted.
+    """
+    async with open_store(address, timeout) as store:
+        if not prefix:
+            names = list(dict.fromkeys(keys))
+        else:
+            found: set[str] = set()
+            for start in keys:
+                found.update((await store.call(m.KeyList, m.Keys, start)).keys)
+            names = sorted(found)
+        count = 0
+        if names:
+            count = (await store.call(m.Deleted, m.Delete, names, not prefix)).count
+    return reports.Removed(store.address, count, names)

@@ -1,0 +1,352 @@
+"""What the commands answer, as data: with ``--json`` exactly these fields, so their names stay.
+What Python tells too has the same names there; ``docs/json.md`` lists them.
+
+Names ending in ``_bytes`` (and ``nbytes``) are exact bytes, in ``_s`` seconds; ``created`` is
+seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchstore_core.wire import messages as m
+
+__all__ = [
+    "BenchReport",
+    "BidLine",
+    "CopyEngine",
+    "Creator",
+    "DoctorReport",
+    "Failed",
+    "Floors",
+    "Host",
+    "KeyDetails",
+    "KeyLine",
+    "KeyReport",
+    "Large",
+    "Limits",
+    "LinkReport",
+    "PluginLine",
+    "Removed",
+    "Report",
+    "Serving",
+    "Small",
+    "StatusReport",
+    "StoreLinks",
+]
+
+
+class Failed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Any error. ``error``: a code of ``torchstore_core.errors``, ``usage`` or ``aborted``."""
+
+    error: str
+    message: str
+    key: str | None = None
+    details: dict[str, object] = {}
+
+
+class StatusReport(msgspec.Struct, frozen=True):
+    """``torchstore status``: the fields of what ``ts.status()`` returns, and the address.
+
+    ``sessions`` leaves out the one that asked. ``plugin_errors``: of the server's plug-ins, and of
+    the observers of this environment, which clients load.
+    """
+
+    address: str
+    store_name: str
+    uptime_s: float
+    strategy: str
+    controller_pid: int
+    volumes: list[m.VolumeStatus]
+    sessions: list[m.SessionStatus]
+    keys: int
+    operations: dict[str, int]
+    operations_per_s: float
+    plugin_errors: dict[str, str]
+    pending: list[m.Pending]
+    pending_versions: int
+    pending_bytes: int
+
+
+class KeyLine(msgspec.Struct, frozen=True):
+    """One key of ``torchstore ls``. ``codec`` is for objects, ``dtype`` and ``shape`` for tensors,
+    ``entries`` for state dicts.
+    """
+
+    key: str
+    version: int
+    kind: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    codec: str | None
+    nbytes: int
+    volume: str
+    inline: bool
+    leases: int
+    created: float
+    creator_pid: int
+    entries: int | None = None
+    lost: str = ""
+
+    @classmethod
+    def make(cls, found: m.Listed) -> KeyLine:
+        """From the wire."""
+        return cls(
+            found.key,
+            found.version,
+            found.kind,
+            found.dtype,
+            found.shape,
+            found.codec,
+            found.nbytes,
+            found.volume,
+            found.inline,
+            found.leases,
+            found.created,
+            found.creator_pid,
+            found.entries,
+            found.lost,
+        )
+
+
+class KeyReport(msgspec.Struct, frozen=True):
+    """``torchstore ls``: sorted by key. ``pending``: versions that are not whole, see ``stat``."""
+
+    address: str
+    prefix: str
+    entries: list[KeyLine]
+    pending: list[m.Pending]
+
+
+class Creator(msgspec.Struct, frozen=True):
+    """The process that put a version."""
+
+    pid: int
+    hostname: str
+    rank: int | None
+
+
+class KeyDetails(msgspec.Struct, frozen=True):
+    """``torchstore stat``. ``segment`` and ``offset`` are None for what is not one range of memory.
+
+    ``parts``: the shards that a tensor lies in. ``versions``: those that can be read; ``pending``:
+    those that wait for shards or participants. ``lost``: why some of it cannot be read any more;
+    ``copies``: in how many volumes it lies.
+    """
+
+    key: str
+    version: int
+    kind: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    codec: str | None
+    nbytes: int
+    volume: str
+    inline: bool
+    segment: int | None
+    offset: int | None
+    leases: int
+    created: float
+    creator: Creator
+    entries: int | None
+    parts: int
+    versions: list[int]
+    pending: list[m.Pending]
+    lost: str = ""
+    copies: int = 1
+
+    @classmethod
+    def make(cls, found: m.Found) -> KeyDetails:
+        """From the wire."""
+        placed = found.segment >= 0
+        return cls(
+            found.key,
+            found.version,
+            found.kind,
+            found.dtype,
+            found.shape,
+            found.codec,
+            found.nbytes,
+            found.volume,
+            found.inline,
+            found.segment if placed else None,
+            found.offset if placed else None,
+            found.leases,
+            found.created,
+            Creator(found.creator.pid, found.creator.hostname, found.creator.rank),
+            found.entries,
+            found.parts,
+            found.versions,
+            found.pending,
+            found.lost,
+            found.copies,
+        )
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """``torchstore rm``: how many keys are gone, and which were asked for."""
+
+    address: str
+    deleted: int
+    keys: list[str]
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """``torchstore serve``, once it can be connected to."""
+
+    address: str
+    pid: int
+    store_name: str
+    num_storage_volumes: int
+    capacity_bytes: int
+    strategy: str
+
+
+# ---- doctor -------------------------------------------------------------------------------
+
+
+class Host(msgspec.Struct, frozen=True):
+    """See ``torchstore_core.machine.topology``."""
+
+    hostname: str
+    host_id: str
+    kernel: str
+    cpus: int
+    memory_bytes: int
+    cuda_devices: int
+    rdma_devices: tuple[str, ...]
+
+
+class CopyEngine(msgspec.Struct, frozen=True):
+    """``native``: the compiled copy is there. ``threads`` is None if its variable is no number."""
+
+    native: bool
+    threads: int | None
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Of this process; None means unlimited (or, for ``max_mappings``, unknown)."""
+
+    memlock_bytes: int | None
+    open_files: int | None
+    open_files_hard: int | None
+    max_mappings: int | None
+    dev_shm_bytes: int | None
+
+
+class BidLine(msgspec.Struct, frozen=True):
+    """What one transport bid for a link."""
+
+    transport: str
+    latency_s: float
+    bytes_per_s: float
+    max_bytes: int | None
+    preferred: bool
+    reason: str
+
+
+class LinkReport(msgspec.Struct, frozen=True):
+    """All bids and refusals for one volume; ``chosen`` moves large values.
+
+    ``inline_up_to``: up to this size values ride in the message; -1 means none does.
+    """
+
+    volume: str
+    same_host: bool
+    chosen: str | None
+    inline_up_to: int
+    bids: list[BidLine]
+    refusals: dict[str, str]
+
+
+class StoreLinks(msgspec.Struct, frozen=True):
+    """One running store and the links to its volumes, or the error that keeps us out."""
+
+    address: str
+    store_name: str
+    pid: int
+    links: list[LinkReport]
+    error: str | None = None
+
+
+class PluginLine(msgspec.Struct, frozen=True):
+    """One installed plug-in. ``state``: ``ok``, ``error`` or ``blocked``."""
+
+    group: str
+    name: str
+    distribution: str
+    state: str
+    error: str | None = None
+
+
+class DoctorReport(msgspec.Struct, frozen=True):
+    """``torchstore doctor``. ``ok``: no ``problems``, which are what stops a store from working;
+    ``notes`` are worth knowing. ``link``: to a volume of another process on this host.
+    """
+
+    ok: bool
+    problems: list[str]
+    notes: list[str]
+    versions: dict[str, str]
+    environment: dict[str, str]
+    host: Host
+    copy: CopyEngine
+    limits: Limits
+    runtime_directory: str | None
+    default_capacity_bytes: int
+    link: LinkReport
+    stores: list[StoreLinks]
+    plugins: list[PluginLine]
+
+
+# ---- bench --------------------------------------------------------------------------------
+
+
+class Floors(msgspec.Struct, frozen=True):
+    """What the machine does without a store: the large value copied by all copy threads into warm
+    and into never touched memory, and a small message over a Unix socket from an asyncio loop to
+    another process and back (median).
+    """
+
+    warm_copy_s: float
+    cold_copy_s: float
+    echo_s: float
+
+
+class Small(msgspec.Struct, frozen=True):
+    """A small value in one process, seconds of one operation."""
+
+    nbytes: int
+    put_p50_s: float
+    put_p99_s: float
+    get_p50_s: float
+    get_p99_s: float
+
+
+class Large(msgspec.Struct, frozen=True):
+    """A large value, put here, got in another process: the first put, else the best of a few."""
+
+    nbytes: int
+    first_put_s: float
+    put_s: float
+    get_in_place_s: float
+    get_zero_copy_s: float
+
+
+class BenchReport(msgspec.Struct, frozen=True):
+    """``torchstore bench``. ``address`` is None if the store was its own.
+
+    ``ratios``: of large values to the rate of the warm copy (1 is the floor, more is better), of
+    small ones to the time of the echo (less is better).
+    """
+
+    address: str | None
+    verified: bool
+    copy_threads: int
+    floors: Floors
+    small: Small
+    large: Large
+    ratios: dict[str, float]
+
+
+Report = StatusReport | KeyReport | KeyDetails | Removed | Serving | DoctorReport | BenchReport

@@ -1,0 +1,96 @@
+"""``torchstore serve``: a server in the foreground. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torchstore_cli.reports import Serving
+from torchstore_core.errors import ConfigurationError, from_wire
+from torchstore_core.server.__main__ import run
+from torchstore_core.server.memory.volume import default_capacity
+from torchstore_core.server.server import Ready, ServerOptions
+
+__all__ = ["serve"]
+
+# A Unix socket's path has at most 107 bytes, and a transport's socket beside ours may need 26.
+_LONGEST_DIRECTORY = 80
+
+
+def serve(options: ServerOptions, ready: Callable[[Serving], None]) -> None:
+    """Run a server until SIGTERM or SIGINT.
+
+    Args:
+        options: of the server.
+        ready: called when it can be connected to.
+
+    Raises:
+        TorchStoreError: it could not start.
+    """
+    capacity = default_capacity() if options.capacity is None else options.capacity
+    failure: dict[str, str] = {}
+
+    def say(what: Ready | dict[str, str]) -> None:
+        if not isinstance(what, Ready):
+            failure.update(what)
+            return
+        report = Serving(
+            address=what.address,
+            pid=what.pid,
+            store_name=options.store_name,
+            num_storage_volumes=options.num_storage_volumes,
+            capacity_bytes=capacity,
+            strategy=options.strategy,
+        )
+        with suppress(OSError):  # nobody reads it: the store is up all the same
+            ready(report)
+
+    with _directory(options.directory):
+        run(options, say)
+    if failure:
+        raise from_wire(failure["error"], failure["message"], None, {})
+
+
+@contextmanager
+def _directory(name: str | None) -> Iterator[None]:
+    """The user's own directory for the sockets: made if missing, left as it was found."""
+    if name is None:
+        yield
+        return
+    path = Path(name)
+    if len(os.fsencode(name)) > _LONGEST_DIRECTORY:
+        raise ConfigurationError(
+            f"{name} is too long for the path of a socket (at most {_LONGEST_DIRECTORY} bytes)"
+        )
+    made = not path.exists()
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        info = path.stat()
+    except OSError as error:
+        raise ConfigurationError(f"cannot use {name} for the sockets: {error}") from error
+    if info.st_uid != os.getuid() or info.st_mode & 0o022:
+        raise ConfigurationError(f"{name} must be yours, and nobody else may write to it")
+    control = path / "control.sock"
+    if _listening(control):
+        raise ConfigurationError(f"a store is running in {name} already")
+    try:
+        yield
+    finally:
+        control.unlink(missing_ok=True)
+        if made and not any(path.iterdir()):
+            path.rmdir()
+
+
+def _listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # it is busy
+            return True
+        except OSError:
+            return False
+    return True

@@ -1,1 +1,0 @@
-"""The client: sessions and lanes, codec, tensors, planning of puts and gets."""

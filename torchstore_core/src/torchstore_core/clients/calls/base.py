@@ -1,0 +1,83 @@
+"""What every operation of a client needs: the way to the server, the clock, the observers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.session import Session
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.clients.stores.memberships import Membership
+
+__all__ = ["ClientBase"]
+
+# Requests that the server answers faster than a task switch takes.
+_QUICK = frozenset(("delete", "exists", "latest_version", "stat", "versions"))
+R = TypeVar("R", bound=m.Message)
+
+
+class ClientBase:
+    """One membership of a store, and its defaults."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> None:
+        self._membership = membership
+        self._timeout = membership.timeout if timeout is None else timeout
+        self._allow_pickle = membership.allow_pickle if allow_pickle is None else allow_pickle
+
+    def __repr__(self) -> str:
+        return f"<Client of store {self._membership.store_name!r} at {self._membership.address}>"
+
+    @property
+    def address(self) -> str:
+        """What other processes give to ``connect``."""
+        return self._membership.address
+
+    @property
+    def store_name(self) -> str:
+        """The store's name."""
+        return self._membership.store_name
+
+    def _here(self, clock: Clock) -> tuple[Session, Lane] | None:
+        """Session and lane if both are open: the path of every call but the first."""
+        session = self._membership.session_here()
+        lane = None if session is None else session.lane_here()
+        if session is None or lane is None:
+            return None
+        if clock.session is session or clock.uses(session):
+            return session, lane
+        return None
+
+    async def _join(self, clock: Clock) -> tuple[Session, Lane]:
+        while True:
+            session = await self._membership.session(clock.left())
+            clock.joined()
+            try:
+                lane = await session.lane(clock.left())
+            except StoreClosedError:
+                if not session.retired:
+                    raise
+            else:
+                if clock.uses(session):
+                    return session, lane
+            # It was reset meanwhile. Nothing has been sent: on, with the next one.
+
+    def _watch(self, name: str, timeout: float | None, key: object = "") -> Clock:
+        """The clock of one operation, the first of a key: it tells the observers how it went."""
+        timeout = self._timeout if timeout is None else check_timeout(timeout)
+        return Clock(timeout, name, key, self._membership)
+
+    async def _call(self, clock: Clock, expect: type[R], message: type[Any], *args: Any) -> R:
+        _, lane = self._here(clock) or await self._join(clock)
+        request = message(lane.next_id(), *args)
+        return await lane.call(request, expect, clock.left(), quick=clock.name in _QUICK)

@@ -1,0 +1,216 @@
+"""Operations on keys: deleting, listing, waiting, and what a store says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from torchstore_core.clients.calls import observers as observing
+from torchstore_core.clients.calls import wait_errors as waited
+from torchstore_core.clients.calls.base import ClientBase
+from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.transfer import writing
+from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
+from torchstore_core.values import ObjectRef
+from torchstore_core.wire import messages as m
+
+__all__ = ["KeyOperations", "check_min_version"]
+
+
+class KeyOperations(ClientBase):
+    """The part of a client that moves no values."""
+
+    # ---- keys -----------------------------------------------------------------------------
+
+    async def delete(self, key: str, *, timeout: float | None = None) -> None:
+        """Delete a key: all its versions, unfinished ones too. Readers keep the tensors they hold.
+
+        A state dict is deleted as a whole; its entries are no keys of their own here.
+
+        Raises:
+            KeyNotFoundError: no such key.
+        """
+        with self._watch("delete", timeout, key) as clock:
+            await self._delete(clock, [key], strict=True)
+
+    async def delete_batch(self, keys: Iterable[str], *, timeout: float | None = None) -> int:
+        """Delete keys; missing ones are ignored. How many were deleted.
+
+        Raises:
+            UnsupportedValueError: one str instead of several.
+        """
+        with self._watch("delete_batch", timeout) as clock:
+            return await self._delete(clock, _key_list(keys), strict=False)
+
+    async def _delete(self, clock: Clock, keys: list[str], *, strict: bool) -> int:
+        _several(clock, keys)
+        if not keys:
+            return 0
+        return (await self._call(clock, m.Deleted, m.Delete, keys, strict)).count
+
+    async def exists(self, key: str, *, timeout: float | None = None) -> bool:
+        """Whether a key, or an entry of a state dict, has a whole version that can be read: False
+        if any of it is lost. Raises what every operation does.
+        """
+        with self._watch("exists", timeout, key) as clock:
+            writing.check_key(key)
+            return (await self._call(clock, m.Flags, m.Exists, [key])).flags[0]
+
+    async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
+        """Keys that start with ``prefix`` (as ``str.startswith``), sorted; a state dict's own key
+        and its entries as ``<key>/<name>``. Lost ones are among them.
+
+        Raises:
+            UnsupportedValueError: the prefix is not a str.
+        """
+        with self._watch("keys", timeout) as clock:
+            if not (prefix is None or isinstance(prefix, str)):
+                raise UnsupportedValueError(f"a prefix is a str, not a {type(prefix).__qualname__}")
+            return (await self._call(clock, m.KeyList, m.Keys, prefix or "")).keys
+
+    async def versions(self, key: str, *, timeout: float | None = None) -> list[int]:
+        """The versions of a key that can be read, ascending; [] if there is none.
+
+        More than one only of a state dict that was put with ``keep=``. Raises what every
+        operation does.
+        """
+        with self._watch("versions", timeout, key) as clock:
+            return await self._versions(clock, key)
+
+    async def latest_version(self, key: str, *, timeout: float | None = None) -> int:
+        """The newest version of a key that can be read; 0 if there is none. Raises what every
+        operation does.
+        """
+        with self._watch("latest_version", timeout, key) as clock:
+            await self._versions(clock, key)
+            return clock.version
+
+    async def _versions(self, clock: Clock, key: str) -> list[int]:
+        writing.check_key(key)
+        found = (await self._call(clock, m.Committed, m.Versions, key)).versions
+        clock.version = found[-1] if found else 0
+        return found
+
+    async def wait(
+        self,
+        keys: str | Iterable[str],
+        *,
+        min_version: int | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, ObjectRef]:
+        """Wait until every key has a whole version, of at least ``min_version``.
+
+        Returns:
+            The refs that fulfilled it, by key.
+
+        Raises:
+            StoreTimeoutError: not within ``timeout`` seconds.
+            UnsupportedValueError: ``min_version`` is not an int.
+        """
+        with self._watch("wait", timeout) as clock:
+            names = [keys] if isinstance(keys, str) else _key_list(keys)
+            _several(clock, names)
+            check_min_version(min_version)
+            clock.version = min_version or 0
+            if not names:
+                return {}
+            versions = await self._wait(names, min_version or 1, clock)
+            clock.version = versions[0]
+        return {k: ObjectRef(k, v) for k, v in zip(names, versions, strict=True)}
+
+    async def _wait(self, names: list[str], min_version: int, clock: Clock) -> list[int]:
+        _, lane = self._here(clock) or await self._join(clock)
+        request = m.Wait(lane.next_id(), names, min_version)
+        try:
+            reply = await lane.call(request, m.Committed, clock.left())
+        except StoreTimeoutError:
+            lane.cancel(request.id)
+            unmet = await waited.ask(lane, names, min_version)
+            raise waited.not_there(names, min_version, clock.timeout, unmet) from None
+        except BaseException:
+            lane.cancel(request.id)
+            raise
+        return reply.versions
+
+    # ---- looking --------------------------------------------------------------------------
+
+    async def stat(self, key: str, *, timeout: float | None = None) -> m.Found:
+        """What the store knows of a key: version, kind, bytes, place, leases, creator.
+
+        Raises:
+            KeyNotFoundError: no such key.
+        """
+        with self._watch("stat", timeout, key) as clock:
+            writing.check_key(key)
+            found = await self._call(clock, m.Found, m.Stat, key)
+            clock.version = found.version
+            return found
+
+    async def status(self, *, timeout: float | None = None) -> m.StatusReport:
+        """Volumes, memory, sessions, operations; ``plugin_errors`` of the server's plug-ins, and of
+        this process's. Raises what every operation does.
+        """
+        with self._watch("status", timeout) as clock:
+            reply = await self._call(clock, m.StatusReport, m.Status)
+            session = self._membership.session_here()
+            if session is None:
+                return reply
+            wrong = {**observing.errors(session.registry), **reply.plugin_errors}
+            return msgspec.structs.replace(reply, plugin_errors=wrong)
+
+    async def explain(
+        self, nbytes: int = 1 << 30, *, timeout: float | None = None
+    ) -> list[dict[str, Any]]:
+        """For every volume: who would move ``nbytes`` bytes, what each transport bid, and why the
+        others refused. Plain data. Raises what every operation does.
+        """
+        with self._watch("explain", timeout) as clock:
+            session = await self._membership.session(clock.left())
+            clock.joined()
+            return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
+
+
+def check_min_version(version: object) -> None:
+    """Raises UnsupportedValueError for what is no version to wait for."""
+    if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
+        return
+    raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
+
+
+def _several(clock: Clock, keys: list[str]) -> None:
+    """The operation is of these keys. Raises UnsupportedValueError for what is no key."""
+    clock.entries = len(keys)
+    clock.key = keys[0] if keys else ""
+    for key in keys:
+        writing.check_key(key)
+
+
+def _key_list(keys: Iterable[str]) -> list[str]:
+    if isinstance(keys, str):
+        raise UnsupportedValueError("a list of keys is needed, not one str")
+    return list(keys)
+
+
+def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:
+    order = ranking.order(nbytes)
+    return {
+        "volume": volume,
+        "nbytes": nbytes,
+        "chosen": order[0].spec.name if order else None,
+        "inline_up_to": ranking.inline_max(),
+        "forced": ranking.forced,
+        "bids": [
+            {
+                "transport": c.spec.name,
+                "latency_s": c.bid.latency_s,
+                "bytes_per_s": c.bid.bytes_per_s,
+                "cost_s": c.cost_s(nbytes),
+                "preferred": c.preferred,
+                "reason": c.bid.reason,
+            }
+            for c in order
+        ],
+        "refusals": ranking.refusals,
+    }

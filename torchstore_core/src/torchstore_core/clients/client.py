@@ -1,0 +1,459 @@
+"""The client object: every operation of the store, on whatever event loop calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.calls.key_operations import KeyOperations, check_min_version
+from torchstore_core.clients.packed import packed
+from torchstore_core.clients.packed.packed import TorchStoreStateDict
+from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.state_dicts import state_dicts
+from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
+from torchstore_core.clients.transfer import writing
+from torchstore_core.clients.transfer.operations import (
+    Putting,
+    Want,
+    asks_of,
+    check_version,
+    get_asks,
+    put_sources,
+)
+from torchstore_core.clients.values.sharding import TensorShard
+from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
+from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Client"]
+
+
+class Client(KeyOperations):
+    """A process's door to one store; made by ``initialize``, ``connect`` and ``client()``.
+
+    Safe to use from several event loops and threads, over repeated ``asyncio.run``, and in a
+    forked child (which gets connections of its own). Every operation takes ``timeout=`` (seconds;
+    None: the store's default, given to ``initialize`` or ``connect``).
+
+    What every operation raises, beside what its own text says:
+
+    * ``StoreTimeoutError``: the timeout is over.
+    * ``StoreClosedError``: the server is gone, or the store was shut down in this process.
+    * ``UnsupportedValueError``: a key is not a str of 1 to 4096 characters.
+    * ``ConfigurationError``: a timeout that is no number of at least 0 (infinity is: for ever).
+    * ``ProtocolError``: too many keys for one message (64 MiB), or keys that are not Unicode.
+    """
+
+    # ---- put ------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        key: str,
+        value: Any,
+        tensor_slice_spec: TensorSlice | None = None,
+        *,
+        version: int | None = None,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> ObjectRef:
+        """Store a value as the next version of ``key``; the value may be changed afterwards.
+
+        Of a DTensor every rank puts its own shard. The n-th put of each rank makes the n-th
+        version; it can be read as soon as its shards cover the tensor, and is read in any other
+        layout. Replicated shards are stored once.
+
+        Args:
+            key: 1 to 4096 characters.
+            value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached), a
+                DTensor, a :class:`TensorShard`, a :class:`TorchStoreStateDict` (as by
+                ``put_state_dict``), or any other Python object.
+            tensor_slice_spec: ``value`` is this piece of a larger tensor.
+            version: the version to be, above the newest; None: the next one. Ranks that may
+                restart say it, so that no two of them mean different steps.
+            timeout: seconds.
+            allow_pickle: False refuses objects that need pickle; None: the client's default.
+
+        Returns:
+            Which version it is (part of); of a rank outside of a DTensor's mesh, which has
+            nothing to put, version 0.
+
+        Raises:
+            StoreFullError: it does not fit; nothing was changed.
+            UnsupportedValueError: a value that cannot be stored (meta, sparse, ... tensors, a
+                DTensor with Partial placements).
+            LayoutMismatchError: a shard that does not fit its slice or placements.
+            VersionGoneError: ``version`` is not above the newest.
+            UnsafeObjectError: it needs pickle, which is not allowed.
+            TransportUnavailableError: no permitted transport reaches the volume.
+            PluginError: the store's strategy names no volume.
+        """
+        with self._watch("put", timeout, key) as clock:
+            if tensor_slice_spec is not None:
+                value = TensorShard(value, tensor_slice_spec)
+            if isinstance(value, TorchStoreStateDict):
+                return await self._put_packed(key, value, version, clock, allow_pickle)
+            versions = await self._put(((key, value),), version, clock, allow_pickle)
+            return ObjectRef(key, versions[0])
+
+    async def put_batch(
+        self,
+        items: Mapping[str, Any],
+        *,
+        version: int | None = None,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> dict[str, ObjectRef]:
+        """Store several values atomically: readers see all of them or none. Raises as ``put``.
+
+        With DTensors each rank puts the same keys; the put that completes them shows all at once.
+        """
+        with self._watch("put_batch", timeout) as clock:
+            if not isinstance(items, Mapping):
+                raise UnsupportedValueError(
+                    f"put_batch takes a dict of key to value, not a {type(items).__qualname__}"
+                )
+            clock.entries = len(items)
+            if not items:
+                return {}
+            clock.key = next(iter(items))
+            versions = await self._put(items.items(), version, clock, allow_pickle)
+            return {k: ObjectRef(k, version) for k, version in zip(items, versions, strict=True)}
+
+    async def _put(
+        self,
+        items: Collection[tuple[str, Any]],
+        version: int | None,
+        clock: Clock,
+        allow_pickle: bool | None,
+    ) -> list[int]:
+        """The versions, by item."""
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        clock.version = exact = check_version(version)
+        sources, counts = writing.prepare_all(items, allow_pickle=pickle_too)
+        versions: list[int] = []
+        if sources:
+            nbytes = sum([source.nbytes for source in sources])
+            here = self._here(clock)
+            if here is None:
+                here = await self._join(clock)
+                writing.look_again(sources)
+            session, lane = here
+            versions = await put_sources(session, lane, sources, nbytes, clock, version=exact)
+        if counts is not None:
+            each = iter(versions)  # one for each shard
+            versions = [max([next(each) for _ in range(count)], default=0) for count in counts]
+        clock.version = versions[0]
+        return versions
+
+    async def _put_packed(
+        self,
+        key: str,
+        value: TorchStoreStateDict,
+        version: int | None,
+        clock: Clock,
+        allow_pickle: bool | None,
+    ) -> ObjectRef:
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        clock.version = exact = check_version(version)
+        session, lane = self._here(clock) or await self._join(clock)
+        planned = state_dicts.plan_put(
+            value, writing.check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
+        )
+        return await _publish(session, lane, key, planned, clock, exact)
+
+    # ---- get ------------------------------------------------------------------------------
+
+    async def get(
+        self,
+        key_or_ref: str | ObjectRef | Request,
+        inplace_tensor: torch.Tensor | None = None,
+        tensor_slice_spec: TensorSlice | None = None,
+        *,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> Any:
+        """The value of a key: also a state dict, or an entry of one (``f"{key}/{name}"``).
+
+        On the volume's host a large tensor comes without a copy: an ordinary writable tensor on a
+        private mapping. Writing to it changes nothing for anyone else, and its memory is not
+        reused while it lives.
+
+        Args:
+            key_or_ref: a key (newest version), an ``ObjectRef`` (exactly that version) or a
+                ``Request``.
+            inplace_tensor: filled and returned; same shape and dtype, any strides. Of a DTensor
+                or :class:`TensorShard` only the local piece is fetched, whatever the layout it
+                was put in.
+            tensor_slice_spec: only this part; ``inplace_tensor`` then has its ``local_shape``.
+            timeout: seconds.
+            allow_pickle: False refuses pickled objects; None: the client's default.
+
+        Raises:
+            KeyNotFoundError: no such key.
+            PartialPutError: shards of its first version are still missing (also a KeyError).
+            VersionGoneError: the ref's version was overwritten or deleted.
+            LayoutMismatchError: destination or slice do not fit; nothing was written.
+            UnsafeObjectError: it was pickled, which is not allowed.
+            UnsupportedValueError: a destination that cannot be written to (meta, sparse, ...), or
+                a value that cannot be rebuilt here.
+            TransportUnavailableError: no permitted transport reaches the volume.
+        """
+        with self._watch("get", timeout) as clock:
+            want = Want.make(key_or_ref, inplace_tensor, tensor_slice_spec)
+            return (await self._get([want], clock, allow_pickle))[0]
+
+    async def get_batch(
+        self,
+        keys: Iterable[str | ObjectRef | Request] | Mapping[str, Any],
+        *,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> dict[str, Any]:
+        """Several values in one consistent cut, all or nothing.
+
+        Args:
+            keys: a list of keys, refs or requests, one a key; or a dict of key to destination
+                tensor, ``TensorSlice``, or None.
+
+        Returns:
+            Values by key, in the order asked for.
+
+        Raises:
+            KeyNotFoundError: ``details["missing"]`` lists all missing keys.
+            ConfigurationError: a key is asked for twice, at different versions or slices.
+            And as ``get``.
+        """
+        with self._watch("get_batch", timeout) as clock:
+            wants = [*_wants(keys)]
+            clock.entries = len(wants)
+            if not wants:
+                return {}
+            if len({want.key for want in wants}) < len(wants):
+                _refuse_ambiguous(wants)
+            values = await self._get(wants, clock, allow_pickle)
+            return {want.key: value for want, value in zip(wants, values, strict=True)}
+
+    async def _get(
+        self, wants: Sequence[Want], clock: Clock, allow_pickle: bool | None
+    ) -> list[Any]:
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        clock.key, clock.version = wants[0].key, wants[0].version
+        values: list[Any] = []
+        dicts: list[tuple[int, int, StateDictMeta]] = []
+        asked = [asks_of(want) for want in wants]
+        asks = [ask for parts in asked for ask in parts]
+        session, lane = self._here(clock) or await self._join(clock)
+        result, entries = await get_asks(session, lane, asks, clock, pickle_too)
+        if asked[0]:
+            clock.version = entries[0].version
+        at = 0
+        for want, parts in zip(wants, asked, strict=True):
+            if parts and type(meta := entries[at].meta) is StateDictMeta:
+                dicts.append((len(values), entries[at].version, meta))
+            # The very tensor that was given (a read writes into a detached alias of it).
+            values.append(result.values[at] if want.tensor is None else want.tensor)
+            at += len(parts)
+        for at, version, meta in dicts:
+            fetched = await _get_dict(session, lane, wants[at], version, clock, pickle_too)
+            if at == 0:
+                clock.version = fetched.version
+            found = fetched.state_dict
+            if meta.packed:
+                found = await clock.within(packed.pack(found, allow_pickle=pickle_too))
+            values[at] = found
+        return values
+
+    # ---- state dicts ----------------------------------------------------------------------
+
+    async def put_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | TorchStoreStateDict,
+        key: str,
+        *,
+        version: int | None = None,
+        participants: int | None = None,
+        participant: str | int | None = None,
+        transfer_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
+        partial: bool = False,
+        keep: int | None = None,
+        blocking: bool = True,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> ObjectRef | PendingPut:
+        """Publish a state dict: one version of ``key``, visible when all participants are done.
+
+        Entries lie at ``f"{key}/{name}"``, where the name of a nested entry joins its keys with
+        dots. Tied weights are stored once. Returns when this participant is done; who needs the
+        version to be visible waits for it: ``wait(key, min_version=ref.version)``. A rank outside
+        of all meshes has nothing to put, and gets version 0.
+
+        Args:
+            state_dict: a dict of tensors, DTensors, :class:`TensorShard`, dicts and lists of them,
+                and other values; or a :class:`TorchStoreStateDict`.
+            key: 1 to 4096 characters.
+            version: the version to be, above the newest; None: the n-th put of each participant
+                makes the n-th version.
+            participants: how many puts make a version; None: as many as there are ranks in the
+                meshes of the DTensors, and in what these were sliced from. Ranks that hold
+                different entries (pipeline stages, experts) must say it.
+            participant: who this is; None: the rank in ``torch.distributed``, or RANK.
+            transfer_dtype: store floating-point entries in this dtype; or a dict of name patterns
+                (``fnmatch``; the one with most literal characters counts) to dtype or None (as it
+                is). The cast is part of the copy.
+            partial: entries that are not given are those of the version before, shared with it.
+            keep: how many versions stay readable; None: as many as before, at first one.
+            blocking: False: return as soon as the values may be changed; a :class:`PendingPut`.
+            timeout: seconds.
+            allow_pickle: False refuses values that need pickle; None: the client's default.
+
+        Raises:
+            LayoutMismatchError: participants put one entry with different shapes or dtypes.
+            KeyNotFoundError: ``partial``, but there is no version before.
+            VersionGoneError, UnsupportedValueError, StoreFullError, ...: as ``put``.
+        """
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        with self._watch("put_state_dict", timeout, key) as clock:
+            clock.version = exact = check_version(version)
+            session, lane = self._here(clock) or await self._join(clock)
+            planned = state_dicts.plan_put(
+                state_dict,
+                writing.check_key(key),
+                participants=participants,
+                participant=participant,
+                transfer_dtype=transfer_dtype,
+                partial=partial,
+                keep=keep,
+                anonymous=session.anonymous,
+                allow_pickle=pickle_too,
+            )
+            sources, group = planned
+            clock.entries = len(sources)
+            if blocking:
+                return await _publish(session, lane, key, planned, clock, exact)
+            nbytes = sum([source.nbytes for source in sources])
+            if group is None or nbytes <= session.inline_max():
+                ref = await _publish(session, lane, key, planned, clock, exact)
+                return PendingPut.finished(ref)
+            putting = Putting(session, lane, sources, clock, exact, group)
+            try:
+                await putting.begin()
+                await putting.write()
+            except BaseException:
+                putting.__exit__()
+                raise
+            return PendingPut(key, putting)
+
+    async def get_state_dict(
+        self,
+        key: str,
+        user_state_dict: Any = None,
+        strict: bool = True,
+        *,
+        version: int | None = None,
+        min_version: int | None = None,
+        cast: bool = False,
+        report: StateDictReport | None = None,
+        timeout: float | None = None,
+        allow_pickle: bool | None = None,
+    ) -> Any:
+        """One version of a state dict, never a mixture.
+
+        Args:
+            key: as in ``put_state_dict``.
+            user_state_dict: filled in place and returned: tensors of any strides, DTensors of any
+                layout (only their local shards are fetched), TensorShards; None: a new tensor.
+                Other values are replaced. None: a new dict of whole tensors, large ones without a
+                copy.
+            strict: every entry must match, else nothing is written. False: fill what matches.
+            version: exactly this one; None: the newest.
+            min_version: wait for this one or a newer one.
+            cast: floating-point entries may be stored in another dtype than their destination's.
+            report: filled with what did not match, and the version that was read.
+            timeout: seconds.
+            allow_pickle: False refuses pickled values; None: the client's default.
+
+        Raises:
+            KeyNotFoundError, PartialPutError: no version, no whole version.
+            VersionGoneError: that version is not kept.
+            StoreTimeoutError: no such version in time.
+            LayoutMismatchError: names all entries that are missing, unexpected or mismatched.
+        """
+        pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+        with self._watch("get_state_dict", timeout, key) as clock:
+            clock.version = exact = check_version(version)
+            check_min_version(min_version)
+            if exact and min_version is not None and min_version > exact:
+                raise ConfigurationError(f"version {exact} is below min_version {min_version}")
+            wanted = state_dicts.plan_get(writing.check_key(key), user_state_dict)
+            if min_version is not None:
+                await self._wait([key], min_version, clock)
+            how = state_dicts.Filling(strict, cast, report, pickle_too)
+            session, lane = self._here(clock) or await self._join(clock)
+            result = await state_dicts.fetch(session, lane, key, exact, wanted, clock, how)
+            clock.entries, clock.version = result.entries, result.version
+            return result.state_dict
+
+
+async def _publish(
+    session: Session,
+    lane: Lane,
+    key: str,
+    planned: tuple[list[writing.Source], m.Publication | None],
+    clock: Clock,
+    version: int,
+) -> ObjectRef:
+    """Put what was planned, to its end; version 0 if that is nothing."""
+    sources, group = planned
+    if group is None:
+        return ObjectRef(key, 0)
+    nbytes = sum([source.nbytes for source in sources])
+    versions = await put_sources(
+        session, lane, sources, nbytes, clock, version=version, group=group
+    )
+    clock.version = versions[0]
+    return ObjectRef(key, versions[0])
+
+
+async def _get_dict(
+    session: Session, lane: Lane, want: Want, version: int, clock: Clock, allow_pickle: bool
+) -> state_dicts.Fetched:
+    """What a key that turned out to be a state dict's stands for."""
+    how = state_dicts.Filling(allow_pickle=allow_pickle)
+    try:
+        return await state_dicts.fetch(session, lane, want.key, version, None, clock, how)
+    except VersionGoneError:
+        if want.version:
+            raise
+        # It was overtaken while we asked.
+        return await state_dicts.fetch(session, lane, want.key, 0, None, clock, how)
+
+
+def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:
+    if isinstance(keys, Mapping):
+        for key, how in keys.items():
+            if isinstance(how, TensorSlice):
+                yield Want.make(key, None, how)
+            else:
+                yield Want.make(key, how)
+        return
+    if isinstance(keys, str):
+        raise UnsupportedValueError("get_batch takes a list of keys or a dict, not one str")
+    for what in keys:
+        yield Want.make(what)
+
+
+def _refuse_ambiguous(wants: Iterable[Want]) -> None:
+    """The result has one value per key: a key may come twice only if it asks for the same."""
+    by_key: dict[str, Want] = {}
+    for want in wants:
+        other = by_key.setdefault(want.key, want)
+        if (other.version, other.part) != (want.version, want.part):
+            raise ConfigurationError(
+                f"{want.key!r} is asked for twice, at different versions or slices; "
+                "get_batch gives one value per key: ask in two calls"
+            )

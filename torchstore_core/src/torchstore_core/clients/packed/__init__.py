@@ -1,0 +1,1 @@
+"""Packed state dicts: one contiguous blob and a header."""

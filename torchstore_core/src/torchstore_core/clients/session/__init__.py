@@ -1,0 +1,1 @@
+"""This process at one store: its session, its connections, its links to volumes."""

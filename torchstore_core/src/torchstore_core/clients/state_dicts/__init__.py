@@ -1,0 +1,1 @@
+"""Nested dicts of tensors, put and fetched as one version."""

@@ -1,0 +1,256 @@
+"""Nested state dicts as flat names, and back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import torch
+
+from torchstore_core.clients.values.sharding import TensorShard, is_sharded
+from torchstore_core.errors import LayoutMismatchError, ProtocolError, UnsupportedValueError
+
+__all__ = ["Leaf", "flatten", "replace", "unflatten"]
+
+_MAX_DEPTH = 64
+# Names tell paths apart, so what is in two places has two sets of entries, and that doubles with
+# every level. At most so many entries may come of that.
+_MAX_AGAIN = 1 << 16
+_LIST, _TUPLE = 0, 1
+# One step into a nested value: a dict's key, or the kind of a sequence and the index in it.
+Step = str | int | tuple[int, int]
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Step])
+
+
+class Leaf(msgspec.Struct, frozen=True, gc=False):
+    """One entry: its name, its encoded path (empty if that is only the name), its value."""
+
+    name: str
+    path: bytes
+    value: Any
+
+
+def flatten(key: str, state_dict: Any) -> list[Leaf]:
+    """Every entry of a state dict, in order.
+
+    Dicts are followed; lists and tuples only if there are tensors in them, otherwise they are one
+    value, like everything else. Names join keys and indices with dots.
+
+    Raises:
+        UnsupportedValueError: no dict, two entries of one name, a key that is no str or int, or too
+            many entries because containers are in several places.
+
+    >>> [leaf.name for leaf in flatten("k", {"a": {"w": 1}, "b": [torch.zeros(1)], "c": [2]})]
+    ['a.w', 'b.0', 'c']
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UnsupportedValueError(
+            f"{key!r}: a state dict is a dict of names, not a {type(state_dict).__qualname__}",
+            key=key,
+        )
+    leaves: list[Leaf] = []
+    known = _Known()
+    for name, value in state_dict.items():
+        if type(name) is str and type(value) in _TENSORS:  # the usual case, many times
+            leaves.append(Leaf(name, b"", value))
+        else:
+            leaves.extend(_leaves(key, value, (_step(key, name),), known))
+    names = {leaf.name for leaf in leaves}
+    if len(names) < len(leaves):
+        twice = Counter(leaf.name for leaf in leaves).most_common(1)[0][0]
+        raise UnsupportedValueError(f"{key!r}: two entries are named {twice!r}", key=key)
+    if "" in names:
+        raise UnsupportedValueError(f"{key!r}: an entry's name is empty", key=key)
+    return leaves
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Known:
+    """Containers that were looked at, once each (keeping them keeps their ids theirs), and whether
+    they are followed.
+    """
+
+    def __init__(self) -> None:
+        self._followed: dict[int, tuple[object, bool]] = {}
+        self._again = 0
+
+    def follows(self, key: str, value: Any) -> bool:
+        found = self._followed.get(id(value))
+        if found is None:
+            follows = _has_names(value) or _holds_tensors(value, set(), 0)
+            self._followed[id(value)] = value, follows
+            return follows
+        if found[1]:
+            self._again += len(value)
+            if self._again > _MAX_AGAIN:
+                raise UnsupportedValueError(
+                    f"{key!r}: the same dicts, lists or tuples are in it in so many places that "
+                    f"they make more than {_MAX_AGAIN} entries; give each of them once",
+                    key=key,
+                )
+        return found[1]
+
+
+def _leaves(key: str, value: Any, path: tuple[Step, ...], known: _Known) -> Iterator[Leaf]:
+    if len(path) > _MAX_DEPTH:
+        raise UnsupportedValueError(f"{key!r}: nested deeper than {_MAX_DEPTH}", key=key)
+    steps: Sequence[tuple[Step, Any]] | None = None
+    if is_sharded(value):
+        pass  # also if it is a list
+    elif isinstance(value, Mapping):
+        if known.follows(key, value):
+            steps = [(_step(key, k), inner) for k, inner in value.items()]
+    elif isinstance(value, list | tuple) and known.follows(key, value):
+        kind = _LIST if isinstance(value, list) else _TUPLE
+        steps = [((kind, i), inner) for i, inner in enumerate(value)]
+    if steps is None:
+        name = ".".join(str(s[1]) if isinstance(s, tuple) else str(s) for s in path)
+        plain = len(path) == 1 and type(path[0]) is str
+        try:
+            encoded = b"" if plain else _encoder.encode(path)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise UnsupportedValueError(f"{key!r}: the name {name!r}: {error}", key=key) from error
+        yield Leaf(name, encoded, value)
+        return
+    for step, inner in steps:
+        yield from _leaves(key, inner, (*path, step), known)
+
+
+def _has_names(value: Any) -> bool:
+    """Whether it is a dict of nothing but names."""
+    if not isinstance(value, Mapping):
+        return False
+    for name in value:  # a loop, for there may be many: quicker than all() of a generator
+        if type(name) is not str and type(name) is not int:
+            return False
+    return len(value) > 0
+
+
+def _step(key: str, name: object) -> Step:
+    if isinstance(name, str):
+        return str.__str__(name)  # what an enum's member is equal to, not what it shows
+    if type(name) is int:
+        return name
+    raise UnsupportedValueError(
+        f"{key!r}: the names of entries are str or int, not {type(name).__qualname__}", key=key
+    )
+
+
+def _holds_tensors(value: Any, seen: set[int], depth: int) -> bool:
+    """``seen``: containers without tensors, or under way; each is looked into once."""
+    if isinstance(value, torch.Tensor | TensorShard):
+        return True
+    if not isinstance(value, Mapping | list | tuple) or depth > _MAX_DEPTH or id(value) in seen:
+        return False
+    seen.add(id(value))
+    inner = value.values() if isinstance(value, Mapping) else value
+    return any(_holds_tensors(v, seen, depth + 1) for v in inner)
+
+
+def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, Any]:
+    """The nested dict that ``(name, path, value)`` entries come from.
+
+    Puts of several participants, and partial ones, come together here: an empty container that one
+    has gives way to what others have in it.
+
+    Raises:
+        LayoutMismatchError: entries that contradict each other.
+        ProtocolError: paths that are none.
+    """
+    root = _Node(None)
+    for name, path, value in entries:
+        try:
+            steps = _decoder.decode(path) if path else ()
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"{key!r}: the path of {name!r} is unreadable", key=key) from error
+        if len(steps) > _MAX_DEPTH:
+            raise ProtocolError(f"{key!r}: {name!r} is nested deeper than {_MAX_DEPTH}", key=key)
+        node = root
+        for step, after in pairwise(steps):
+            kind = after[0] if isinstance(after, tuple) else None
+            at = _place(step)
+            if at not in node or _is_empty(node[at]):
+                node[at] = _Node(kind)
+            node = node[at]
+            if type(node) is not _Node or node.kind != kind:
+                raise _contradiction(key, name)
+        last = _place(steps[-1]) if steps else name
+        if last not in node:
+            node[last] = value
+        elif not (_is_empty(value) and type(node[last]) is _Node):
+            raise _contradiction(key, name)
+    return {name: _built(value) for name, value in root.items()}
+
+
+def _is_empty(value: Any) -> bool:
+    return type(value) in (dict, list, tuple) and not value
+
+
+def _contradiction(key: str, name: str) -> LayoutMismatchError:
+    return LayoutMismatchError(
+        f"{key!r}: {name!r} and another entry, of another put, cannot be in one nested dict (one "
+        f"lies inside of the other, or in another kind of container); get them one by one as "
+        f"{key + '/' + name!r}, or put the whole state dict again",
+        key=key,
+    )
+
+
+class _Node(dict[Any, Any]):
+    """A container that is being built (``kind``: of a sequence), as opposed to a value."""
+
+    def __init__(self, kind: int | None) -> None:
+        self.kind = kind
+
+
+def _place(step: Step) -> str | int:
+    return step[1] if isinstance(step, tuple) else step
+
+
+def _built(value: Any) -> Any:
+    if type(value) is not _Node:
+        return value
+    if value.kind is None:
+        return {name: _built(inner) for name, inner in value.items()}
+    members = [_built(value[i]) for i in sorted(value)]
+    return members if value.kind == _LIST else tuple(members)
+
+
+def replace(state_dict: Any, leaves: Sequence[Leaf], new: Callable[[str, Any], Any]) -> Any:
+    """Put ``new(name, value)`` in the place of every leaf; containers stay the same objects, but
+    for those that cannot be changed. ``leaves``: as :func:`flatten` gave them.
+    """
+    changes = _Node(None)
+    for leaf in leaves:
+        value = new(leaf.name, leaf.value)
+        if value is leaf.value:
+            continue
+        steps = _decoder.decode(leaf.path) if leaf.path else [leaf.name]
+        node = changes
+        for step in steps[:-1]:
+            node = node.setdefault(_place(step), _Node(None))
+        node[_place(steps[-1])] = value
+    return _replaced(state_dict, changes)
+
+
+def _replaced(value: Any, changes: _Node) -> Any:
+    made = {
+        at: _replaced(value[at], change) if type(change) is _Node else change
+        for at, change in changes.items()
+    }
+    made = {at: new for at, new in made.items() if new is not value[at]}
+    if not made:
+        return value
+    if isinstance(value, MutableMapping | list):
+        for at, new in made.items():
+            value[at] = new
+        return value
+    if isinstance(value, Mapping):
+        return {**value, **made}
+    members = [made.get(at, old) for at, old in enumerate(value)]
+    return value._make(members) if hasattr(value, "_make") else tuple(members)

@@ -1,0 +1,532 @@
+"""State dicts: what a participant puts of one, and how a reader gets one version of it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import logging
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.packed.packed import TorchStoreStateDict
+from torchstore_core.clients.session.lane import Lane, MessageTooLargeError
+from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.state_dicts import nesting
+from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
+from torchstore_core.clients.state_dicts.nesting import Leaf
+from torchstore_core.clients.state_dicts.ties import PLAIN, Ties
+from torchstore_core.clients.transfer import reading, writing
+from torchstore_core.clients.transfer.operations import (
+    Leasing,
+    Putting,
+    Unreachable,
+    Want,
+    asks_of,
+)
+from torchstore_core.clients.values.sharding import (
+    TensorShard,
+    is_dtensor,
+    is_sharded,
+    mesh_ranks,
+    takes_part,
+    this_rank,
+)
+from torchstore_core.clients.values.tensors import dtype_name
+from torchstore_core.errors import (
+    ConfigurationError,
+    LayoutMismatchError,
+    TransportError,
+    UnsafeObjectError,
+    UnsupportedValueError,
+)
+from torchstore_core.values import ObjectRef, TensorMeta, TensorSlice
+from torchstore_core.wire import messages as m
+
+__all__ = ["PendingPut", "StateDictReport", "fetch", "plan_get", "plan_put"]
+
+log = logging.getLogger(__name__)
+
+
+# ---- put ----------------------------------------------------------------------------------
+
+
+class PendingPut:
+    """A state dict whose values may be changed again, while its commit is under way.
+
+    Awaiting it gives the ``ObjectRef``, or raises what went wrong. One that is never awaited
+    still commits, if its event loop lives long enough; it logs what went wrong.
+    """
+
+    def __init__(self, key: str, putting: Putting | None) -> None:
+        self.key = key
+        self._ref: ObjectRef | None = None
+        self._error: BaseException | None = None
+        self._task: asyncio.Task[ObjectRef] | None = None
+        if putting is not None:
+            self._task = asyncio.create_task(self._commit(putting))
+            # Not in the task: one that is cancelled before it begins would undo nothing.
+            self._task.add_done_callback(putting.__exit__)
+            putting.undo_with(self._task)
+            putting.clock.goes_on = True
+            self._task.add_done_callback(functools.partial(self._ended, putting.clock))
+
+    @classmethod
+    def finished(cls, ref: ObjectRef) -> PendingPut:
+        """One with nothing left to do."""
+        made = cls(ref.key, None)
+        made._ref = ref
+        return made
+
+    def __repr__(self) -> str:
+        return f"<PendingPut of {self.key!r}, {'done' if self.done() else 'committing'}>"
+
+    def done(self) -> bool:
+        """Whether the commit has ended, one way or the other."""
+        return self._task is None or self._task.done()
+
+    def __await__(self) -> Generator[Any, None, ObjectRef]:
+        return self._result().__await__()
+
+    async def _result(self) -> ObjectRef:
+        if self._task is not None:
+            return await asyncio.shield(self._task)
+        if self._error is not None:
+            raise self._error
+        if self._ref is None:
+            raise ConfigurationError("a PendingPut is made by put_state_dict(blocking=False)")
+        return self._ref
+
+    async def _commit(self, putting: Putting) -> ObjectRef:
+        versions = await putting.commit()
+        putting.clock.version = versions[0]
+        return ObjectRef(self.key, versions[0])
+
+    def _ended(self, clock: Clock, task: asyncio.Task[ObjectRef]) -> None:
+        if task.cancelled():
+            clock.end(asyncio.CancelledError())
+            return
+        self._task = None  # it refers to its event loop, which may never be closed
+        self._error = task.exception()
+        clock.end(self._error)
+        if self._error is None:
+            self._ref = task.result()
+        else:
+            log.warning("a put_state_dict with blocking=False failed: %s", self._error)
+
+
+def plan_put(
+    state_dict: Any,
+    key: str,
+    *,
+    participants: int | None = None,
+    participant: str | int | None = None,
+    transfer_dtype: Casts = None,
+    partial: bool = False,
+    keep: int | None = None,
+    anonymous: str,
+    allow_pickle: bool,
+) -> tuple[list[writing.Source], m.Publication | None]:
+    """Look at every entry once: what is to be stored, and as part of what; None: of nothing, for
+    this rank is in no mesh of its DTensors.
+
+    Args:
+        anonymous: who this process is if it has no rank.
+
+    Raises:
+        ConfigurationError, UnsupportedValueError, LayoutMismatchError, UnsafeObjectError
+    """
+    for name, number in (("participants", participants), ("keep", keep)):
+        if number is not None and (type(number) is not int or not 0 < number < 1 << 31):
+            raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
+    if type(partial) is not bool:
+        raise ConfigurationError(f"partial is a bool, not {partial!r}")
+    if participant is not None and not (
+        type(participant) is int or (isinstance(participant, str) and len(participant) <= 256)
+    ):
+        raise ConfigurationError(
+            f"participant is an int, or a str of at most 256 characters, not {participant!r}"
+        )
+    packed = state_dict if isinstance(state_dict, TorchStoreStateDict) else None
+    leaves = nesting.flatten(key, state_dict) if packed is None else packed.leaves()
+    ranks: frozenset[int] = frozenset()
+    outside = False
+    places: dict[tuple[int, ...], tuple[int, ...]] = {}  # of TensorShards: mesh, place in it
+    ties = Ties()
+    sources: list[writing.Source] = []
+    casts = CastPlan(transfer_dtype)
+    for leaf in leaves:
+        name, path, value = leaf.name, leaf.path, leaf.value
+        plain = type(value) in PLAIN
+        if not plain and is_dtensor(value):
+            outside = not takes_part(value) and (outside or not ranks)
+            ranks |= mesh_ranks(value)
+        elif (
+            not plain
+            and isinstance(value, TensorShard)
+            and isinstance(value.tensor_slice, TensorSlice)
+        ):
+            part = value.tensor_slice
+            places[tuple(part.mesh_shape)] = tuple(part.coordinates)
+        if len(key) + 1 + len(name) > m.MAX_KEY:
+            raise UnsupportedValueError(
+                f"{key!r}: the name of an entry is too long: {len(name)} characters; with the key "
+                f"and a slash it may have {m.MAX_KEY}",
+                key=key,
+            )
+        dtype = casts.of(name)
+        first = ties.find(value, len(sources))
+        if first is not None and sources[first].meta == _meta_with(value, dtype):
+            meta = sources[first].meta
+            sources.append(writing.Source(name, meta, 0, None, b"", None, path, first))
+            continue
+        try:
+            if plain and dtype is None:
+                sources.append(writing.prepare_tensor(writing.check_key(name), value, path))
+                continue
+            made = writing.prepare(name, value, allow_pickle=allow_pickle, dtype=dtype)
+        except (UnsupportedValueError, LayoutMismatchError, UnsafeObjectError) as error:
+            text = f"state dict {key!r}: {error.message}"
+            raise type(error)(text, key=f"{key}/{name}") from error
+        if path:
+            made = [msgspec.structs.replace(source, path=path) for source in made]
+        sources.extend(made)
+    if packed is not None:
+        participants = participants or packed.participants
+        participant = packed.participant or None if participant is None else participant
+    if participants is None:
+        if outside:
+            return [], None
+        participants = len(ranks) or max([math.prod(mesh) for mesh in places], default=1)
+    if participants == 1 and not partial:
+        _check_alone(key, sources)
+    who = ""  # one that is alone needs no name: whoever puts next makes the next version
+    if participants > 1:
+        who = str(participant) if participant is not None else this_rank()
+        mesh = max(places, key=math.prod, default=())
+        who = who or ",".join(map(str, places.get(mesh, ())))
+        who = who or f"{anonymous} {_digest(sources)}"
+    group = m.Publication(key, who, participants, partial, keep or 0, packed is not None)
+    return sources, group
+
+
+def _check_alone(key: str, sources: Sequence[writing.Source]) -> None:
+    """Who says that nobody else puts must have all of every tensor."""
+    for source in sources:
+        part = source.part
+        if part is not None and tuple(part.local_shape) != tuple(part.global_shape):
+            if sum(s.nbytes for s in sources if s.key == source.key) >= _global_nbytes(source):
+                continue
+            raise ConfigurationError(
+                f"{key!r}: {source.key!r} is a shard, {list(part.local_shape)} of "
+                f"{list(part.global_shape)}, and nobody else would put the rest; say how many put "
+                "this state dict (participants=), or give its TensorSlice a mesh_shape"
+            )
+
+
+def _global_nbytes(source: writing.Source) -> int:
+    part, tensor = source.part, source.tensor
+    if part is None or tensor is None:
+        return source.nbytes
+    itemsize = (source.cast or tensor.dtype).itemsize
+    return math.prod(part.global_shape) * itemsize
+
+
+def _digest(sources: Sequence[writing.Source]) -> str:
+    """Tells participants without a rank apart that hold different entries, or other shards."""
+    places = ((s.key, "" if s.part is None else s.part.offsets) for s in sources)
+    names = "\0".join(f"{name} {place}" for name, place in places)
+    return hashlib.sha1(names.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:8]
+
+
+def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
+    """How the entry would be stored."""
+    if isinstance(value, TensorShard):
+        shape, own = value.tensor_slice.global_shape, value.tensor.dtype
+    else:
+        shape, own = tuple(value.shape), value.dtype
+    if dtype is None or not own.is_floating_point:
+        dtype = own
+    return TensorMeta(dtype_name(dtype), tuple(shape))
+
+
+# ---- get ----------------------------------------------------------------------------------
+
+
+@dataclass
+class StateDictReport:
+    """What did not match between a stored state dict and the one to fill.
+
+    Args:
+        missing: entries to fill that are not stored.
+        unexpected: entries that are stored, but that there is nothing to fill for.
+        mismatched: why an entry does not fit, by name.
+        version: the version that was read.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    version: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        for what, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            if names:
+                parts.append(f"{len(names)} {what}: {', '.join(map(repr, names))}")
+        if self.mismatched:
+            why = "; ".join(self.mismatched.values())
+            parts.append(f"{len(self.mismatched)} mismatched: {why}")
+        return "; ".join(parts) or "everything matched"
+
+
+class Wanted(NamedTuple):
+    """A reader's state dict, looked at once.
+
+    Args:
+        asks: what to ask for; mostly one for each leaf, several for one in several pieces.
+        places: which leaf each of them is for.
+        same_as: leaves that share the memory of an earlier one, and which.
+    """
+
+    state_dict: Any
+    leaves: list[Leaf]
+    asks: list[Want]
+    places: list[int]
+    same_as: dict[int, int]
+
+
+def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
+    """What to ask for to fill a state dict; None: for everything.
+
+    Raises:
+        UnsupportedValueError, LayoutMismatchError: a destination that contradicts itself.
+    """
+    if user_state_dict is None:
+        return None
+    leaves = nesting.flatten(key, user_state_dict)
+    ties = Ties()
+    same_as: dict[int, int] = {}
+    asks: list[Want] = []
+    places: list[int] = []
+    for at, leaf in enumerate(leaves):
+        name, value = leaf.name, leaf.value
+        plain = type(value) in PLAIN
+        tensor = value if plain or isinstance(value, torch.Tensor) or is_sharded(value) else None
+        if tensor is not None and (first := ties.find(value, at)) is not None:
+            same_as[at] = first
+        want = Want(name, 0, tensor, None)
+        if plain or tensor is None:
+            asks.append(want)
+            places.append(at)
+        else:
+            parts = asks_of(want)
+            asks += parts
+            places += [at] * len(parts)
+    return Wanted(user_state_dict, leaves, asks, places, same_as)
+
+
+class Filling(NamedTuple):
+    """How a reader wants it; see ``Client.get_state_dict``."""
+
+    strict: bool = True
+    cast: bool = False
+    report: StateDictReport | None = None
+    allow_pickle: bool = True
+
+
+class Fetched(NamedTuple):
+    """What a get gave."""
+
+    state_dict: Any
+    entries: int
+    version: int
+
+
+async def fetch(
+    session: Session,
+    lane: Lane,
+    key: str,
+    version: int,
+    wanted: Wanted | None,
+    clock: Clock,
+    how: Filling,
+) -> Fetched:
+    """One message, one lease, one batch of copies; again, if a volume cannot be reached and there
+    are copies elsewhere.
+
+    Raises:
+        LayoutMismatchError: ``how.strict`` and something does not match; nothing was written.
+    """
+    unreachable = Unreachable()
+    while True:
+        try:
+            return await _fetch(session, lane, key, version, wanted, clock, how, unreachable)
+        except TransportError as error:
+            unreachable.add(error)
+
+
+async def _fetch(
+    session: Session,
+    lane: Lane,
+    key: str,
+    version: int,
+    wanted: Wanted | None,
+    clock: Clock,
+    how: Filling,
+    unreachable: Unreachable,
+) -> Fetched:
+    with Leasing(session, lane, clock) as leasing:
+        wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
+        request = m.Fetch(
+            lane.next_id(),
+            leasing.lease,
+            key,
+            version,
+            wants,
+            session.inline_max(),
+            unreachable.volumes,
+        )
+        try:
+            reply = await lane.call(request, m.Fetched, clock.left())
+            starts = leasing.granted(reply.entries, reply.leased)
+        except MessageTooLargeError:  # very many names: ask for all entries, and choose here
+            request = msgspec.structs.replace(request, id=lane.next_id(), wants=None)
+            reply = await lane.call(request, m.Fetched, clock.left())
+            starts = leasing.granted(reply.entries, reply.leased)
+            if wanted is not None:
+                reply, starts = _chosen(wanted, reply, starts)
+        if unreachable.volumes:
+            unreachable.check(reply.entries)
+        clock.phase("plan")
+        if how.report is not None:
+            how.report.version = reply.version
+        if wanted is None:
+            targets = _whole(reply, starts)
+        else:
+            found = how.report if how.report is not None else StateDictReport()
+            targets = _matching(wanted, reply, starts, found, cast=how.cast)
+            if found and how.strict:
+                raise LayoutMismatchError(
+                    f"{key!r} version {reply.version} does not match; nothing was written. {found}",
+                    key=key,
+                    details={
+                        "missing": found.missing,
+                        "unexpected": found.unexpected,
+                        "mismatched": found.mismatched,
+                    },
+                )
+            if found:
+                log.warning("%r version %d: %s", key, reply.version, found)
+        result = await leasing.read(targets, how.allow_pickle)
+    if wanted is None:
+        made = _rebuilt(key, reply, result.values)
+    else:
+        made = _filled(wanted, targets, result.values)
+    return Fetched(made, len(targets), reply.version)
+
+
+def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.Fetched, list[int]]:
+    """Of a reply with all entries, what the server would have answered to the asks."""
+    at = {name: i for i, name in enumerate(reply.names)}
+    found = [at.get(ask.key) for ask in wanted.asks]
+    asked = {ask.key for ask in wanted.asks}
+    chosen = msgspec.structs.replace(
+        reply,
+        entries=[None if i is None else reply.entries[i] for i in found],
+        names=[name for name in reply.names if name not in asked],
+        paths={},
+        same_as=[],
+    )
+    return chosen, [-1 if i is None else starts[i] for i in found]
+
+
+def _whole(reply: m.Fetched, starts: Sequence[int]) -> list[reading.Target]:
+    """Targets for all entries, as new tensors and objects; tied ones once."""
+    tied = {i for i, _ in reply.same_as}
+    return [
+        reading.resolve(at, start, name, entry)
+        for at, (name, entry, start) in enumerate(
+            zip(reply.names, reply.entries, starts, strict=True)
+        )
+        if entry is not None and at not in tied
+    ]
+
+
+def _rebuilt(key: str, reply: m.Fetched, values: dict[int, Any]) -> dict[str, Any]:
+    for i, j in reply.same_as:
+        values[i] = values[j]
+    paths = reply.paths
+    found = ((name, paths.get(i, b""), values[i]) for i, name in enumerate(reply.names))
+    return nesting.unflatten(key, found)
+
+
+def _matching(
+    wanted: Wanted,
+    reply: m.Fetched,
+    starts: Sequence[int],
+    report: StateDictReport,
+    *,
+    cast: bool,
+) -> list[reading.Target]:
+    """Targets for the entries that match; what does not, goes into the report.
+
+    Destinations that share their memory are filled once, from the first of them that is stored.
+    """
+    leaves = wanted.leaves
+    report.mismatched = {}
+    report.unexpected = reply.names
+    if reply.names:  # a leaf of which no piece is here was not asked for
+        absent = {leaves[at].name for at in set(range(len(leaves))) - set(wanted.places)}
+        report.unexpected = [name for name in reply.names if name not in absent]
+    targets: list[reading.Target] = []
+    missing: dict[int, int] = {}
+    filled: dict[int, int] = {}
+    failed = -1
+    asked = zip(wanted.asks, wanted.places, reply.entries, starts, strict=True)
+    for at, (ask, place, entry, start) in enumerate(asked):
+        memory = wanted.same_as.get(place, place)
+        if entry is None:
+            missing[place] = memory
+            continue
+        if place == failed:
+            continue
+        leaf = leaves[place]
+        try:
+            _check_kind(leaf, ask, entry)
+            target = reading.resolve(at, start, leaf.name, entry, ask.tensor, ask.part, cast=cast)
+        except (LayoutMismatchError, UnsupportedValueError) as error:
+            report.mismatched[leaf.name] = error.message.removesuffix("; nothing was written")
+            failed = place
+            while targets and targets[-1].key == leaf.name:
+                targets.pop()
+            if filled.get(memory) == place:
+                del filled[memory]
+            continue
+        if filled.setdefault(memory, place) == place:
+            targets.append(target)
+    report.missing = [leaves[at].name for at, memory in missing.items() if memory not in filled]
+    return targets
+
+
+def _check_kind(leaf: Leaf, ask: Want, entry: m.Entry) -> None:
+    if ask.tensor is None and leaf.value is not None and isinstance(entry.meta, TensorMeta):
+        raise LayoutMismatchError(
+            f"{leaf.name!r} is stored as a tensor, the destination is a "
+            f"{type(leaf.value).__qualname__}"
+        )
+
+
+def _filled(wanted: Wanted, targets: Sequence[reading.Target], values: dict[int, Any]) -> Any:
+    """The reader's state dict with the values that are no tensors of its own."""
+    new = {target.key: values[target.at] for target in targets if target.tensor is None}
+    return nesting.replace(wanted.state_dict, wanted.leaves, new.get)

@@ -1,0 +1,57 @@
+"""Tied weights: tensors that are the same elements in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchstore_core.clients.values.sharding import TensorShard, is_dtensor
+
+__all__ = ["PLAIN", "Ties"]
+
+#: Tensors that have bytes of their own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Ties:
+    """Finds tensors that are the same elements in memory as an earlier one."""
+
+    def __init__(self) -> None:
+        # By address the only one there; or what lies there, by what it is.
+        self._found: dict[int, tuple[Any, int] | dict[object, int]] = {}
+
+    def find(self, value: Any, mark: int) -> int | None:
+        """The mark of the first such tensor; None, and ``mark`` is remembered, if it is new."""
+        tensor = value
+        if type(value) not in PLAIN:
+            if isinstance(value, TensorShard):
+                tensor = value.tensor
+            elif is_dtensor(value):
+                tensor = value.to_local().detach()
+            if type(tensor) not in PLAIN:
+                return None
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return None
+        address = tensor.data_ptr()
+        if not address or not tensor.numel():
+            return None
+        others = self._found.get(address)
+        if others is None:
+            self._found[address] = value, mark
+            return None
+        if isinstance(others, tuple):
+            others = self._found[address] = {_identity(others[0]): others[1]}
+        earlier = others.setdefault(_identity(value), mark)
+        return None if earlier == mark else earlier
+
+
+def _identity(value: Any) -> object:
+    """Equal, and hashable, for tensors at one address if they are the same elements."""
+    if isinstance(value, TensorShard):
+        return _identity(value.tensor), repr(value.tensor_slice)
+    if is_dtensor(value):
+        local = _identity(value.to_local().detach())
+        return local, value.device_mesh, tuple(value.placements), tuple(value.shape)
+    flags = value.is_conj(), value.is_neg(), value.device
+    return value.shape, value.stride(), value.dtype, flags

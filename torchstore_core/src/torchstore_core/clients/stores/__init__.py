@@ -1,0 +1,1 @@
+"""Which stores this process belongs to, and how it finds, starts and leaves one."""

@@ -1,0 +1,160 @@
+"""What ``initialize`` and ``initialize_spmd`` share: checks, plug-ins, joining what they start."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from torchstore_core.clients.calls.timeouts import check_timeout
+from torchstore_core.clients.calls.warned import warn
+from torchstore_core.clients.client import Client
+from torchstore_core.clients.stores import ancestors, discovery
+from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.clients.stores.memberships import Membership
+from torchstore_core.contracts.runtime import Runtime, StoreOptions
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.errors import ConfigurationError, PluginError
+from torchstore_core.plugins.ranking import Policy
+from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.plugins.strategy_data import check_transport
+
+__all__ = ["STOP_TIMEOUT_S", "check", "runtime", "start", "strategy", "warn_of_another"]
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+_LONGEST_NAME = 200  # the system's names of memory have 249
+
+
+async def start(
+    options: StoreOptions,
+    host: Runtime,
+    mesh: object | None,
+    policy: Policy,
+    timeout: float | None,
+    allow_pickle: bool,
+) -> Client:
+    """Start the server, join it, and make it findable."""
+    where = await host.start(options, mesh)
+    membership = Membership(options.store_name, where, policy, timeout, allow_pickle, host)
+    try:
+        await membership.session(timeout)
+        stores.publish(options.store_name, host.local_address or where)
+    except BaseException:
+        membership.close()
+        await host.stop(STOP_TIMEOUT_S)
+        raise
+    stores.add(membership)
+    return Client(membership)
+
+
+async def warn_of_another(store_name: str) -> None:
+    """Before a store is started: say so if one runs that ``connect_or_initialize`` would join, for
+    then there will be two. What lies in a dead one's place is only logged.
+
+    Raises:
+        RuntimeWarning: where warnings are errors. Nothing has been started.
+    """
+    for where, (names_it, otherwise) in _others(store_name).items():
+        if not where.startswith("unix:"):
+            continue  # a job's engine knows its stores, and refuses a second one of a name
+        other = await discovery.probe(where)
+        if other is None:
+            log.info("%s %s, where no store is any more", names_it, where)
+            continue
+        who = f"process {other.pid}" if other.error is None else other.error
+        warn(
+            f"{names_it} a store that is running ({where}, {who}), and this starts another one, "
+            "for this process and its children alone: to use the one that runs, call "
+            f"connect_or_initialize; to have two, {otherwise}give another store_name"
+        )
+        return
+
+
+def _others(store_name: str) -> dict[str, tuple[str, str]]:
+    """Where a store of that name may run already, in the order in which ``connect_or_initialize``
+    looks: how this process comes to know of it, and how it may forget that.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    with contextlib.suppress(ConfigurationError):  # publish says it
+        if (named := stores.inherited_address(store_name)) is not None:
+            variable = stores.ADDRESS if store_name == stores.DEFAULT_NAME else stores.ADDRESSES
+            found[named] = f"{variable} names", f"unset {variable} or "
+        # All but children of multiprocessing were given their parent's environment: if it names no
+        # store now, somebody wanted that.
+        published = stores.address_of(store_name) if ancestors.parent() is not None else None
+        if published is not None:
+            found.setdefault(published, ("a process that this one descends from has", ""))
+    known = stores.known(store_name)
+    if known is not None and known.runtime is None:
+        leave = f"leave that one first ({stores.shutdown_call(store_name)}), or "
+        joined = "this process has joined", leave
+        return {known.address: found.pop(known.address, joined), **found}
+    return found
+
+
+def check(
+    volumes: int, store_name: str, capacity: int | None, prefault: int | None, timeout: float | None
+) -> float | None:
+    """Refuse arguments that make no sense; the time-out as it is used.
+
+    Raises:
+        ConfigurationError: names the argument and its value.
+    """
+    for name, number in (("capacity", capacity), ("prefault", prefault)):
+        if number is not None and type(number) is not int:
+            raise ConfigurationError(f"{name} is a whole number of bytes, not {number!r}")
+    if type(volumes) is not int or volumes < 1:
+        raise ConfigurationError(f"num_storage_volumes is at least 1, not {volumes!r}")
+    if type(store_name) is not str or not store_name:
+        raise ConfigurationError(f"store_name is a non-empty str, not {store_name!r}")
+    if len(store_name.encode()) > _LONGEST_NAME:
+        raise ConfigurationError(
+            f"store_name has at most {_LONGEST_NAME} bytes, not {len(store_name.encode())}"
+        )
+    if capacity is not None and capacity < 4096 * volumes:
+        raise ConfigurationError(f"capacity is bytes, at least a page a volume, not {capacity!r}")
+    if prefault is not None and prefault < 0:
+        raise ConfigurationError(f"prefault is bytes, not {prefault!r}")
+    return check_timeout(timeout, above_zero=True)
+
+
+def strategy(registry: Registry, given: Strategy | str | None) -> Strategy | None:
+    """The strategy itself, of a name the one with default fields.
+
+    Raises:
+        PluginError: an unknown or broken one.
+        ConfigurationError: it forces or prefers a transport that is not installed here.
+    """
+    made = registry.strategy(given)() if isinstance(given, str) else given
+    check_transport(made, registry)
+    return made
+
+
+def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
+    """The runtime of that name; of ``"auto"``, the one that fits best.
+
+    Raises:
+        PluginError: an unknown or broken one, or none that takes ``mesh``.
+        ConfigurationError: the one of that name does not take ``mesh``.
+    """
+    if name != "auto":
+        spec = registry.runtime(name)
+        if mesh is not None and spec.applies(mesh) is None:
+            raise ConfigurationError(
+                f"the runtime {name!r} takes no mesh that is a {type(mesh).__qualname__}; leave "
+                "out mesh=, or leave out runtime= and the one that takes it is found"
+            )
+    else:
+        ranked = [(spec.applies(mesh), spec) for spec in registry.runtimes()]
+        fit = [(rank, spec) for rank, spec in ranked if rank is not None]
+        if not fit:
+            raise PluginError(
+                "no installed runtime takes this mesh; for a Monarch mesh: "
+                "pip install torchstore-monarch"
+            )
+        spec = max(fit, key=lambda item: item[0])[1]
+        if hint := stores.missing_engine():
+            warn(f"this store is for this process and its children{hint}")
+    made: Runtime = load_class(spec.factory)()
+    return made

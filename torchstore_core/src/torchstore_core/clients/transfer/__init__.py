@@ -1,0 +1,1 @@
+"""How the bytes of a put and of a get move."""

@@ -1,0 +1,135 @@
+"""CUDA tensors: copies to and from segments, page-locked where the driver allows, on a side stream.
+
+Never executed where torch has no CUDA; its tests carry the ``gpu`` mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from torchstore_core.clients.calls.thread_loops import aside
+from torchstore_core.contracts.transport import Window
+from torchstore_core.machine.virtual_memory import before_unmap
+
+__all__ = ["transfer"]
+
+# Memory is page-locked by aligned blocks of this many bytes, counted from the window's
+# start, once for the life of the process.
+_BLOCK = 16 << 20
+
+_lock = threading.Lock()
+_pinned: dict[int, int] = {}  # address of a block -> pid of the process that locked it
+_pinning_works = True
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+async def transfer(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], window: Window) -> None:
+    """Copy ``(target, source)`` pairs, one of each on a device, the other inside ``window``.
+
+    On return the bytes are there. Work that the caller's current streams have queued on the
+    tensors comes first.
+    """
+    ready: dict[torch.device, torch.cuda.Event] = {}
+    for target, source in pairs:
+        device = (target if target.is_cuda else source).device
+        if device not in ready:
+            ready[device] = torch.cuda.current_stream(device).record_event()
+    # To the end even if cancelled: the memory must not be given back under a running copy.
+    await finished(asyncio.create_task(aside(lambda: _copy(pairs, window, ready))))
+
+
+async def finished(task: asyncio.Task[None]) -> None:
+    """Wait for ``task`` to end, also when the waiter is cancelled; then pass the cancel on."""
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def _copy(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    window: Window,
+    ready: dict[torch.device, torch.cuda.Event],
+) -> None:
+    used: set[torch.cuda.Stream] = set()
+    for target, source in pairs:
+        device = (target if target.is_cuda else source).device
+        stream = _stream(device)
+        if stream not in used:
+            stream.wait_event(ready[device])
+            used.add(stream)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for to, of in _pinned_parts(target, source, window):
+                to.copy_(of, non_blocking=True)
+    for stream in used:
+        stream.synchronize()
+
+
+def _pinned_parts(
+    target: torch.Tensor, source: torch.Tensor, window: Window
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs that each lie within one page-locked block (a copy must not span two of them)."""
+    plain = target.is_contiguous() and source.is_contiguous() and target.dtype is source.dtype
+    if not plain or not target.numel():
+        return [(target, source)]
+    on_host = source if target.is_cuda else target
+    to, of = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
+    start = at = on_host.data_ptr() - window.address
+    end = start + to.numel()
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    while at < end:
+        block = at // _BLOCK * _BLOCK
+        stop = min(end, block + _BLOCK)
+        _pin(window.address + block, min(_BLOCK, window.nbytes - block))
+        parts.append((to[at - start : stop - start], of[at - start : stop - start]))
+        at = stop
+    return parts
+
+
+def _pin(block: int, nbytes: int) -> None:
+    """Page-lock one block; a refusal (memlock limit, end of mapping) is said once, then lived
+    with: the copy is slower, not wrong.
+    """
+    global _pinning_works
+    with _lock:
+        if not _pinning_works or block in _pinned:
+            return
+        runtime = torch.cuda.cudart()
+        result = runtime.cudaHostRegister(block, nbytes, 0)
+        if int(result) == 0:
+            _pinned[block] = os.getpid()
+            return
+        _pinning_works = False
+    warnings.warn(
+        f"the driver does not page-lock shared memory (error {int(result)}); copies to and from "
+        "CUDA devices are slower (see ulimit -l)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _unpin(address: int, nbytes: int) -> None:
+    """Before a window is unmapped: another one may be mapped at its address."""
+    # No lock: in a forked child a thread that does not exist there may hold it. Nobody pins a
+    # window that is being closed.
+    for block in [b for b in _pinned if address <= b < address + nbytes]:
+        if _pinned.pop(block, None) == os.getpid():  # the locks are the parent's, not a child's
+            torch.cuda.cudart().cudaHostUnregister(block)
+
+
+before_unmap(_unpin)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    index = device.index
+    with _lock:
+        if index not in _streams:
+            _streams[index] = torch.cuda.Stream(device)
+        return _streams[index]

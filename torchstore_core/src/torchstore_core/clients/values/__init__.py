@@ -1,0 +1,1 @@
+"""What a value is in memory: tensors, shards, and any other object as bytes."""

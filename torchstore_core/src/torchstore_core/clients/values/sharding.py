@@ -1,0 +1,252 @@
+"""Shards of tensors: what part of the whole a DTensor, or a plain tensor, holds here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+
+from torchstore_core.clients.values.tensors import check_storage, plain_slice
+from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
+from torchstore_core.values import TensorSlice
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["LocalPart", "ShardList", "TensorShard", "is_dtensor", "is_sharded", "local_parts"]
+__all__ += ["mesh_ranks", "takes_part", "this_rank"]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorShard:
+    """A plain tensor that is one piece of a larger one: for shards that are no DTensors.
+
+    Can be put, as a value or an entry of a state dict, and be the destination of a get.
+
+    Args:
+        tensor: the piece, of any strides.
+        tensor_slice: its place; ``local_shape`` is the tensor's shape. With ``mesh_shape`` and
+            ``coordinates`` several ranks may hold the same piece; without them each piece is put
+            once a version.
+
+    >>> part = TensorSlice(offsets=(2, 0), local_shape=(2, 4), global_shape=(4, 4))
+    >>> TensorShard(torch.zeros(2, 4), part).tensor_slice.offsets
+    (2, 0)
+    """
+
+    tensor: torch.Tensor
+    tensor_slice: TensorSlice
+
+
+class ShardList(list[TensorShard]):
+    """Several pieces of one tensor, as one value: what is here where placements interleave."""
+
+
+class LocalPart(NamedTuple):
+    """A view of local memory, and its place in the whole tensor."""
+
+    tensor: torch.Tensor
+    part: TensorSlice
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor; without importing what defines them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_sharded(value: object) -> bool:
+    """Whether it stands for a larger tensor, of which only part is here."""
+    if type(value) is torch.Tensor:
+        return False
+    return isinstance(value, TensorShard | ShardList) or is_dtensor(value)
+
+
+def local_parts(key: str, value: Any) -> list[LocalPart]:
+    """What a DTensor or a :class:`TensorShard` holds here. Mostly one part; several where the
+    placements interleave; none on a rank outside of the mesh.
+
+    Raises:
+        UnsupportedValueError: a DTensor with Partial placements, or without its memory.
+        LayoutMismatchError: the local tensor is not what its placements or slice say.
+    """
+    if isinstance(value, TensorShard):
+        return [_checked(key, value)]
+    if isinstance(value, ShardList):
+        return [_checked(key, shard) for shard in value]
+    with torch.no_grad():
+        local = value.to_local()
+    if hasattr(local, "wait"):  # the result of a collective that may still be under way
+        local = local.wait()
+    mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
+    for placement in placements:
+        if placement.is_partial():
+            raise UnsupportedValueError(
+                f"{key!r}: a DTensor with {placement!r} holds summands, not values; "
+                ".redistribute() it to Replicate or Shard first",
+                key=key,
+            )
+    at = mesh.get_coordinate()
+    if at is None:
+        return []
+    mesh_shape, coordinates = tuple(mesh.shape), tuple(at)
+    runs = [
+        _runs(len(shape), dim, shape[dim], placements, mesh_shape, coordinates)
+        for dim in range(len(shape))
+    ]
+    wanted = tuple(sum(length for _, length in dim) for dim in runs)
+    if tuple(local.shape) != wanted:
+        raise LayoutMismatchError(
+            f"{key!r}: a DTensor of {list(shape)} with {list(placements)} on a mesh of "
+            f"{list(mesh_shape)} has {list(wanted)} at {list(coordinates)}, but its local tensor "
+            f"is {list(local.shape)}; give shape= and stride= to DTensor.from_local",
+            key=key,
+        )
+    # Which rank it is, of all that put: its place in the submesh is that of others, too.
+    root = _root_of(mesh)
+    if root is not mesh and (place := root.get_coordinate()) is not None:
+        mesh_shape, coordinates = tuple(root.shape), tuple(place)
+    parts: list[LocalPart] = []
+    for choice in product(*[_with_positions(dim) for dim in runs]):
+        view = local
+        for dim, (position, _, length) in enumerate(choice):
+            if length != local.shape[dim]:
+                check_storage(key, local)  # torch does so, too, but says only numbers
+                view = view.narrow(dim, position, length)
+        offsets = tuple([start for _, start, _ in choice])
+        extents = tuple([length for _, _, length in choice])
+        parts.append(LocalPart(view, TensorSlice(offsets, extents, shape, mesh_shape, coordinates)))
+    return parts
+
+
+def mesh_ranks(value: DTensor) -> frozenset[int]:
+    """The global ranks that put a DTensor: those of its mesh, and of what that was sliced from.
+
+    Beside the ranks of a submesh there are others like it, which have replicas. Were each of these
+    groups a version's participants, a late rank of one could complete what the next one began.
+    """
+    return _ranks_of(_root_of(value.device_mesh))
+
+
+def takes_part(value: DTensor) -> bool:
+    """Whether this rank is one of :func:`mesh_ranks`."""
+    return _root_of(value.device_mesh).get_coordinate() is not None
+
+
+def this_rank() -> str:
+    """Which rank this process is; empty if it is none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return str(torch.distributed.get_rank())
+    return os.environ.get("RANK", "")
+
+
+def _root_of(mesh: Any) -> Any:
+    """The mesh that a submesh was sliced from; any other mesh itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # of older releases of torch
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(mesh: Any) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def _checked(key: str, shard: TensorShard) -> LocalPart:
+    part: object = shard.tensor_slice
+    tensor: object = shard.tensor
+    if not isinstance(tensor, torch.Tensor) or not isinstance(part, TensorSlice):
+        raise UnsupportedValueError(
+            f"{key!r}: a shard is a tensor and a TensorSlice, not a "
+            f"{type(tensor).__qualname__} and a {type(part).__qualname__}",
+            key=key,
+        )
+    if is_dtensor(shard.tensor):
+        raise UnsupportedValueError(f"{key!r}: a DTensor says itself which slice it is", key=key)
+    part = plain_slice(key, part)
+    if len(part.coordinates) != len(part.mesh_shape) or any(
+        not 0 <= at < n for at, n in zip(part.coordinates, part.mesh_shape, strict=True)
+    ):
+        raise LayoutMismatchError(
+            f"{key!r}: {list(part.coordinates)} is no place in a mesh of {list(part.mesh_shape)}; "
+            "give both mesh_shape and coordinates, or neither",
+            key=key,
+        )
+    ends = zip(part.offsets, part.local_shape, part.global_shape, strict=False)
+    ndim = len(part.global_shape)
+    if (
+        tuple(shard.tensor.shape) != tuple(part.local_shape)
+        or not len(part.offsets) == len(part.local_shape) == ndim
+        or any(o < 0 or n < 0 or o + n > g for o, n, g in ends)
+    ):
+        raise LayoutMismatchError(
+            f"{key!r}: a tensor of {list(shard.tensor.shape)} is not the slice of "
+            f"{list(part.local_shape)} at {list(part.offsets)} of {list(part.global_shape)}",
+            key=key,
+        )
+    return LocalPart(tensor, part)
+
+
+Run = tuple[int, int]  # start in the whole dimension, length
+
+
+def _with_positions(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
+    """Position in the local dimension, start in the whole one, length."""
+    position = 0
+    found: list[tuple[int, int, int]] = []
+    for start, length in runs:
+        found.append((position, start, length))
+        position += length
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _runs(
+    ndim: int,
+    dim: int,
+    size: int,
+    placements: tuple[Any, ...],
+    mesh_shape: tuple[int, ...],
+    coordinates: tuple[int, ...],
+) -> tuple[Run, ...]:
+    """Which of ``size`` indices of a dimension are here: one run, unless placements interleave."""
+    steps = [
+        (placement, parts, at)
+        for placement, parts, at in zip(placements, mesh_shape, coordinates, strict=True)
+        if not placement.is_replicate() and placement.dim % ndim == dim
+    ]
+    if all(
+        placement.is_shard() and not hasattr(placement, "split_factor") for placement, *_ in steps
+    ):
+        start, length = 0, size
+        for _, parts, at in steps:  # as torch.chunk does
+            chunk = -(-length // parts)
+            begin = min(length, chunk * at)
+            start, length = start + begin, min(chunk, length - begin)
+        return ((start, length),)
+    # Strided (FSDP over TP): let the placement itself split the indices.
+    shape = [1] * ndim
+    shape[dim] = size
+    indices = torch.arange(size, device="cpu").view(shape)
+    for placement, parts, at in steps:
+        pieces, _ = placement._split_tensor(indices, parts, with_padding=False, contiguous=False)
+        indices = pieces[at]
+    return _as_runs(indices.flatten().tolist())
+
+
+def _as_runs(indices: list[int]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    for index in indices:
+        if runs and runs[-1][0] + runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return tuple(runs) or ((0, 0),)

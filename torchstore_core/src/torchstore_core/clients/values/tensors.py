@@ -1,0 +1,396 @@
+"""Between torch tensors and plain memory: what can be stored, where its bytes are, and back."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import torch
+
+from torchstore_core import boxes
+from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
+from torchstore_core.machine import copying
+from torchstore_core.values import TensorMeta, TensorSlice
+
+__all__ = [
+    "LOWEST_ADDRESS",
+    "address_of",
+    "byte_like",
+    "check_cast",
+    "check_destination",
+    "check_storage",
+    "describe",
+    "dtype_name",
+    "dtype_of",
+    "from_buffer",
+    "plain_slice",
+    "rows_of",
+    "slice_box",
+    "split_rows",
+    "storable",
+    "strided_copy",
+    "tensor_at",
+]
+
+
+def _dtypes() -> dict[str, torch.dtype]:
+    """Every dtype of this torch under its canonical name (aliases such as ``half`` fold)."""
+    found = (getattr(torch, name) for name in dir(torch))
+    return {str(d).removeprefix("torch."): d for d in found if isinstance(d, torch.dtype)}
+
+
+_BY_NAME = _dtypes()
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+_BYTES_LIKE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Their bytes say nothing without scales, and of some several elements share a byte, whatever
+# ``element_size()`` says. All other dtypes, also those of a few bits, have bytes of their own.
+_QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qint", "quint")))
+# Those that need a closer look.
+_ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
+# No memory of a process lies below (tensors that are only said to be zeros have no address).
+LOWEST_ADDRESS = 4096
+# What torch.frombuffer is sure to take directly; everything else goes through an integer view.
+_BUFFER_DTYPES = frozenset(
+    (
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+    )
+)
+
+
+def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A detached strided tensor with the same values, on CPU or CUDA; no copy if it is one.
+
+    Raises:
+        UnsupportedValueError: names what the tensor is and what to do instead.
+    """
+    kind = type(tensor)
+    if (
+        kind in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype not in _ODD
+        and not (tensor.is_nested or tensor.is_neg())
+        and _has_storage(tensor)
+    ):  # The usual case, on the path of every small put: as few calls into torch as will do.
+        return tensor.detach() if tensor.requires_grad else tensor
+    if kind not in _PLAIN and _is_wrapper(kind):
+        raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", "unwrap it")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        what = "a sparse tensor" if layout.startswith("sparse") else "an opaque tensor"
+        raise _refused(key, f"{what} ({layout})", "put its parts, or .to_dense()")
+    if tensor.dtype in _QUANTIZED:
+        what = f"a quantized tensor ({tensor.dtype})"
+        raise _refused(key, what, "put .int_repr() and its scales")
+    device = tensor.device.type
+    if torch.nn.parameter.is_lazy(tensor):
+        raise _refused(key, "an uninitialised (lazy) parameter", "run the module once first")
+    if device == "meta":
+        raise _refused(key, "a meta tensor (it has no values)", "materialise it first")
+    if tensor.is_nested:
+        raise _refused(key, "a nested tensor", "put its .values() and .offsets()")
+    check_storage(key, tensor)
+    tensor = tensor.detach()
+    if device not in ("cpu", "cuda"):
+        tensor = tensor.cpu()
+    # Conjugate and negative views are flags on someone else's bytes.
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _is_wrapper(kind: type[torch.Tensor]) -> bool:
+    """Subclasses that intercept dispatch (DTensor, FakeTensor, ...) have no bytes of their own."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in its storage, which may have been freed or shrunk: FSDP does that
+    to parameters between their uses.
+    """
+    try:
+        there = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # inside of torch.func's transforms
+        return False
+    offset = tensor.storage_offset()
+    if tensor.is_contiguous():
+        nbytes = tensor.nbytes
+        return nbytes + (offset and offset * tensor.itemsize) <= there or nbytes == 0
+    last = offset
+    for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if not extent:
+            return True
+        last += (extent - 1) * stride
+    return (last + 1) * tensor.itemsize <= there
+
+
+def check_storage(key: str, tensor: torch.Tensor) -> None:
+    """Raises UnsupportedValueError if its storage does not hold its elements."""
+    if not _has_storage(tensor):
+        raise _without_storage(key, tensor)
+
+
+def _without_storage(key: str, tensor: torch.Tensor) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        f"{key!r}: the storage of this tensor ({tensor.dtype} {list(tensor.shape)}) was freed or "
+        "shrunk, and does not hold its elements; materialise it first (of FSDP: put inside of "
+        "summon_full_params, or unshard() the module)",
+        key=key,
+    )
+
+
+def address_of(key: str, tensor: torch.Tensor) -> int:
+    """Where its first element lies; all others do, too, by its strides. Nobody else takes the
+    address of memory to be read or written: since :func:`storable`, others may have had their turn.
+
+    Raises:
+        UnsupportedValueError: its storage does not hold its elements.
+    """
+    address = tensor.data_ptr()
+    if not _has_storage(tensor) or (address < LOWEST_ADDRESS and tensor.numel()):
+        raise _without_storage(key, tensor)
+    return address
+
+
+def _refused(key: str, what: str, hint: str) -> UnsupportedValueError:
+    return UnsupportedValueError(f"{key!r}: {what} cannot be stored; {hint}", key=key)
+
+
+def describe(tensor: torch.Tensor) -> TensorMeta:
+    """Dtype name and shape."""
+    return TensorMeta(_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def dtype_of(meta: TensorMeta, key: str) -> torch.dtype:
+    """The dtype of a stored tensor; UnsupportedValueError if this torch does not have it, or if it
+    is not one that can be stored.
+    """
+    dtype = _BY_NAME.get(meta.dtype)
+    if dtype in _QUANTIZED:
+        raise UnsupportedValueError(
+            f"{key!r} has dtype {meta.dtype!r}, which is not stored: its bytes say nothing without "
+            "their scales",
+            key=key,
+        )
+    if dtype is None:
+        raise UnsupportedValueError(
+            f"{key!r} has dtype {meta.dtype!r}, which torch {torch.__version__} does not know",
+            key=key,
+        )
+    return dtype
+
+
+def byte_like(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under an integer dtype of the same width: copies keep every bit, for every
+    dtype, and every dtype has a copy kernel.
+    """
+    return tensor.view(_BYTES_LIKE[tensor.element_size()])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The canonical name, as in TensorMeta."""
+    return _NAMES[dtype]
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Raw memory, which the caller keeps alive, as a :func:`byte_like` tensor. At least one
+    element.
+    """
+    numel = 1
+    for extent in shape:
+        numel *= extent
+    raw = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    like = _BYTES_LIKE[dtype.itemsize]
+    return torch.frombuffer(raw, dtype=like, count=numel).view(shape)
+
+
+def from_buffer(
+    buffer: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor on a writable buffer from byte ``offset``; it keeps the buffer alive."""
+    numel = 1
+    for extent in shape:
+        numel *= extent
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
+    if dtype in _BUFFER_DTYPES:
+        flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
+    else:
+        like = _BYTES_LIKE[dtype.itemsize]
+        flat = torch.frombuffer(buffer, dtype=like, count=numel, offset=offset).view(dtype)
+    return flat if len(shape) == 1 else flat.view(shape)
+
+
+def check_cast(key: str, of: torch.dtype, to: torch.dtype) -> None:
+    """Raises UnsupportedValueError if torch cannot convert one dtype to the other."""
+    if not _casts(of, to):
+        raise UnsupportedValueError(
+            f"{key!r}: torch {torch.__version__} cannot cast {of} to {to}", key=key
+        )
+
+
+@lru_cache(maxsize=256)
+def _casts(of: torch.dtype, to: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=of, device="cpu").to(to)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def check_destination(
+    key: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, cast: bool
+) -> torch.Tensor:
+    """The destination, detached, if it can take a value of ``shape`` and ``dtype``; with ``cast``
+    also of another floating-point dtype.
+
+    Raises:
+        LayoutMismatchError: wrong shape or dtype, or memory that overlaps itself.
+        UnsupportedValueError: not a tensor one can write into (meta, sparse, DTensor, ...), or a
+            cast that torch does not have.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutMismatchError(
+            f"{key!r}: the destination is a {type(tensor).__qualname__}, not a tensor", key=key
+        )
+    fits = tensor.dtype == dtype or (
+        cast and tensor.dtype.is_floating_point and dtype.is_floating_point
+    )
+    if tuple(tensor.shape) != shape or not fits:
+        raise LayoutMismatchError(
+            f"{key!r} is stored as {dtype} {list(shape)}, the destination is {tensor.dtype} "
+            f"{list(tensor.shape)}; nothing was written",
+            key=key,
+            details={"stored": [str(dtype), *shape], "wanted": [str(tensor.dtype), *tensor.shape]},
+        )
+    if tensor.dtype is not dtype:
+        check_cast(key, dtype, tensor.dtype)
+    if tensor.is_conj() or tensor.is_neg():
+        raise _refused(key, "a conjugate or negative view as destination", "give its base")
+    target = storable(key, tensor)
+    if target.data_ptr() < LOWEST_ADDRESS and target.numel():
+        raise _without_storage(key, tensor)
+    if target.device != tensor.device:
+        raise _refused(key, f"a destination on {tensor.device}", "use cpu or cuda")
+    if _may_overlap(target):
+        raise LayoutMismatchError(
+            f"{key!r}: the destination's elements share memory (an expanded or unfolded tensor, "
+            "say); give it memory of its own",
+            key=key,
+        )
+    return target
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie at one place: a stride that steps into what smaller ones span.
+
+    No view of a tensor without overlap does, short of ``as_strided`` with interleaved rows.
+    """
+    if tensor.is_contiguous():
+        return False
+    span = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= span:
+                return True
+            span += stride * (extent - 1)
+    return False
+
+
+def plain_slice(key: str, part: TensorSlice) -> TensorSlice:
+    """The same slice in tuples of int, as a message carries it.
+
+    Raises:
+        LayoutMismatchError: it has something that is no whole number, or none that fits.
+    """
+    plain = []
+    for numbers in msgspec.structs.astuple(part):
+        try:
+            converted = tuple([operator.index(n) for n in numbers])
+        except TypeError as error:
+            raise LayoutMismatchError(
+                f"{key!r}: a TensorSlice has tuples of int, not {numbers!r}", key=key
+            ) from error
+        if not all(-(1 << 63) <= n < 1 << 63 for n in converted):
+            raise LayoutMismatchError(f"{key!r}: no tensor is as large as {numbers!r}", key=key)
+        plain.append(converted)
+    return TensorSlice(*plain)
+
+
+def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Box:
+    """The box that a slice names in a stored tensor of ``shape``.
+
+    Raises:
+        LayoutMismatchError: another global shape, or outside of it.
+    """
+    offset, local = tuple(wanted.offsets), tuple(wanted.local_shape)
+    fits = (
+        len(offset) == len(local) == len(shape)
+        and tuple(wanted.global_shape) == shape
+        and all(o >= 0 and n >= 0 for o, n in zip(offset, local, strict=True))
+        and all(o + n <= g for o, n, g in zip(offset, local, shape, strict=True))
+    )
+    if not fits:
+        raise LayoutMismatchError(
+            f"{key!r} has shape {list(shape)}; the slice asks for {list(local)} at {list(offset)} "
+            f"of {list(wanted.global_shape)}",
+            key=key,
+        )
+    return boxes.Box(offset, local)
+
+
+def split_rows(
+    a: torch.Tensor, b: torch.Tensor, chunk: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut two tensors of one shape alike, into pieces of about ``chunk`` bytes."""
+    nbytes = a.numel() * a.element_size()
+    if nbytes <= chunk or a.dim() == 0:
+        return [(a, b)]
+    dim = max(range(a.dim()), key=lambda d: a.shape[d])
+    parts = min(-(-nbytes // chunk), a.shape[dim])
+    return list(zip(a.tensor_split(parts, dim), b.tensor_split(parts, dim), strict=True))
+
+
+def rows_of(a: torch.Tensor, b: torch.Tensor) -> list[copying.Grid] | None:
+    """How to copy ``b`` into ``a``, of one shape, by rows; None if that is no good way, and torch
+    must do it: rows too short, another dtype, a device.
+    """
+    if a.dtype is not b.dtype or not (a.is_cpu and b.is_cpu):
+        return None
+    return copying.grids(
+        tuple(a.shape), a.element_size(), a.data_ptr(), a.stride(), b.data_ptr(), b.stride()
+    )
+
+
+def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[[], None]:
+    """A task that copies ``b`` into ``a``, of one shape, bit for bit if they have one dtype. Both
+    were looked at by :func:`address_of` just before.
+    """
+    rows = rows_of(a, b)
+
+    def by_torch() -> None:
+        with torch.inference_mode():  # nowhere else may its tensors be written to
+            a.copy_(b)
+
+    def by_rows() -> None:
+        copying.copy_grids(rows or (), stream=stream)
+
+    return by_torch if rows is None else by_rows

@@ -1,0 +1,1 @@
+"""What this host offers: its topology, memory, sockets, processes and copies."""

@@ -1,0 +1,1 @@
+"""Which plug-ins there are, which serves a transfer, and strategies as plain data."""

@@ -1,0 +1,1 @@
+"""Which versions of which keys there are, and which are on their way."""

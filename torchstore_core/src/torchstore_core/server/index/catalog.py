@@ -1,0 +1,584 @@
+"""Which versions of which keys there are, and which are on their way. Pure bookkeeping.
+
+Knows nothing of memory: what it lets go of, and nobody leases, is handed back in ``dead`` lists.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from heapq import merge
+from itertools import chain
+
+from torchstore_core.errors import (
+    KeyNotFoundError,
+    ObjectLostError,
+    PartialPutError,
+    VersionGoneError,
+)
+from torchstore_core.server.index.generations import Generation, Group, Slot
+from torchstore_core.server.index.key_order import KeyOrder
+from torchstore_core.server.index.participants import Contribution
+from torchstore_core.server.index.records import (
+    Manifest,
+    SessionRecord,
+    Stored,
+    Value,
+    disown,
+    drop,
+)
+from torchstore_core.wire import messages as m
+
+__all__ = ["Catalog", "version_lost_error"]
+
+# Deleted keys whose last version is remembered.
+_MAX_DELETED = 4096
+
+
+class Catalog:
+    """Keys and versions.
+
+    Args:
+        sessions: of all processes that live.
+
+    Attributes:
+        newest: the newest whole version of every key.
+        groups: what else there is of keys that several puts make, or that keep old versions.
+        unsettled: whether a version on its way was dropped to make room for a put; partial ones
+            that waited for it are finished by :meth:`settle`.
+    """
+
+    def __init__(self, sessions: Mapping[bytes, SessionRecord]) -> None:
+        self._sessions = sessions
+        self.newest: dict[str, Stored] = {}
+        self._order = KeyOrder()  # of the newest
+        self._dicts = KeyOrder()  # of those that are state dicts
+        self.groups: dict[str, Group] = {}
+        self.unsettled = False
+        # A key that is put again after a delete goes on above its last version, so no (key,
+        # version) is ever used twice. The last versions of the latest deleted keys are remembered;
+        # keys that are not go on above the highest version that was forgotten.
+        self._deleted: dict[str, int] = {}
+        self._version_floor = 0
+
+    # ---- finding --------------------------------------------------------------------------
+
+    def find(self, key: str, version: int = 0) -> tuple[Stored, int] | None:
+        """What a key is, and its version; also ``<state dict>/<entry>``. None if there is none.
+
+        Raises:
+            VersionGoneError: not in this version.
+        """
+        stored = self.newest.get(key)
+        if stored is None:
+            entry = self._entry(key, version)
+            if entry is None and version:
+                raise _gone(key, version, self.versions(key))
+            return entry
+        if not version or stored.version == version:
+            return stored, stored.version
+        group = self.groups.get(key)
+        old = None if group is None else group.history.get(version)
+        if old is None:
+            raise _gone(key, version, self.versions(key))
+        return old, version
+
+    def _entry(self, key: str, version: int) -> tuple[Stored, int] | None:
+        """The entry of a state dict that a key names."""
+        for base, name in _splits(key):
+            stored = self.newest.get(base)
+            if version and stored is not None and stored.version != version:
+                group = self.groups.get(base)
+                stored = None if group is None else group.history.get(version)
+            if type(stored) is Manifest and name in stored.entries:
+                return stored.entries[name], stored.version
+        return None
+
+    def missing_error(self, keys: list[str]) -> KeyNotFoundError:
+        """The error for keys of which no version is whole, or that only name an entry."""
+        for key in keys:
+            for base in (key, *(base for base, _ in _splits(key))):
+                group = self.groups.get(base)
+                if base not in self.newest and group is not None and group.pending:
+                    return _partial_error(key, base, next(iter(group.pending.values())).state(base))
+            if self._entry(key, 0) is not None:
+                return KeyNotFoundError(
+                    f"{key!r} is an entry of a state dict, no key of its own; the state dict is "
+                    "deleted as a whole",
+                    key=key,
+                    details={"missing": keys},
+                )
+        shown = _some([repr(k) for k in keys])
+        what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
+        return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
+
+    def newest_version(self, key: str) -> int:
+        """The newest version of a key or entry; 0 if there is none."""
+        found = self.find(key)
+        return 0 if found is None else found[1]
+
+    def versions(self, key: str) -> list[int]:
+        """The versions of a key, or of an entry, that can be read; ascending."""
+        found = [v for v, _ in self._all_versions(key)]
+        if not found:
+            for base, name in _splits(key):
+                there = self._all_versions(base)
+                found = [v for v, s in there if type(s) is Manifest and name in s.entries]
+                if found:
+                    break
+        return found
+
+    def _all_versions(self, key: str) -> list[tuple[int, Stored]]:
+        group = self.groups.get(key)
+        found = sorted(group.history.items()) if group is not None else []
+        stored = self.newest.get(key)
+        return found if stored is None else [*found, (stored.version, stored)]
+
+    def pending(self, key: str, *, brief: bool = False) -> list[m.Pending]:
+        """The versions of a key that are on their way; ``brief``: see ``Generation.state``."""
+        group = self.groups.get(key)
+        if group is None:
+            return []
+        return [g.state(key, brief=brief) for g in group.pending.values()]
+
+    def unfinished(self, prefix: str = "") -> list[str]:
+        """Keys that start with ``prefix`` and have versions on their way."""
+        groups = self.groups.items()
+        return [key for key, group in groups if group.pending and key.startswith(prefix)]
+
+    def names(self, prefix: str) -> list[str]:
+        """Sorted keys and entries of state dicts that start with ``prefix``."""
+        found = self._order.starting(prefix)
+        keys = len(found)
+        for key, rest in [*_splits(prefix), *((key, "") for key in self._dicts.starting(prefix))]:
+            if type(stored := self.newest.get(key)) is Manifest:
+                found += [f"{key}/{name}" for name in stored.entries if name.startswith(rest)]
+        # A key may have the name of an entry.
+        return sorted(set(found)) if len(found) > keys else found
+
+    def page(self, prefix: str, after: str, limit: int) -> list[str]:
+        """The first ``limit`` of :meth:`names` above ``after``: takes what it finds, whatever there
+        is besides.
+        """
+        found: list[str] = []
+        for name in self._from(prefix, after, limit):
+            if not found or name != found[-1]:
+                found.append(name)
+                if len(found) == limit:
+                    break
+        return found
+
+    def _from(self, prefix: str, after: str, limit: int) -> Iterator[str]:
+        """Keys, at most ``limit`` of them, and the entries between them, in order."""
+        # A state dict whose own key is not above the bound may have entries that are.
+        bound, most = (after, len(after)) if after >= prefix else (prefix, len(prefix) - 1)
+        before = [bound[:n] for n in range(1, min(most, m.MAX_KEY) + 1)]
+        entries = merge(*[self._entries_from(key, prefix, after) for key in before])
+        following = next(entries, None)
+        for key in self._order.starting(prefix, after, limit):
+            while following is not None and following < key:
+                yield following
+                following = next(entries, None)
+            yield key
+            if type(self.newest[key]) is Manifest:
+                rest = entries if following is None else chain((following,), entries)
+                entries = merge(rest, self._entries_from(key, prefix, after))
+                following = next(entries, None)
+        if following is not None:
+            yield following
+            yield from entries
+
+    def _entries_from(self, key: str, prefix: str, after: str) -> Iterator[str]:
+        """The entries of a state dict, if the key is one, as :meth:`names` has them."""
+        stored = self.newest.get(key)
+        base = f"{key}/"
+        if type(stored) is not Manifest:
+            return
+        names = stored.ordered()
+        start = 0
+        rest = ""
+        if prefix.startswith(base):
+            rest = prefix[len(base) :]
+            start = bisect_left(names, rest)
+        elif not base.startswith(prefix):
+            return
+        if after.startswith(base):
+            start = max(start, bisect_right(names, after[len(base) :]))
+        elif after > base:
+            return
+        for at in range(start, len(names)):
+            if not names[at].startswith(rest):
+                return
+            yield base + names[at]
+
+    # ---- plain versions -------------------------------------------------------------------
+
+    def flip(self, values: Sequence[Value], dead: list[Value]) -> None:
+        """Make each value the newest version of its key, all at once."""
+        now = time.time()
+        newest, groups = self.newest, self.groups
+        fresh: list[str] = []
+        for value in values:
+            value.created = now
+            key = value.key
+            old = newest.get(key)
+            if groups and key in groups:
+                self._replace(key, value, self._next_version(key), dead)
+                continue
+            if old is None:
+                value.version = self._deleted.pop(key, self._version_floor) + 1
+                fresh.append(key)
+            else:
+                value.version = old.version + 1
+                if type(old) is Value:
+                    drop(old, dead)
+                else:
+                    disown(old, dead)
+                    if type(old) is Manifest:
+                        self._dicts.remove(key)
+            newest[key] = value
+        if fresh:
+            self._order.add(fresh)
+
+    def _next_version(self, key: str) -> int:
+        stored = self.newest.get(key)
+        group = self.groups.get(key)
+        version = max(group.pending, default=0) if group is not None else 0
+        if stored is None:
+            return max(version, self._deleted.get(key, self._version_floor)) + 1
+        return max(version, stored.version) + 1
+
+    def _replace(self, key: str, stored: Stored, version: int, dead: list[Value]) -> None:
+        """The newest version of a key with a group."""
+        stored.version = version
+        group = self.groups[key]
+        group.overtake(version, dead)
+        old = self.newest.get(key)
+        self.newest[key] = stored
+        if old is None:
+            self._order.add((key,))
+        if (type(old) is Manifest) != (type(stored) is Manifest):
+            if type(stored) is Manifest:
+                self._dicts.add((key,))
+            else:
+                self._dicts.remove(key)
+        self._deleted.pop(key, None)
+        group.shelve(old, dead)
+
+    # ---- generations ----------------------------------------------------------------------
+
+    def slot(
+        self,
+        session: SessionRecord,
+        key: str,
+        who: str,
+        layout: Hashable,
+        version: int,
+        participants: int,
+        publication: m.Publication | None,
+        dead: list[Value],
+        *,
+        replica: bool = False,
+    ) -> Slot:
+        """Where a put of ``who`` belongs. Only :meth:`join` makes it part of the generation.
+        ``replica``: see ``Group.next_of``.
+
+        Raises:
+            VersionGoneError: that version, or a newer one, is there already.
+            ConfigurationError: the participant is putting that version at this moment, or another
+                layout has it.
+            KeyNotFoundError: a partial put, but there is nothing to take the rest from.
+            ObjectLostError: that version was lost before it was whole; ``who`` has had its turn.
+        """
+        group = self.groups.get(key) or Group()
+        line = group.line(layout)
+        waiting = len(group.pending)
+        living = self._sessions.values()
+        generation: Generation | None = None
+        if not version:
+            version, generation = group.next_of(
+                line, who, session, dead, replica=replica, living=living
+            )
+            if version and generation is None:
+                if version in line.lost:
+                    line.participant(who).puts(version, session)
+                    raise version_lost_error(key, version, line.lost[version])
+                return Slot(key, who, line, version, None)  # late: the others were faster
+        elif (generation := group.pending.get(version)) is not None:
+            generation = group.rejoin(generation, key, line, who, session, dead, living)
+        elif version < self._next_version_at_least(key):
+            if version in line.versions and line.last_of(who) < version:
+                return Slot(key, who, line, version, None)
+            used = self._next_version_at_least(key) - 1
+            now = f"it is at {used}" if key in self.newest else f"all up to {used} were used before"
+            raise VersionGoneError(
+                f"version {version} of {key!r} cannot be put: {now}, and versions only grow, also "
+                "after a delete. Who goes back to an older checkpoint puts without version= and "
+                "carries the step as an entry of the state dict, or takes a new key for each run",
+                key=key,
+                details={"current": self.newest_version(key)},
+            )
+        if generation is None:
+            version = version or max(self._next_version(key), line.next_version())
+            generation = Generation(line, version, participants, publication)
+            group.trim(line, dead)
+        self.unsettled |= len(group.pending) < waiting
+        if publication is not None and publication.partial:
+            self._check_base(key, version)
+        return Slot(key, who, line, version, generation)
+
+    def _check_base(self, key: str, version: int) -> None:
+        """Raises KeyNotFoundError if there is nothing that a partial put can be based on."""
+        if self._has_base(key, version):
+            return
+        raise KeyNotFoundError(
+            f"a partial put of {key!r} takes the other entries from the version before, and there "
+            "is none; put the whole state dict first",
+            key=key,
+            details={"missing": [key]},
+        )
+
+    def _has_base(self, key: str, version: int) -> bool:
+        """Whether a state dict is there, or on its way, that a partial version can build on."""
+        if type(self.newest.get(key)) is Manifest:
+            return True
+        group = self.groups.get(key)
+        earlier = [] if group is None else [g for v, g in group.pending.items() if v < version]
+        return any(g.publication is not None and not g.is_partial for g in earlier)
+
+    def _next_version_at_least(self, key: str) -> int:
+        """The lowest version that a put may ask for."""
+        stored = self.newest.get(key)
+        if stored is not None:
+            return stored.version + 1
+        return self._deleted.get(key, self._version_floor) + 1
+
+    def join(self, slot: Slot, layout: Hashable, session: SessionRecord) -> Contribution:
+        """Begin a contribution."""
+        group = self.groups.get(slot.key)
+        if group is None:
+            group = self.groups[slot.key] = Group()
+        line = group.lines.setdefault(layout, slot.line)
+        slot.line = line
+        one = line.participant(slot.who)
+        contribution = Contribution(slot.who, session, one.version)
+        one.puts(slot.version, session)
+        generation = slot.generation
+        if generation is not None:
+            if generation.version not in group.pending:
+                generation.line = line
+                group.pending[generation.version] = generation
+                group.pending = dict(sorted(group.pending.items()))
+                line.announce(generation.version, group.pending)
+            generation.contributions[slot.who] = contribution
+        return contribution
+
+    def commit(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> bool:
+        """A contribution is complete. True if that made a new newest version."""
+        generation = slot.generation
+        if generation is None:
+            return False
+        contribution.committed = True
+        if generation.dropped:
+            for _, value in contribution.items:
+                drop(value, dead)
+            return False
+        now = time.time()
+        for _, value in contribution.items:
+            value.created = now
+        finished = self._is_ready(slot.key, generation)
+        if finished:
+            self._finish(slot.key, generation, dead)
+        return self._settle(slot.key, dead) or finished
+
+    def _is_ready(self, key: str, generation: Generation) -> bool:
+        """Whether it is whole; and if it is partial, whether the version before it is decided."""
+        if not generation.is_complete:
+            return False
+        if not generation.is_partial:
+            return True
+        if type(self.newest.get(key)) is not Manifest:
+            return False
+        pending = self.groups[key].pending.items()
+        return not any(older.is_alive for v, older in pending if v < generation.version)
+
+    def _settle(self, key: str, dead: list[Value]) -> bool:
+        """Finish partial generations that waited for nothing but the fate of older ones."""
+        group = self.groups.get(key)
+        finished = False
+        for later in [] if group is None else list(group.pending.values()):
+            if not later.dropped and later.is_partial and self._is_ready(key, later):
+                self._finish(key, later, dead)
+                finished = True
+        return finished
+
+    def settle(self, dead: list[Value]) -> list[str]:
+        """Somebody gave up or died, or versions on their way were dropped; the keys of which that
+        made a new newest version.
+        """
+        self.unsettled = False
+        return [
+            key for key, group in self.groups.items() if group.pending and self._settle(key, dead)
+        ]
+
+    def reclaim(
+        self, keys: Collection[str], kept: Collection[Generation], dead: list[Value]
+    ) -> bool:
+        """There is no room for a put to ``keys``: drop one generation that waits in vain, because
+        all that put to it have died, or because the participant that puts now is ahead of others.
+
+        Args:
+            kept: generations that the put itself belongs to.
+
+        Returns:
+            Whether there was one.
+        """
+        for key, group in self.groups.items():
+            for version, old in group.pending.items():
+                if old in kept or old.is_written or (old.is_alive and key not in keys):
+                    continue
+                if old.is_complete and self._has_base(key, version):  # its time will come
+                    continue
+                del group.pending[version]
+                old.discard(dead)
+                self.unsettled = True
+                return True
+        return False
+
+    def waiting_bytes(self) -> dict[str, int]:
+        """Bytes that versions which are not whole yet hold, by key."""
+        found: dict[str, int] = {}
+        for key, group in self.groups.items():
+            nbytes = sum([g.nbytes for g in group.pending.values()])
+            if nbytes:
+                found[key] = nbytes
+        return found
+
+    def _finish(self, key: str, generation: Generation, dead: list[Value]) -> None:
+        """A generation is whole: now it is the newest version."""
+        group = self.groups[key]
+        if generation.publication is not None and generation.publication.keep:
+            group.keep = generation.publication.keep
+        stored = generation.seal(key, self.newest.get(key), inherit=group.keep == 1)
+        del group.pending[generation.version]
+        if generation.participants:  # all were part of it: nobody can be late for it
+            generation.line.versions.remove(generation.version)
+        else:
+            generation.line.whole.add(generation.version)
+        generation.discard(dead)
+        self._replace(key, stored, generation.version, dead)
+
+    def abort(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> None:
+        """A contribution will never be complete."""
+        one = slot.line.participants.get(slot.who)
+        generation = slot.generation
+        turn = generation is None or not generation.lost  # else all have had theirs
+        same = one and one.version == slot.version and one.sessions[-1] is contribution.session
+        if one and same and turn:
+            one.version = contribution.before
+        if generation is None:
+            return
+        if generation.dropped:
+            for _, value in contribution.items:
+                drop(value, dead)
+            return
+        generation.remove(contribution, dead)
+        if not generation.contributions:
+            group = self.groups[slot.key]
+            group.pending.pop(generation.version, None)
+            slot.line.versions.remove(generation.version)
+            generation.dropped = True
+            if slot.key not in self.newest and not group.pending:
+                del self.groups[slot.key]
+
+    # ---- deleting -------------------------------------------------------------------------
+
+    def delete(self, key: str, dead: list[Value]) -> bool:
+        """Forget a key, old versions and unfinished ones too; whether there was any."""
+        stored = self.newest.pop(key, None)
+        group = self.groups.pop(key, None)
+        if stored is None and (group is None or not group.pending):
+            if group is not None:
+                self.groups[key] = group
+            return False
+        last = 0 if stored is None else stored.version
+        if stored is not None:
+            self._order.remove(key)
+            if type(stored) is Manifest:
+                self._dicts.remove(key)
+            disown(stored, dead)
+        if group is not None:
+            last = max(last, *group.pending, 0) if group.pending else last
+            for generation in group.pending.values():
+                generation.discard(dead)
+            for old in group.history.values():
+                disown(old, dead)
+        self._bury(key, max(last, self._deleted.get(key, 0)))
+        return True
+
+    def _bury(self, key: str, version: int) -> None:
+        self._deleted[key] = version
+        if len(self._deleted) > _MAX_DELETED:
+            forgotten = next(iter(self._deleted))
+            self._version_floor = max(self._version_floor, self._deleted.pop(forgotten))
+
+    def all_stored(self) -> Iterator[Stored]:
+        """Every newest version."""
+        return iter(self.newest.values())
+
+
+def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """Every way to read a key as ``<state dict>/<entry>``."""
+    at = key.find("/")
+    while at > 0:
+        yield key[:at], key[at + 1 :]
+        at = key.find("/", at + 1)
+
+
+def _gone(key: str, version: int, there: Iterable[int]) -> VersionGoneError:
+    versions = list(there)
+    if versions and version > versions[-1]:
+        text = f"there is no version {version} of {key!r} yet: it is at {versions[-1]}; wait for it"
+        return VersionGoneError(text, key=key, details={"current": versions[-1]})
+    now = "no such key" if not versions else f"it is at {versions[-1]} now"
+    details: dict[str, object] = {"current": versions[-1] if versions else 0}
+    if len(versions) > 1:
+        now += f", and {', '.join(map(str, versions[:-1]))} are kept"
+        details["versions"] = versions
+    text = f"version {version} of {key!r} is gone: {now}"
+    return VersionGoneError(text, key=key, details=details)
+
+
+def version_lost_error(key: str, version: int, why: str) -> ObjectLostError:
+    """The error for a participant of a version that was lost before it was whole."""
+    return ObjectLostError(
+        f"version {version} of {key!r} was lost before it was whole: {why}, and parts of it were "
+        "there. Nothing of it is visible; all participants go on with their next put",
+        key=key,
+        details={"version": version, "reason": why},
+    )
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:5]) + (", ..." if len(words) > 5 else "")
+
+
+def _partial_error(key: str, base: str, state: m.Pending) -> PartialPutError:
+    boxes = [f"{name}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
+    parts: list[str] = []
+    if state.participants:
+        done = f"{len(state.committed)} of {state.participants} participants have put theirs"
+        parts.append(f"{done} ({_some(state.committed) or 'none'})")
+    if state.writing:
+        parts.append(f"{len(state.writing)} writing ({_some(state.writing)})")
+    if state.missing_participants:
+        parts.append(f"nothing from {_some(state.missing_participants)}")
+    if boxes:
+        parts.append(f"boxes (offset+shape) still missing: {_some(boxes)}")
+    return PartialPutError(
+        f"{key!r} is not whole yet: of version {state.version}, {'; '.join(parts)}. Wait for it "
+        f"with `await ts.wait({base!r})`",
+        key=key,
+        details=state.plain(),
+    )

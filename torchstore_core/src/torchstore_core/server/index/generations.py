@@ -1,0 +1,544 @@
+"""Versions that several puts make together: the shards of a DTensor, the ranks of a state dict.
+
+Each put of a participant contributes to one *generation* of a key. Without an explicit version the
+n-th put of a participant belongs to the n-th generation of its *line*: the puts of one layout
+(mesh, shape, dtype), or of one number of participants. A generation that is whole becomes the
+newest version at once, and every older one that is not is dropped.
+
+Pure bookkeeping; knows nothing of memory. What it lets go of is handed back in ``dead`` lists.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from functools import lru_cache
+
+from torchstore_core import boxes
+from torchstore_core.boxes import Box
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.errors import ConfigurationError, LayoutMismatchError, VersionGoneError
+from torchstore_core.server.index.participants import Contribution, Line
+from torchstore_core.server.index.records import (
+    Manifest,
+    SessionRecord,
+    Shards,
+    Stored,
+    Value,
+    disown,
+    drop,
+    own,
+)
+from torchstore_core.values import TensorMeta, ValueMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["Generation", "Group", "Slot"]
+
+# Layouts of one key that are remembered.
+_MAX_LINES = 16
+_MAX_SHOWN = 100
+# Generations of one line that wait for others.
+_MAX_PENDING = 16
+
+
+class Generation:
+    """A version on its way.
+
+    Args:
+        participants: how many make it; 0: as many as it takes to cover the one tensor.
+    """
+
+    __slots__ = (
+        "contributions",
+        "dropped",
+        "entries",
+        "line",
+        "lost",
+        "participants",
+        "publication",
+        "relied",
+        "version",
+    )
+
+    def __init__(
+        self, line: Line, version: int, participants: int, publication: m.Publication | None
+    ) -> None:
+        self.line = line
+        self.version = version
+        self.participants = participants
+        self.publication = publication
+        self.entries: dict[str, Value | Shards] = {}
+        self.contributions: dict[str, Contribution] = {}
+        # What entries are that nobody stores any more, but some have put, too, and rely on.
+        self.relied: dict[str, ValueMeta] = {}
+        self.dropped = False
+        self.lost = ""  # why, if what was committed of it is gone
+
+    def holds(self, name: str, meta: ValueMeta, box: Box | None, nbytes: int) -> bool:
+        """Whether somebody puts these very bytes.
+
+        Raises:
+            LayoutMismatchError: somebody puts the entry with another shape, dtype or element size.
+        """
+        entry = self.entries.get(name)
+        there = self.relied.get(name) if entry is None else entry.meta
+        if there is None:
+            return False
+        if there != meta and (isinstance(meta, TensorMeta) or isinstance(there, TensorMeta)):
+            key = name if entry is None else name or entry.key
+            raise LayoutMismatchError(
+                f"version {self.version}: {key!r} comes as {_words(meta)}, but another participant "
+                f"puts it as {_words(there)}",
+                key=key,
+            )
+        if entry is None:
+            return False
+        if type(entry) is Value:
+            return True
+        if box is None:
+            box = boxes.whole(entry.meta.shape)
+        if entry.parts:
+            other, value = next(iter(entry.parts.items()))
+            if value.nbytes * box.numel != nbytes * other.numel:
+                raise LayoutMismatchError(
+                    f"version {self.version}: {name or entry.key!r} comes in elements of different "
+                    "sizes",
+                    key=name or entry.key,
+                )
+        return box in entry.parts
+
+    def add(self, contribution: Contribution, name: str, key: str, value: Value) -> None:
+        """Take in a value that nobody else puts."""
+        contribution.items.append((name, value))
+        entry = self.entries.get(name)
+        if value.box is None and entry is None:
+            self.entries[name] = value
+            return
+        shards = self.shards(name, key, value.meta, value.creator)
+        box = value.box
+        if box is None:
+            box = value.box = boxes.whole(shards.meta.shape)
+        shards.parts[box] = value
+
+    def shards(self, name: str, key: str, meta: ValueMeta, creator: ClientFacts) -> Shards:
+        """The entry in parts; begun if it is not there."""
+        entry = self.entries.get(name)
+        if type(entry) is Shards:
+            return entry
+        if not isinstance(meta, TensorMeta) or entry is not None:
+            raise LayoutMismatchError(f"{key!r} comes whole and in parts", key=key)
+        made = self.entries[name] = Shards(key, meta, creator, {})
+        return made
+
+    def remove(self, contribution: Contribution, dead: list[Value]) -> None:
+        """Take a contribution out again."""
+        if self.contributions.get(contribution.who) is contribution:
+            del self.contributions[contribution.who]
+        names = dict.fromkeys([*contribution.others, *(name for name, _ in contribution.items)])
+        for name, value in contribution.items:
+            entry = self.entries.get(name)
+            if entry is value:
+                del self.entries[name]
+            elif type(entry) is Shards and value.box is not None:
+                entry.parts.pop(value.box, None)
+            drop(value, dead)
+        contribution.items.clear()
+        self._forget(names)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Somebody does not put these entries any more, who maybe was the only one."""
+        others = [c.others for c in self.contributions.values() if c.others]
+        for name in names:
+            self.relied.pop(name, None)
+            if name in self.entries and not self._is_bare(name):
+                continue
+            meta = next((some[name] for some in others if name in some), None)
+            if meta is None:
+                self.entries.pop(name, None)
+            elif name not in self.entries:
+                self.relied[name] = meta
+
+    def discard(self, dead: list[Value]) -> None:
+        """Drop it. Contributions that are still being written end by themselves."""
+        self.dropped = True
+        for contribution in self.contributions.values():
+            if contribution.committed:
+                for _, value in contribution.items:
+                    drop(value, dead)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all participants are done and the committed boxes cover every tensor. If it is
+        partial, it also needs the version before it to be whole.
+        """
+        done = sum(c.committed for c in self.contributions.values())
+        if done < self.participants:
+            return False
+        return next(iter(self._incomplete()), None) is None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a participant is writing its part at this moment."""
+        return not all(c.committed for c in self.contributions.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds and nobody is writing."""
+        return sum([value.nbytes for value in self.stored_values()])
+
+    def stored_values(self) -> Iterable[Value]:
+        """What was committed of it."""
+        done = [c.items for c in self.contributions.values() if c.committed]
+        return [value for items in done for _, value in items]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any process that put some of it still lives."""
+        return any(c.session.closed is None for c in self.contributions.values())
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a participant leaves some of its entries to the version before."""
+        return any(c.partial for c in self.contributions.values())
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The entries that it brings."""
+        yield from self.entries
+        for contribution in self.contributions.values():
+            yield from contribution.aliases
+
+    def missing(self) -> Iterable[tuple[str, Box]]:
+        """The boxes that nobody has committed, by name."""
+        for name, meta, ready in self._incomplete():
+            yield from ((name, box) for box in boxes.missing(_whole(meta), ready))
+
+    def _incomplete(self) -> Iterable[tuple[str, ValueMeta, Sequence[Box]]]:
+        """The entries of which not all is committed: what they are, and the boxes that are."""
+        tied = self._tied_and_empty()
+        for name, entry in self.entries.items():
+            if name in tied:
+                continue
+            if type(entry) is Shards:
+                ready = tuple([box for box, value in entry.parts.items() if value.created])
+                if not _covers(boxes.whole(entry.meta.shape), ready):
+                    yield name, entry.meta, ready
+            elif not entry.created:
+                yield name, entry.meta, ()
+        for name, meta in self.relied.items():
+            if name not in self.entries:
+                yield name, meta, ()
+
+    def _tied_and_empty(self) -> dict[str, str]:
+        """Entries of which there are only empty shards: who has some says what they are tied to."""
+        done = [c.aliases for c in self.contributions.values() if c.committed and c.aliases]
+        aliases = [(name, of) for some in done for name, of in some.items() if self._is_bare(name)]
+        return {name: of for name, of in reversed(aliases) if not self._is_bare(of)}
+
+    def _is_bare(self, name: str) -> bool:
+        """Whether there are only empty shards of an entry."""
+        entry = self.entries.get(name)
+        return type(entry) is Shards and not entry.parts
+
+    def state(self, key: str, *, brief: bool = False) -> m.Pending:
+        """What of it is there, for people. ``brief``: without the boxes of a state dict, which take
+        long to find.
+        """
+        boxes_of = () if brief and self.publication is not None else self.missing()
+        return m.Pending(
+            self.version,
+            self.participants,
+            [who for who, c in self.contributions.items() if c.committed],
+            [who for who, c in self.contributions.items() if not c.committed],
+            [(n or key, b.offset, b.shape) for n, b in boxes_of][:_MAX_SHOWN],
+            key,
+            self.nbytes,
+            self._missing_participants(),
+        )
+
+    def _missing_participants(self) -> list[str]:
+        """Who has not begun: of ranks the others, else those that put before."""
+        here = self.contributions
+        if len(here) >= self.participants:
+            return []
+        every: Iterable[str] = self.line.participants
+        if all(who.isdecimal() and int(who) < self.participants for who in here):
+            every = map(str, range(self.participants))
+        missing = (who for who in every if who not in here)
+        return list(itertools.islice(missing, min(self.participants - len(here), _MAX_SHOWN)))
+
+    def seal(self, key: str, base: Stored | None, *, inherit: bool = False) -> Stored:
+        """The finished version, which holds its values; the contributions let go of theirs.
+
+        Args:
+            base: the version before, from which a partial publish takes the other entries.
+            inherit: that version is about to be let go of; what the new one shares with it changes
+                hands, so that a small publish costs little, however many entries there are.
+        """
+        now = time.time()
+        tied = self._tied_and_empty()
+        entries = {
+            name: _sealed(entry, self.version, now)
+            for name, entry in self.entries.items()
+            if name not in tied
+        }
+        publication = self.publication
+        if publication is None:
+            stored: Stored = entries[""]
+            own(stored)
+            return stored
+        done = [c for c in self.contributions.values() if c.committed]
+        entries |= {name: entries[of] for name, of in tied.items()}
+        for contribution in done:
+            for name, of in contribution.aliases.items():
+                entries.setdefault(name, entries[of])
+        order: dict[str, None] = {}
+        paths: dict[str, bytes] = {}
+        for contribution in done:
+            order |= contribution.order
+            paths = contribution.paths | paths
+        if order:
+            entries = {name: entries[name] for name in order | dict.fromkeys(entries)}
+        mine = entries
+        if self.is_partial and type(base) is Manifest:
+            before = base.entries
+            entries = before | mine
+            replaced = {name: before[name] for name in mine if name in before}
+            new_paths = base.paths | paths
+            for name in replaced:
+                if name not in paths:
+                    new_paths.pop(name, None)
+            paths = new_paths
+            if inherit:
+                base.entries = replaced
+            else:
+                mine = entries
+        for entry in mine.values():
+            own(entry)
+        facts = done[0].session.facts
+        return Manifest(key, entries, paths, facts, self.version, now, publication.packed)
+
+
+class Slot:
+    """Where a put of a participant belongs.
+
+    ``late``: that version is there already, or was overtaken; nothing is to be written.
+    """
+
+    __slots__ = ("generation", "key", "late", "line", "version", "who")
+
+    def __init__(
+        self, key: str, who: str, line: Line, version: int, generation: Generation | None
+    ) -> None:
+        self.key = key
+        self.who = who
+        self.line = line
+        self.version = version
+        self.generation = generation
+        self.late = generation is None
+
+
+class Group:
+    """Everything about a key whose versions are made, or kept, by several puts."""
+
+    __slots__ = ("history", "keep", "lines", "pending")
+
+    def __init__(self) -> None:
+        self.lines: dict[Hashable, Line] = {}
+        self.pending: dict[int, Generation] = {}
+        self.history: dict[int, Stored] = {}
+        self.keep = 1
+
+    def line(self, layout: Hashable) -> Line:
+        """The line of a layout; the least recently begun one is forgotten."""
+        line = self.lines.get(layout)
+        if line is None:
+            busy = {id(generation.line) for generation in self.pending.values()}
+            idle = [key for key, old in self.lines.items() if id(old) not in busy]
+            if len(self.lines) >= _MAX_LINES and idle:
+                del self.lines[idle[0]]
+            line = self.lines[layout] = Line()
+        return line
+
+    def next_of(
+        self,
+        line: Line,
+        who: str,
+        session: SessionRecord,
+        dead: list[Value],
+        *,
+        replica: bool,
+        living: Collection[SessionRecord] = (),
+    ) -> tuple[int, Generation | None]:
+        """The version that the next put of ``who`` belongs to without saying so, and its
+        generation if that is on its way; 0 if it begins a new one.
+
+        Args:
+            replica: versions may become whole without it.
+            living: sessions of processes that live.
+        """
+        one = line.participants.get(who)
+        earlier = session if one is None else one.sessions[-1]
+        came_back = earlier is not session and earlier.closed is not None
+        for version in line.versions[bisect.bisect_right(line.versions, line.last_of(who)) :]:
+            generation = self.pending.get(version)
+            if generation is None:
+                if came_back or (version in line.whole and not replica):
+                    continue  # it did not miss its turn: it was not there
+                return version, None
+            if who in generation.contributions:
+                continue
+            if _left_over(generation, who, session, living):
+                self._throw_out(generation, dead)
+                continue
+            return version, generation
+        return 0, None
+
+    def rejoin(
+        self,
+        generation: Generation,
+        key: str,
+        line: Line,
+        who: str,
+        session: SessionRecord,
+        dead: list[Value],
+        living: Collection[SessionRecord] = (),
+    ) -> Generation | None:
+        """A participant puts an explicit version, maybe again: the new put counts, and nothing
+        that is left over from an earlier run. None if that was all of it.
+
+        Raises:
+            ConfigurationError: its other put of that version is still under way.
+            VersionGoneError: others that live put that version with another layout.
+        """
+        if generation.line is not line:
+            if any(c.session.closed is None for c in generation.contributions.values()):
+                raise VersionGoneError(
+                    f"version {generation.version} of {key!r} is on its way with another layout or "
+                    "another number of participants",
+                    key=key,
+                )
+            self._throw_out(generation, dead)
+            return None
+        earlier = generation.contributions.get(who)
+        replaced = _left_over(generation, who, session, living)
+        if earlier is not None:
+            if not earlier.committed:
+                raise ConfigurationError(
+                    f"participant {who} is putting version {generation.version} at this moment"
+                )
+            replaced.append(earlier)
+        for contribution in replaced:
+            generation.remove(contribution, dead)
+        if generation.contributions:
+            return generation
+        self._throw_out(generation, dead)
+        return None
+
+    def _throw_out(self, generation: Generation, dead: list[Value]) -> None:
+        """As if it had never begun."""
+        generation.discard(dead)
+        del self.pending[generation.version]
+        generation.line.versions.remove(generation.version)
+
+    def overtake(self, version: int, dead: list[Value]) -> None:
+        """``version`` is there: older ones on their way are not wanted any more."""
+        for old in [v for v in self.pending if v < version]:
+            self.pending.pop(old).discard(dead)
+
+    def trim(self, line: Line, dead: list[Value]) -> None:
+        """A participant that is far ahead begins one more: the oldest that nobody is writing, of
+        very many, will not be waited for. Partial ones that are complete stay for what they alone
+        bring.
+        """
+        waiting = [g for g in self.pending.values() if g.line is line and not g.is_written]
+        for at, old in enumerate(waiting[: -_MAX_PENDING + 1], 1):
+            if not _brings_more(old, waiting[at:]):
+                self.pending.pop(old.version).discard(dead)
+
+    def shelve(self, old: Stored | None, dead: list[Value]) -> None:
+        """Put the version that was the newest aside, as far as ``keep`` goes."""
+        if old is not None:
+            self.history[old.version] = old
+        while len(self.history) > self.keep - 1:
+            disown(self.history.pop(min(self.history)), dead)
+
+
+def _brings_more(old: Generation, later: Iterable[Generation]) -> bool:
+    """Whether what is put is lost if ``old`` is dropped: those after it do not bring all of it."""
+    if not old.is_partial or not old.is_complete:
+        return False
+    later_names = {name for one in later if one.is_complete for name in one.names}
+    return not later_names.issuperset(old.names)
+
+
+def _left_over(
+    generation: Generation, who: str, session: SessionRecord, living: Collection[SessionRecord]
+) -> list[Contribution]:
+    """What an earlier run put into a generation that ``who`` is about to join.
+
+    It was put by a process that had ended before this one began. And a participant that died must
+    not, when it comes back, complete what another one put that lived beside it; nor, if it is new,
+    what another one put that has come back, too (it has put since, or a process of its rank
+    lives): together they would be a mixture of two runs.
+    (Processes that come one after the other, and never live at the same time, do make one version.)
+    """
+    participants = generation.line.participants
+    one = participants.get(who)
+    earlier = [] if one is None else [s for s in one.sessions if s is not session]
+    found: list[Contribution] = []
+    for c in generation.contributions.values():
+        closed = c.session.closed
+        if c.who == who or closed is None or closed > session.opened:
+            continue
+        beside = any(
+            s.closed is not None and c.session.opened < s.closed and s.opened < closed
+            for s in earlier
+        )
+        newest = participants.get(c.who)
+        again = newest is not None and newest.sessions[-1] is not c.session
+        rank = c.session.facts.rank
+        again = again or any(
+            rank is not None and s.facts.rank == rank and s.opened > closed for s in living
+        )
+        if beside or again:
+            found.append(c)
+    return found
+
+
+def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:
+    """The entry as the version keeps it: committed parts only; one that is all of it is whole."""
+    entry.version, entry.created = version, now
+    if type(entry) is Value:
+        return entry
+    parts = {box: value for box, value in entry.parts.items() if value.created}
+    target = boxes.whole(entry.meta.shape)
+    if (value := parts.get(target)) is not None:
+        value.version, value.box = version, None
+        return value
+    if target.is_empty:
+        return Value(
+            entry.key, entry.meta, 0, 0, b"", -1, entry.creator, version=version, created=now
+        )
+    value = next(iter(parts.values()))
+    itemsize = value.nbytes // max((value.box or target).numel, 1)
+    sealed = Shards(entry.key, entry.meta, entry.creator, parts, target.numel * itemsize)
+    sealed.version, sealed.created = version, now
+    return sealed
+
+
+@lru_cache(maxsize=1024)  # layers repeat, and so do versions
+def _covers(target: Box, parts: tuple[Box, ...]) -> bool:
+    return boxes.covers(target, parts)
+
+
+def _whole(meta: ValueMeta) -> Box:
+    return boxes.whole(meta.shape if isinstance(meta, TensorMeta) else ())
+
+
+def _words(meta: ValueMeta) -> str:
+    if isinstance(meta, TensorMeta):
+        return f"{meta.dtype} {list(meta.shape)}"
+    return "an object"

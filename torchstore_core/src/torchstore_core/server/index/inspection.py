@@ -1,0 +1,116 @@
+"""What people and tools are told of keys. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.records import Shards, Stored, Value, VolumeRecord, all_values
+from torchstore_core.server.memory.lost_volumes import lost_reason
+from torchstore_core.wire import messages as m
+
+__all__ = ["listing", "stat", "unfinished"]
+
+
+def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], request: m.Stat) -> m.Found:
+    """What is known of one key.
+
+    Raises:
+        KeyNotFoundError, PartialPutError: there is no whole version of it.
+    """
+    key = request.key
+    found = catalog.find(key)
+    if found is None:
+        raise catalog.missing_error([key])
+    stored, version = found
+    listed = _listed(volumes, key, stored, version)
+    values = list(all_values(stored))
+    parts = len(values) if isinstance(stored, Shards) else 1
+    entries = getattr(stored.meta, "entries", None)
+    return m.Found(
+        request.id,
+        key,
+        version,
+        stored.meta,
+        stored.nbytes,
+        listed.volume,
+        listed.segment,
+        stored.offset if isinstance(stored, Value) else -1,
+        listed.leases,
+        stored.created,
+        stored.creator,
+        parts if entries is None else entries,
+        catalog.versions(key),
+        catalog.pending(key),
+        listed.lost,
+        min([1 + len(v.more) for v in values], default=1),
+    )
+
+
+def listing(
+    catalog: Catalog, volumes: Sequence[VolumeRecord], prefix: str, after: str
+) -> tuple[list[m.Listed], list[m.Pending], bool]:
+    """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted; their
+    versions that are not whole; and whether there are more.
+    """
+    names = catalog.page(prefix, after, m.MAX_LISTED + 1)
+    waiting = {key for key in catalog.unfinished(prefix) if key > after}
+    if waiting:
+        names = sorted({*names, *waiting})
+    entries: list[m.Listed] = []
+    pending: list[m.Pending] = []
+    room = m.MAX_LISTED_CHARS
+    for at, key in enumerate(names[: m.MAX_LISTED]):
+        states = catalog.pending(key, brief=True) if key in waiting else []
+        room -= len(key) + sum(map(_chars, states))
+        if room < 0 and at:
+            return entries, pending, True
+        pending += states
+        found = catalog.find(key)
+        if found is not None:
+            entries.append(_listed(volumes, key, *found))
+    return entries, pending, len(names) > m.MAX_LISTED
+
+
+def _chars(state: m.Pending) -> int:
+    """About what it takes in a message."""
+    who = (state.committed, state.writing, state.missing_participants)
+    return len(state.key) + sum(len(name) + 2 for names in who for name in names)
+
+
+def unfinished(catalog: Catalog) -> tuple[list[m.Pending], int, int]:
+    """Versions that are not whole: the first of them, how many there are, and the bytes that are
+    done of all.
+    """
+    keys = catalog.unfinished()
+    generations = [g for key in keys for g in catalog.groups[key].pending.values()]
+    first: list[m.Pending] = []
+    room = m.MAX_LISTED_CHARS
+    for state in (state for key in keys for state in catalog.pending(key, brief=True)):
+        room -= _chars(state)
+        if len(first) == m.MAX_PENDING or room < 0:
+            break
+        first.append(state)
+    return first, len(generations), sum(g.nbytes for g in generations)
+
+
+def _listed(volumes: Sequence[VolumeRecord], key: str, stored: Stored, version: int) -> m.Listed:
+    values = list(all_values(stored))
+    places = {volumes[v.volume].info.id: None for v in values}
+    places |= {volumes[at].info.id: None for v in values for at, _ in v.more}
+    gone = {v.volume: None for v in values if v.data is None and volumes[v.volume].lost}
+    segment = -2
+    if isinstance(stored, Value):
+        segment = 0 if stored.data is None else -1
+    return m.Listed(
+        key,
+        version,
+        stored.meta,
+        stored.nbytes,
+        "+".join(places),
+        segment,
+        max((v.pins for v in values), default=0),
+        stored.created,
+        stored.creator.pid,
+        "; ".join([lost_reason(volumes[at]) for at in gone]),
+    )

@@ -1,0 +1,230 @@
+"""A put that contributes to generations: shards, state dicts, explicit versions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from math import prod
+
+from torchstore_core.boxes import Box
+from torchstore_core.errors import ProtocolError
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.generations import Generation, Slot
+from torchstore_core.server.index.participants import Contribution
+from torchstore_core.server.index.records import SessionRecord, Txn, Value
+from torchstore_core.server.memory.placement import check_item, check_key, checked_box, grants_of
+from torchstore_core.values import TensorMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["JointPut"]
+
+# What goes on from it still fits the wire's integers.
+_MAX_VERSION = 1 << 63
+
+
+class JointPut:
+    """First it is planned, which changes nothing but to throw out what is left over (``dead``);
+    then, when there is room for :attr:`items`, :meth:`enter` makes it part of its generations.
+
+    Attributes:
+        items: what must be stored; other participants put the rest.
+        boxes: for each of them the shard that it is, or None.
+
+    Raises:
+        ProtocolError: it contradicts itself.
+        VersionGoneError, ConfigurationError, KeyNotFoundError: see ``Catalog.slot``.
+        LayoutMismatchError: another participant puts an entry with another shape or dtype.
+    """
+
+    def __init__(
+        self, catalog: Catalog, session: SessionRecord, request: m.Put, dead: list[Value]
+    ) -> None:
+        self._catalog = catalog
+        self._session = session
+        self._request = request
+        self._slots: dict[str, tuple[Slot, Hashable]] = {}
+        self._found: list[tuple[Slot | None, Box | None]] = []
+        self._stored: list[int] = []
+        self.items: list[m.PutItem] = []
+        self.boxes: list[Box | None] = []
+        self._plan(dead)
+
+    def _checked(self) -> list[Box | None]:
+        """For each item the shard that it is, see ``checked_box``."""
+        request = self._request
+        group = request.group
+        if not 0 <= request.version < _MAX_VERSION:
+            raise ProtocolError(f"{request.version} is no version")
+        if group is not None and not (
+            0 < len(group.key) <= m.MAX_KEY
+            and len(group.who) <= m.MAX_KEY
+            and group.participants > 0
+            and group.keep >= 0
+        ):
+            raise ProtocolError("a state dict has a key, and participants and keep above 0")
+        seen: dict[str, tuple[m.PutItem, set[Box] | None]] = {}
+        found: list[Box | None] = []
+        for at, item in enumerate(request.items):
+            box = checked_box(item)
+            if item.same_as >= 0 or (box is not None and box.is_empty):
+                check_key(item)
+            else:
+                check_item(item)
+            _check_once(seen, item, box)
+            self._check_alias(at, item)
+            found.append(box)
+        return found
+
+    def _plan(self, dead: list[Value]) -> None:
+        request = self._request
+        group = request.group
+        checked = self._checked()  # before anything is thrown out
+        slot: Slot | None = None
+        if group is not None:
+            slot = self._slot(group.key, group.who, ("state dict", group.participants), dead)
+        for at, (item, box) in enumerate(zip(request.items, checked, strict=True)):
+            if group is None:
+                slot = None
+                if item.key in self._slots:
+                    slot = self._slots[item.key][0]
+                elif request.version or item.part is not None:
+                    layout, who = _layout_of(item)
+                    # Without a mesh a participant is its box: a new one is no late replica, but
+                    # the first of another cut.
+                    mesh = item.part.mesh_shape if item.part is not None else ()
+                    replica = bool(mesh) or (box is not None and box.is_empty)
+                    slot = self._slot(item.key, who, layout, dead, replica=replica)
+            self._found.append((slot, box))
+            if item.same_as >= 0:
+                continue
+            if slot is not None:
+                name = "" if group is None else item.key
+                made = slot.generation
+                if made is None or made.holds(name, item.meta, box, item.nbytes):
+                    continue
+            if box is not None and box.is_empty:
+                continue
+            self._stored.append(at)
+            self.items.append(item)
+            self.boxes.append(box)
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys that it contributes to."""
+        return self._slots.keys()
+
+    @property
+    def generations(self) -> list[Generation]:
+        """The generations that it contributes to."""
+        found = (slot.generation for slot, _ in self._slots.values())
+        return [generation for generation in found if generation is not None]
+
+    def _slot(
+        self, key: str, who: str, layout: Hashable, dead: list[Value], *, replica: bool = False
+    ) -> Slot:
+        request = self._request
+        participants = 0 if request.group is None else request.group.participants
+        slot = self._catalog.slot(
+            self._session,
+            key,
+            who,
+            layout,
+            request.version,
+            participants,
+            request.group,
+            dead,
+            replica=replica,
+        )
+        self._slots[key] = slot, layout
+        return slot
+
+    def _check_alias(self, at: int, item: m.PutItem) -> None:
+        items, of = self._request.items, item.same_as
+        if of == -1:
+            return
+        if not 0 <= of < at or self._request.group is None or items[of].same_as >= 0:
+            raise ProtocolError(f"{item.key!r} cannot be the same as item {of}", key=item.key)
+
+    @property
+    def prefix(self) -> str:
+        """What comes before the keys of the items to name them in the store."""
+        group = self._request.group
+        return "" if group is None else f"{group.key}/"
+
+    def enter(self, values: Sequence[Value], granted: dict[int, int]) -> Txn:
+        """Make the values of :attr:`items` part of their generations."""
+        request = self._request
+        by_item = dict(zip(self._stored, values, strict=True))
+        joined: dict[str, tuple[Slot, Contribution]] = {}
+        for key, (slot, layout) in self._slots.items():
+            joined[key] = slot, self._catalog.join(slot, layout, self._session)
+        group = request.group
+        if group is not None:
+            joined[group.key][1].partial = group.partial
+            if any(item.same_as >= 0 for item in request.items):
+                joined[group.key][1].order = dict.fromkeys([item.key for item in request.items])
+        plain: list[Value] = []
+        results: list[Value | Slot] = []
+        for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):
+            value = by_item.get(at)
+            if where is None:
+                if value is not None:
+                    plain.append(value)
+                    results.append(value)
+                continue
+            results.append(where)
+            generation = where.generation
+            if generation is None:
+                continue
+            name = "" if group is None else item.key
+            contribution = joined[where.key][1]
+            if item.path:
+                contribution.paths[name] = item.path
+            if item.same_as >= 0:
+                contribution.aliases[name] = request.items[item.same_as].key
+            elif value is not None:
+                generation.add(contribution, name, item.key, value)
+            else:
+                contribution.others[name] = item.meta
+                if box is not None and box.is_empty and name not in generation.entries:
+                    generation.shards(name, item.key, item.meta, self._session.facts)
+        if group is not None:
+            results = [self._slots[group.key][0]]
+        return Txn(list(values), granted, plain, list(joined.values()), results)
+
+    def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
+        """The answer to the put; None if there is nothing to grant: all of it was inline."""
+        by_item = dict(zip(self._stored, values, strict=True))
+        asked = [at for at, i in enumerate(self._request.items) if i.data is None and i.same_as < 0]
+        if not asked:
+            return None
+        return grants_of([by_item.get(at) for at in asked])
+
+
+def _check_once(
+    seen: dict[str, tuple[m.PutItem, set[Box] | None]], item: m.PutItem, box: Box | None
+) -> None:
+    """Several items of one key are different shards of one tensor."""
+    if item.key not in seen:
+        seen[item.key] = item, None if box is None else {box}
+        return
+    first, boxes = seen[item.key]
+    if boxes is None or box is None or first.part is None or box in boxes:
+        raise ProtocolError(f"{item.key!r} comes twice in one put", key=item.key)
+    if item.meta != first.meta or first.nbytes * box.numel != item.nbytes * prod(
+        first.part.local_shape
+    ):
+        raise ProtocolError(f"{item.key!r} comes in shards of different tensors", key=item.key)
+    boxes.add(box)
+    if first.nbytes == 0:  # says nothing of the size of elements
+        seen[item.key] = item, boxes
+
+
+def _layout_of(item: m.PutItem) -> tuple[Hashable, str]:
+    """The line that a put of one key belongs to, and who puts it."""
+    part = item.part
+    if part is None or not isinstance(item.meta, TensorMeta):
+        return "value", ""
+    layout = (item.meta.dtype, item.meta.shape, part.mesh_shape)
+    if part.mesh_shape:
+        return layout, ",".join(map(str, part.coordinates))
+    return layout, f"{list(part.offsets)}+{list(part.local_shape)}"

@@ -1,0 +1,320 @@
+"""What the controller keeps: stored values, unfinished puts, sessions, volumes. Plain records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Protocol, final
+
+import msgspec
+
+from torchstore_core.boxes import Box
+from torchstore_core.contracts.strategy import ClientFacts, VolumeFacts
+from torchstore_core.machine.topology import Topology
+from torchstore_core.server.memory.allocator import Allocator
+from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.server.index.generations import Slot
+    from torchstore_core.server.index.participants import Contribution
+
+__all__ = ["Manifest", "SegmentView", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
+__all__ += ["VolumeRecord", "Waiter", "all_values", "disown", "drop", "own", "values_in"]
+
+
+class SegmentView(Protocol):
+    """What the controller needs of a segment's memory (see ``server.memory``)."""
+
+    @property
+    def warm(self) -> int:
+        """Bytes from the start that are warm."""
+
+    def touched(self, end: int) -> None:
+        """A client wrote up to ``end``."""
+
+    def prefault(self, target: int, done: Callable[[], None]) -> None:
+        """Warm the first ``target`` bytes in the background."""
+
+    def trim(self, start: int) -> int:
+        """Give pages from ``start`` on back to the system."""
+
+    def read(self, offset: int, nbytes: int) -> bytes | None:
+        """Bytes at ``offset``; None if only clients can read them (it is another process's)."""
+
+
+@final
+class Value(msgspec.Struct, eq=False, gc=False):
+    """Immutable bytes: inline ``data``, or a range of a volume's segment.
+
+    It is a whole value, or the shard ``box`` of a tensor that ``meta`` describes.
+
+    Args:
+        created: when it was committed (seconds since the epoch); 0 before.
+        pins: leases on it.
+        uses: how many hold it besides: keys, manifests, and the put that makes it. Its memory is
+            free when both are 0.
+        more: volumes and offsets of further copies, all of them alive. If ``volume`` is lost,
+            there is no other copy.
+    """
+
+    key: str
+    meta: ValueMeta
+    nbytes: int
+    volume: int
+    data: bytes | None
+    offset: int
+    creator: ClientFacts
+    version: int = 0
+    created: float = 0.0
+    pins: int = 0
+    uses: int = 0
+    box: Box | None = None
+    more: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Volume and offset of every copy; none of an inline value."""
+        if self.data is not None:
+            return ()
+        return ((self.volume, self.offset), *self.more)
+
+
+@final
+class Shards(msgspec.Struct, eq=False):
+    """A tensor in parts, by their boxes, which may overlap."""
+
+    key: str
+    meta: TensorMeta
+    creator: ClientFacts
+    parts: dict[Box, Value]
+    nbytes: int = 0
+    version: int = 0
+    created: float = 0.0
+
+
+@final
+class Manifest(msgspec.Struct, eq=False):
+    """One version of a state dict. Versions share entries; ``paths``: see ``messages.PutItem``."""
+
+    key: str
+    entries: dict[str, Value | Shards]
+    paths: dict[str, bytes]
+    creator: ClientFacts
+    version: int
+    created: float
+    packed: bool = False
+    _ordered: list[str] = []
+
+    def ordered(self) -> list[str]:
+        """The names of its entries in order, sorted when they are first asked for."""
+        if len(self._ordered) != len(self.entries):
+            self._ordered = sorted(self.entries)
+        return self._ordered
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries; of tied ones once."""
+        return sum([entry.nbytes for entry in {id(e): e for e in self.entries.values()}.values()])
+
+    @property
+    def meta(self) -> StateDictMeta:
+        return StateDictMeta(len(self.entries), self.packed)
+
+
+Stored = Value | Shards | Manifest
+
+
+def drop(value: Value, dead: list[Value]) -> None:
+    """One holder less."""
+    value.uses -= 1
+    if not (value.uses or value.pins):
+        dead.append(value)
+
+
+def all_values(stored: Stored) -> Iterable[Value]:
+    if type(stored) is Value:
+        return (stored,)
+    if type(stored) is Shards:
+        return stored.parts.values()
+    return (value for entry in stored.entries.values() for value in all_values(entry))
+
+
+def values_in(stored: Stored, box: m.Box | None) -> Collection[Value]:
+    """The values that hold ``box`` of what is stored (None: all of it)."""
+    if type(stored) is Value:
+        return (stored,)
+    if type(stored) is not Shards:
+        return ()
+    if box is None or len(box[0]) != len(stored.meta.shape):
+        return stored.parts.values()
+    wanted = [(start, start + extent) for start, extent in zip(*box, strict=False)]
+    return [
+        value
+        for part, value in stored.parts.items()
+        if all(
+            start < at + extent and at < end
+            for (start, end), at, extent in zip(wanted, *part, strict=False)
+        )
+    ]
+
+
+def own(stored: Stored) -> None:
+    """Hold every value in it."""
+    for value in all_values(stored):
+        value.uses += 1
+
+
+def disown(stored: Stored, dead: list[Value]) -> None:
+    """Let go of every value in it."""
+    for value in all_values(stored):
+        drop(value, dead)
+
+
+class Txn:
+    """An unfinished put: values whose granted memory is being written.
+
+    Args:
+        values: all that it makes.
+        granted: memory granted for them, in bytes, by volume.
+        plain: those that become versions of their keys by themselves.
+        joined: what it contributes to generations, see ``server.generations``.
+        results: whose versions the commit answers, in order.
+    """
+
+    __slots__ = ("granted", "joined", "plain", "results", "started", "values")
+
+    def __init__(
+        self,
+        values: list[Value],
+        granted: dict[int, int],
+        plain: list[Value],
+        joined: list[tuple[Slot, Contribution]],
+        results: list[Value] | list[Slot] | list[Value | Slot],
+    ) -> None:
+        self.values = values
+        self.granted = granted
+        self.plain = plain
+        self.joined = joined
+        self.results = results
+        self.started = time.monotonic()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory granted, over all volumes."""
+        return sum(self.granted.values())
+
+
+class SessionRecord:
+    """One client process and everything it holds."""
+
+    __slots__ = (
+        "closed",
+        "facts",
+        "given_back",
+        "keeps_memory",
+        "lanes",
+        "leases",
+        "opened",
+        "token",
+        "topology",
+        "txns",
+    )
+
+    def __init__(self, token: bytes, facts: ClientFacts, topology: Topology) -> None:
+        self.token = token
+        self.facts = facts
+        self.topology = topology
+        self.txns: dict[int, Txn] = {}
+        self.leases: dict[int, list[Value | None]] = {}
+        # Ids given back before the request that makes them was seen (it came by another pipe).
+        self.given_back: set[int] = set()
+        self.keeps_memory = False  # see messages.Keep
+        self.lanes = 0
+        self.opened = time.monotonic()
+        self.closed: float | None = None
+
+    def end(self) -> None:
+        """Its process has ended, or left the store."""
+        if self.closed is None:
+            self.closed = time.monotonic()
+
+
+class VolumeRecord:
+    """One volume: its allocator and its accounts, in bytes.
+
+    ``lost``: why its memory is gone, for good; empty while it lives. Inline values are the
+    controller's own, so they stay, and are counted here.
+    """
+
+    __slots__ = (
+        "allocator",
+        "index",
+        "info",
+        "inline",
+        "leased",
+        "lost",
+        "lost_at",
+        "memory",
+        "unfinished",
+    )
+
+    def __init__(self, info: m.VolumeInfo, memory: SegmentView) -> None:
+        self.info = info
+        self.index = info.index
+        self.memory = memory
+        self.allocator = Allocator(info.capacity_bytes)
+        self.inline = 0
+        self.leased = 0
+        self.unfinished = 0
+        self.lost = ""
+        self.lost_at = 0.0
+
+    @property
+    def used(self) -> int:
+        """Bytes taken: segments and inline values, leased and unfinished ones included."""
+        return self.inline if self.lost else self.allocator.used + self.inline
+
+    @property
+    def free(self) -> int:
+        """Bytes that puts can get, maybe in pieces."""
+        return 0 if self.lost else max(0, self.info.capacity_bytes - self.used)
+
+    def lose(self, why: str) -> None:
+        """Its memory is gone."""
+        self.lost = why or "it is gone"
+        self.lost_at = time.time()
+        self.leased = self.unfinished = 0
+        self.info = msgspec.structs.replace(self.info, offers={}, lost=self.lost)
+
+    def look_ahead(self, nbytes: int, warmed: Callable[[], None]) -> None:
+        """Keep as much warm and free as the last put took: its successor goes beside it."""
+        memory = self.memory
+        short = nbytes - (memory.warm - self.allocator.used)
+        if short > 0:
+            memory.prefault(min(max(memory.warm, 0) + short, self.info.capacity_bytes), warmed)
+
+    def facts(self) -> VolumeFacts:
+        """The volume as a strategy sees it."""
+        info = self.info
+        return VolumeFacts(
+            info.id,
+            info.index,
+            info.topology.host_id,
+            info.capacity_bytes,
+            self.free,
+            bool(self.lost),
+        )
+
+
+class Waiter:
+    """A Wait that is not fulfilled yet."""
+
+    __slots__ = ("keys", "min_version", "reply")
+
+    def __init__(
+        self, keys: list[str], min_version: int, reply: Callable[[list[int]], None]
+    ) -> None:
+        self.keys = keys
+        self.min_version = min_version
+        self.reply = reply

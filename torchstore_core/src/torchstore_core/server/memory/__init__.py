@@ -1,0 +1,1 @@
+"""Where values lie: segments, placement, leases, and volumes that are gone."""

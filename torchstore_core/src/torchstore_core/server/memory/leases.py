@@ -1,0 +1,198 @@
+"""Giving readers the bytes of what is stored, or the right to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+
+from torchstore_core.contracts.strategy import ClientFacts, Strategy
+from torchstore_core.errors import ProtocolError
+from torchstore_core.server.index.records import (
+    SessionRecord,
+    Shards,
+    Stored,
+    Value,
+    VolumeRecord,
+    values_in,
+)
+from torchstore_core.server.memory import strategy_calls as asking
+from torchstore_core.server.memory.allocator import rounded
+from torchstore_core.wire import messages as m
+
+__all__ = ["Leases"]
+
+
+class Leases:
+    """What keeps memory as it is while somebody reads it.
+
+    Args:
+        strategy: says which copy to read.
+    """
+
+    def __init__(self, volumes: Sequence[VolumeRecord], strategy: Strategy) -> None:
+        self.volumes = volumes
+        self.strategy = strategy
+
+    def entries(
+        self,
+        session: SessionRecord,
+        lease: int,
+        found: Sequence[tuple[Stored, int]],
+        boxes: Sequence[m.Box | None],
+        inline_max: int,
+        avoid: Collection[int] = (),
+    ) -> tuple[list[m.Entry], bool]:
+        """Reply entries for what was found, leased unless all of it comes inside the reply.
+
+        ``avoid``: volumes to name only if there is no copy elsewhere.
+        """
+        values: list[Value] = []  # of all of them, one after the other
+        parts_of: list[Value] = []  # of those in parts
+        counts: list[int] = []
+        for (stored, _), box in zip(found, boxes, strict=True):
+            if type(stored) is Value:
+                values.append(stored)
+                continue
+            some = values_in(stored, box)
+            values += some
+            parts_of += some
+            counts.append(len(some))
+        nbytes = inline = sum([v.nbytes for v in values])
+        contents: list[bytes] | None = None
+        if nbytes <= min(inline_max, m.MAX_FRAME // 2):
+            contents = self._read(values)
+        if contents is None:
+            inline = sum([v.nbytes for v in values if v.data is not None])
+        leased = inline != nbytes
+        if leased:
+            if lease in session.leases:
+                raise ProtocolError(f"lease id {lease} is in use")
+            if lease in session.given_back:
+                session.given_back.discard(lease)
+                raise ProtocolError(f"lease id {lease} was given back before it began")
+        choice: _Choice | None = None
+        if leased and len(self.volumes) > 1:
+            choice = _Choice(self.strategy, self.volumes, session.facts, avoid)
+            for value in values:
+                if value.more:  # now: a strategy may fail, and then nothing must be held
+                    choice.of(value)
+        read = iter(contents or ())
+        held: list[Value | None] = []
+        entries: list[m.Entry] = []
+        each, sizes = iter(parts_of), iter(counts)
+        for stored, version in found:
+            if type(stored) is Value:
+                data = stored.data
+                if data is not None or not leased:
+                    held.append(None)
+                    data = next(read) if data is None else data
+                    entries.append(m.Entry(version, stored.meta, stored.nbytes, data))
+                else:
+                    held.append(stored)
+                    grant = self._pin(stored, choice)
+                    entries.append(m.Entry(version, stored.meta, stored.nbytes, None, grant))
+                continue
+            count = next(sizes)
+            if type(stored) is Shards:
+                parts = [
+                    m.Part(
+                        *value.box, value.nbytes, *self._access(value, leased, held, read, choice)
+                    )
+                    for value in islice(each, count)
+                    if value.box is not None
+                ]
+                entries.append(m.Entry(version, stored.meta, stored.nbytes, None, None, parts))
+            else:
+                entries.append(m.Entry(version, stored.meta, stored.nbytes))
+                held.append(None)
+        if leased:
+            session.leases[lease] = held
+        return entries, leased
+
+    def _read(self, values: Sequence[Value]) -> list[bytes] | None:
+        """The bytes of those that lie in segments; None if the controller cannot read some."""
+        found: list[bytes] = []
+        for value in values:
+            if value.data is None:
+                data = self.volumes[value.volume].memory.read(value.offset, value.nbytes)
+                if data is None:
+                    return None
+                found.append(data)
+        return found
+
+    def _access(
+        self,
+        value: Value,
+        leased: bool,
+        held: list[Value | None],
+        read: Iterator[bytes],
+        choice: _Choice | None,
+    ) -> tuple[bytes | None, m.Grant | None]:
+        """The bytes of a value, or the right to read them."""
+        data = value.data
+        if data is not None or not leased:
+            held.append(None)
+            return next(read) if data is None else data, None
+        held.append(value)
+        return None, self._pin(value, choice)
+
+    def _pin(self, value: Value, choice: _Choice | None) -> m.Grant:
+        """One lease more."""
+        value.pins += 1
+        if value.pins == 1:
+            nbytes = rounded(value.nbytes)
+            self.volumes[value.volume].leased += nbytes
+            if choice is not None:
+                for at, _ in value.more:  # a lease keeps every copy as it is
+                    self.volumes[at].leased += nbytes
+        if choice is None or not value.more:
+            return m.Grant(value.volume, 0, value.offset)
+        volume, offset = choice.of(value)
+        return m.Grant(volume, 0, offset)
+
+    def unpin(self, value: Value, dead: list[Value]) -> None:
+        """One lease less."""
+        value.pins -= 1
+        if value.pins == 0:
+            nbytes = rounded(value.nbytes)
+            volume = self.volumes[value.volume]
+            if not volume.lost:
+                volume.leased -= nbytes
+            for at, _ in value.more:
+                self.volumes[at].leased -= nbytes
+            if not value.uses:
+                dead.append(value)
+
+
+class _Choice:
+    """Which copy a reader is told of."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        volumes: Sequence[VolumeRecord],
+        client: ClientFacts,
+        avoid: Collection[int],
+    ) -> None:
+        self._strategy = strategy
+        self._volumes = volumes
+        self._client = client
+        self._avoid = avoid
+        self._chosen: dict[tuple[int, ...], int] = {}
+
+    def of(self, value: Value) -> tuple[int, int]:
+        """Volume and offset of a copy; all copies live."""
+        places = value.places
+        volumes = tuple([at for at, _ in places])
+        chosen = self._chosen.get(volumes)
+        if chosen is None:
+            chosen = self._chosen[volumes] = self._choose(volumes)
+        return places[chosen]
+
+    def _choose(self, volumes: Sequence[int]) -> int:
+        reachable = [at for at, v in enumerate(volumes) if v not in self._avoid]
+        reachable = reachable or list(range(len(volumes)))
+        if len(reachable) == 1:
+            return reachable[0]
+        copies = [self._volumes[volumes[at]].facts() for at in reachable]
+        return reachable[asking.choice(self._strategy, self._client, copies)]

@@ -1,0 +1,139 @@
+"""Volumes that are gone for good, and what went with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from torchstore_core.errors import ObjectLostError
+from torchstore_core.server.index.catalog import Catalog, version_lost_error
+from torchstore_core.server.index.records import (
+    SessionRecord,
+    Stored,
+    Txn,
+    Value,
+    VolumeRecord,
+    all_values,
+    values_in,
+)
+from torchstore_core.wire import messages as m
+
+__all__ = ["Losses", "lost_reason"]
+
+
+class Losses:
+    """Which values are lost: those whose every copy was in a lost volume.
+
+    Attributes:
+        any: whether any volume is lost. Until then nothing else is looked at.
+    """
+
+    def __init__(self, volumes: Sequence[VolumeRecord]) -> None:
+        self._volumes = volumes
+        self.any = any(volume.lost for volume in volumes)
+
+    def lose(
+        self, index: int, why: str, catalog: Catalog, sessions: Iterable[SessionRecord]
+    ) -> list[Value]:
+        """A volume is gone; what nobody needs any more. Generations that cannot be made whole any
+        more, because committed parts of them are gone, are dropped.
+        """
+        volume = self._volumes[index]
+        volume.lose(why)
+        self.any = True
+        for value in {id(v): v for v in _every_value(catalog, sessions)}.values():
+            _forget_copy(value, index)
+        for session in sessions:
+            for txn in session.txns.values():
+                txn.granted.pop(index, None)
+        dead: list[Value] = []
+        for group in catalog.groups.values():
+            for version, generation in list(group.pending.items()):
+                gone = self._first_lost(generation.stored_values())
+                if gone is not None:
+                    del group.pending[version]
+                    generation.discard(dead)
+                    generation.lost = generation.line.lost[version] = self._words(gone)
+        return dead
+
+    def is_lost(self, stored: Stored) -> bool:
+        """Whether any of it is."""
+        return self.any and self._first_lost(all_values(stored)) is not None
+
+    def check(self, key: str, stored: Stored, box: m.Box | None) -> None:
+        """Raises ObjectLostError if ``box`` (None: all) of what is stored cannot be read."""
+        gone = self._first_lost(values_in(stored, box))
+        if gone is not None:
+            raise self._error(key, gone, stored.version)
+
+    def check_put(self, txn: Txn) -> None:
+        """Raises ObjectLostError if what a put has written is gone, or what it belongs to."""
+        gone = self._first_lost(txn.values)
+        if gone is not None:
+            raise self._error(gone.key, gone, 0)
+        for slot, _ in txn.joined:
+            if slot.generation is not None and slot.generation.lost:
+                raise version_lost_error(slot.key, slot.version, slot.generation.lost)
+
+    def _first_lost(self, values: Iterable[Value]) -> Value | None:
+        volumes = self._volumes
+        for value in values:
+            if value.data is None and volumes[value.volume].lost:
+                return value
+        return None
+
+    def _words(self, value: Value) -> str:
+        return lost_reason(self._volumes[value.volume])
+
+    def _error(self, key: str, value: Value, version: int) -> ObjectLostError:
+        volume = self._volumes[value.volume]
+        what = f"version {version} of {key!r}" if version else f"what was being put to {key!r}"
+        part = f" ({value.key!r}, a part of it)" if value.key not in key else ""
+        return ObjectLostError(
+            f"{what}{part} is lost: {self._words(value)}, and there was no copy elsewhere. Put it "
+            "again; to survive the next loss initialize the store with ReplicatedStrategy",
+            key=key,
+            details={
+                "version": version,
+                "volume": volume.info.id,
+                "index": volume.index,
+                "reason": volume.lost,
+                "since": volume.lost_at,
+            },
+        )
+
+
+def lost_reason(volume: VolumeRecord) -> str:
+    """Which volume is gone, since when and why; empty if it lives."""
+    if not volume.lost:
+        return ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(volume.lost_at))
+    return f"volume {volume.info.id} is gone since {since} ({volume.lost})"
+
+
+def _forget_copy(value: Value, index: int) -> None:
+    """The first copy that lives is the first."""
+    if value.data is not None:
+        return
+    places = value.places
+    left = tuple([place for place in places if place[0] != index])
+    if left and len(left) < len(places):
+        value.volume, value.offset = left[0]
+        value.more = left[1:]
+
+
+def _every_value(catalog: Catalog, sessions: Iterable[SessionRecord]) -> Iterator[Value]:
+    """All that anybody holds, some of them several times."""
+    for stored in catalog.newest.values():
+        yield from all_values(stored)
+    for group in catalog.groups.values():
+        for stored in group.history.values():
+            yield from all_values(stored)
+        for generation in group.pending.values():
+            for contribution in generation.contributions.values():
+                yield from (value for _, value in contribution.items)
+    for session in sessions:
+        for txn in session.txns.values():
+            yield from txn.values
+        for held in session.leases.values():
+            yield from (value for value in held if value is not None)

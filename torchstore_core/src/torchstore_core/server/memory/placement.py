@@ -1,0 +1,522 @@
+"""Checking and placing the items of a put, and the errors that say why not. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from torchstore_core import boxes
+from torchstore_core.boxes import Box
+from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
+from torchstore_core.errors import ProtocolError, StoreFullError
+from torchstore_core.server.index.records import SessionRecord, Stored, Value, VolumeRecord
+from torchstore_core.server.memory import strategy_calls as asking
+from torchstore_core.server.memory.allocator import Allocator, rounded
+from torchstore_core.values import StateDictMeta, TensorMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["check_item", "check_key", "checked_box", "checked_items", "find_place", "full_error"]
+__all__ += ["Run", "grants_of", "most_bytes", "session_bytes", "values_in_runs"]
+
+# Of a tensor, or of a mesh: more than torch has.
+_MAX_DIMS = 64
+
+
+def session_bytes(session: SessionRecord) -> tuple[int, int]:
+    """Bytes a session leases, and bytes of its unfinished puts."""
+    held = (v for some in session.leases.values() for v in some if v is not None)
+    leased = sum(v.nbytes * len(v.places) for v in held)
+    return leased, sum(txn.nbytes for txn in session.txns.values())
+
+
+def check_key(item: m.PutItem) -> None:
+    """It has one, not too long; ``ProtocolError`` if not."""
+    if not 0 < len(item.key) <= m.MAX_KEY:
+        raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
+
+
+def check_item(item: m.PutItem) -> None:
+    """An item to store makes sense by itself.
+
+    Raises:
+        ProtocolError: it does not.
+    """
+    check_key(item)
+    if type(item.meta) is StateDictMeta:
+        raise ProtocolError(f"{item.key!r}: a state dict is put by its entries", key=item.key)
+    if item.data is not None:
+        if len(item.data) != item.nbytes:
+            raise ProtocolError(
+                f"{item.key!r}: {len(item.data)} bytes came, {item.nbytes} were announced"
+            )
+    elif not 0 < item.nbytes < 1 << 60:
+        raise ProtocolError(f"{item.key!r}: cannot place {item.nbytes} bytes", key=item.key)
+
+
+def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
+    """Bytes to place (rounded), bytes inline, and the sizes to place, in order."""
+    placed = inline = 0
+    sizes: list[int] = []
+    for item in items:
+        check_item(item)
+        if item.data is not None:
+            inline += item.nbytes
+        else:
+            sizes.append(item.nbytes)
+            placed += rounded(item.nbytes)
+    if placed >= 1 << 60:
+        raise ProtocolError(f"cannot place {placed} bytes")
+    return placed, inline, sizes
+
+
+def checked_box(item: m.PutItem) -> Box | None:
+    """The shard that an item is; None if it is the whole value.
+
+    Raises:
+        ProtocolError: it is not inside the tensor, or no tensor.
+    """
+    part = item.part
+    if part is None:
+        return None
+    meta = item.meta
+    if not isinstance(meta, TensorMeta):
+        raise ProtocolError(f"{item.key!r}: only a tensor has shards", key=item.key)
+    mesh = len(part.mesh_shape)
+    if len(part.coordinates) != mesh or max(mesh, len(meta.shape)) > _MAX_DIMS:
+        raise ProtocolError(
+            f"{item.key!r}: a shard has at most {_MAX_DIMS} dimensions, and as many coordinates as "
+            "its mesh",
+            key=item.key,
+        )
+    try:
+        box = Box(part.offsets, part.local_shape)
+        target = boxes.whole(meta.shape)
+        inside = part.global_shape == meta.shape and target.contains(box)
+    except ValueError as error:
+        raise ProtocolError(f"{item.key!r}: {error}", key=item.key) from error
+    if not inside or bool(box.numel) != bool(item.nbytes) or item.nbytes % max(box.numel, 1):
+        raise ProtocolError(
+            f"{item.key!r}: a shard of {item.nbytes} bytes, {list(box.shape)} at "
+            f"{list(box.offset)}, is not one of {list(meta.shape)}",
+            key=item.key,
+        )
+    return None if box == target else box
+
+
+def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] | None:
+    """One run for all sizes if there is room for it, else a piece for each: in their order, so that
+    they lie together as far as it goes, or, if some do not fit then, the largest first. None if
+    that does not do, either.
+    """
+    if not sizes:
+        return []
+    allocator = volume.allocator
+    start = allocator.allocate(placed)
+    if start is not None:
+        offsets: list[int] = []
+        for size in sizes:
+            offsets.append(start)
+            start += rounded(size)
+        return offsets
+    pieces = _allocate_each(allocator, sizes)
+    if pieces is None and len(sizes) > 1 and max(sizes) <= allocator.largest_free:
+        largest_first = sorted(range(len(sizes)), key=lambda at: -sizes[at])
+        found = _allocate_each(allocator, [sizes[at] for at in largest_first])
+        if found is not None:
+            pieces = [offset for _, offset in sorted(zip(largest_first, found, strict=True))]
+    return pieces
+
+
+def _allocate_each(allocator: Allocator, sizes: Sequence[int]) -> list[int] | None:
+    """A range for each; None, with nothing changed, if there is none for some."""
+    pieces: list[int] = []
+    for at, size in enumerate(sizes):
+        offset = allocator.allocate(size)
+        if offset is None:
+            allocator.free(zip(pieces, sizes[:at], strict=True))
+            return None
+        pieces.append(offset)
+    return pieces
+
+
+class Run(msgspec.Struct, frozen=True, gc=False):
+    """Values that lie together, once in each of some volumes.
+
+    Args:
+        members: positions of the items.
+        copies: volumes, and an offset for each size in each of them. The first has inline values.
+        placed, inline: bytes (of one copy).
+    """
+
+    members: Sequence[int]
+    copies: list[tuple[VolumeRecord, list[int]]]
+    placed: int
+    inline: int
+
+
+class _Group:
+    """What must lie together, and where, best first."""
+
+    __slots__ = ("inline", "members", "order", "placed", "sizes")
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+        self.members: Sequence[int] = []
+        self.placed = self.inline = 0
+        self.sizes: list[int] = []
+
+
+def find_place(
+    strategy: Strategy,
+    volumes: Sequence[VolumeRecord],
+    facts: ClientFacts,
+    items: Sequence[m.PutItem],
+    prefix: str,
+    placed: int,
+    inline: int,
+    sizes: list[int],
+) -> list[Run] | None:
+    """Volumes of the strategy's order that live and have room, as many as there are to be copies,
+    and an offset for each size; None if there is not that much room.
+
+    Args:
+        prefix: what comes before the keys of the items, in the strategy's eyes.
+
+    Raises:
+        PluginError: the strategy names no volume, or one that is not there, or fails.
+        StoreFullError: all that it names are lost.
+    """
+    if len(volumes) == 1:
+        volume = volumes[0]
+        if volume.lost:
+            raise _all_lost(strategy, volumes, [0])
+        if volume.used + placed + inline <= volume.info.capacity_bytes:
+            offsets = allocate(volume, placed, sizes)
+            if offsets is not None:
+                return [Run(range(len(items)), [(volume, offsets)], placed, inline)]
+        return None
+    known = tuple([v.facts() for v in volumes])
+    keys = [prefix + item.key for item in items]
+    if asking.by_key(strategy):
+        groups = _groups(strategy, known, facts, items, keys)
+    else:
+        group = _Group(asking.order(strategy, facts, known, placed + inline, keys))
+        group.members, group.sizes = range(len(items)), sizes
+        group.placed, group.inline = placed, inline
+        groups = [group]
+    for group in groups:
+        if not any(not known[at].lost for at in group.order):
+            raise _all_lost(strategy, volumes, group.order)
+    copies = asking.copies(strategy)
+    limits: dict[int, int] = {}  # volumes whose free memory is in pieces: too small for such sizes
+    while True:
+        assigned = _assign(groups, known, copies, limits)
+        if assigned is None:
+            return None
+        runs = _allocated(assigned, volumes, limits)
+        if runs is not None:
+            return runs
+
+
+def _groups(
+    strategy: Strategy,
+    known: Sequence[VolumeFacts],
+    facts: ClientFacts,
+    items: Sequence[m.PutItem],
+    keys: Sequence[str],
+) -> list[_Group]:
+    """One for each key; an item's own memory in them."""
+    by_key: dict[str, list[int]] = {}
+    for at, key in enumerate(keys):
+        by_key.setdefault(key, []).append(at)
+    groups: list[_Group] = []
+    for key, members in by_key.items():
+        group = _Group(())
+        group.members = members
+        for at in members:
+            item = items[at]
+            if item.data is not None:
+                group.inline += item.nbytes
+            else:
+                group.sizes.append(item.nbytes)
+                group.placed += rounded(item.nbytes)
+        group.order = asking.order(strategy, facts, known, group.placed + group.inline, (key,))
+        groups.append(group)
+    return groups
+
+
+def _assign(
+    groups: Sequence[_Group], known: Sequence[VolumeFacts], copies: int, limits: Mapping[int, int]
+) -> dict[tuple[int, ...], list[_Group]] | None:
+    """The groups by the volumes that they go to; None if there is no room for all."""
+    room = {v.index: v.free_bytes for v in known if not v.lost}
+    found: dict[tuple[int, ...], list[_Group]] = {}
+    for group in groups:
+        order = [at for at in group.order if at in room]
+        wanted = min(copies, len(order)) if group.placed else 1
+        largest = max(group.sizes, default=0)
+        chosen: list[int] = []
+        for at in order:
+            need = group.placed if chosen else group.placed + group.inline
+            if need <= room[at] and not (largest and largest >= limits.get(at, largest + 1)):
+                room[at] -= need
+                chosen.append(at)
+                if len(chosen) == wanted:
+                    break
+        else:
+            return None
+        found.setdefault(tuple(chosen), []).append(group)
+    return found
+
+
+def _allocated(
+    assigned: Mapping[tuple[int, ...], Sequence[_Group]],
+    volumes: Sequence[VolumeRecord],
+    limits: dict[int, int],
+) -> list[Run] | None:
+    """Memory for all of them; None if a volume has no range that is large enough: ``limits`` says
+    which.
+    """
+    runs: list[Run] = []
+    taken: list[tuple[VolumeRecord, list[int], list[int]]] = []
+    for chosen, groups in assigned.items():
+        if len(groups) == 1:
+            members, sizes = groups[0].members, groups[0].sizes
+        else:
+            members = [at for group in groups for at in group.members]
+            sizes = [size for group in groups for size in group.sizes]
+        placed = sum([group.placed for group in groups])
+        copies: list[tuple[VolumeRecord, list[int]]] = []
+        for index in chosen:
+            offsets = allocate(volumes[index], placed, sizes)
+            if offsets is None:
+                limits[index] = max(sizes)
+                for volume, pieces, nbytes in taken:
+                    volume.allocator.free(zip(pieces, nbytes, strict=True))
+                return None
+            taken.append((volumes[index], offsets, sizes))
+            copies.append((volumes[index], offsets))
+        runs.append(Run(members, copies, placed, sum([group.inline for group in groups])))
+    return runs
+
+
+def values_in_runs(
+    items: Sequence[m.PutItem], facts: ClientFacts, runs: Sequence[Run]
+) -> tuple[list[Value], dict[int, int]]:
+    """A value for each item, held by the put that makes it, and the bytes granted by volume."""
+    granted: dict[int, int] = {}
+    for run in runs:
+        run.copies[0][0].inline += run.inline
+        if run.placed:
+            for volume, _ in run.copies:
+                granted[volume.index] = granted.get(volume.index, 0) + run.placed
+    if len(runs) == 1:
+        return _values(items, facts, runs[0]), granted
+    made: dict[int, Value] = {}
+    for run in runs:
+        members = [items[at] for at in run.members]
+        made.update(zip(run.members, _values(members, facts, run), strict=True))
+    return [made[at] for at in range(len(items))], granted
+
+
+def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Value]:
+    """The members of a run, which are ``items``."""
+    volume, offsets = run.copies[0]
+    others = run.copies[1:]
+    index = volume.index
+    values: list[Value] = []
+    at = 0
+    for item in items:
+        offset = -1
+        if item.data is None:
+            offset = offsets[at]
+            at += 1
+        value = Value(item.key, item.meta, item.nbytes, index, item.data, offset, facts)
+        value.uses = 1
+        if others and item.data is None:
+            value.more = tuple([(other.index, places[at - 1]) for other, places in others])
+        values.append(value)
+    return values
+
+
+def grants_of(values: Sequence[Value | None]) -> list[m.Grant | None]:
+    """Where the bytes of values go, see ``messages.Granted``."""
+    grants = [None if v is None else m.Grant(v.volume, 0, v.offset) for v in values]
+    for at in range(max([len(v.more) for v in values if v is not None], default=0)):
+        grants += [
+            m.Grant(v.more[at][0], 0, v.more[at][1]) if v is not None and at < len(v.more) else None
+            for v in values
+        ]
+    return grants
+
+
+def _all_lost(
+    strategy: Strategy, volumes: Sequence[VolumeRecord], order: Iterable[int]
+) -> StoreFullError:
+    named = [volumes[at] for at in order]
+    why = "; ".join(f"{v.info.id}: {v.lost}" for v in named)
+    all_of = (
+        "all volumes are" if len(named) == len(volumes) else "every volume that it may go to is"
+    )
+    return StoreFullError(
+        f"there is no memory for this put: {all_of} lost ({why}), says strategy "
+        f"{type(strategy).__name__}. Initialize the store again, or with a strategy that uses the "
+        "other volumes",
+        details={"lost": {v.info.id: v.lost for v in named}},
+    )
+
+
+def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
+    """Bytes that no put can have more of, however much is deleted."""
+    capacities = [v.info.capacity_bytes for v in volumes if not v.lost]
+    return sum(capacities) if asking.by_key(strategy) else max(capacities, default=0)
+
+
+def _fits_spread(
+    requested: int, volumes: Sequence[VolumeRecord], items: Sequence[m.PutItem]
+) -> bool:
+    """Whether it is too large for every volume, but would fit if each key went its own way."""
+    rooms = [v.info.capacity_bytes - v.used for v in volumes]
+    keys: dict[str, int] = {}
+    for item in items:
+        keys[item.key] = keys.get(item.key, 0) + item.nbytes
+    largest = max(keys.values(), default=0)
+    return len(keys) > 1 and largest <= max(rooms, default=0) < requested <= sum(rooms)
+
+
+def _needs_one_volume(requested: int, strategy: Strategy | None, items: Sequence[m.PutItem]) -> int:
+    """Bytes of a put that have to lie in one volume: of a key, if each goes its own way."""
+    if strategy is None or not asking.by_key(strategy):
+        return requested
+    keys: dict[str, int] = {}
+    for item in items:
+        nbytes = item.nbytes if item.data is not None else rounded(item.nbytes)
+        keys[item.key] = keys.get(item.key, 0) + nbytes
+    return max(keys.values(), default=0)
+
+
+def _in_pieces(requested: int, volumes: Sequence[VolumeRecord], sizes: Sequence[int]) -> bool:
+    """Whether there would be room if the free memory of a volume were in one piece."""
+    if not sizes:
+        return False
+    if requested <= sum(v.free for v in volumes):
+        largest = max(sizes)
+        roomy = [v for v in volumes if v.free >= largest]
+        if roomy and all(v.allocator.largest_free < largest for v in roomy):
+            return True
+    for volume in volumes:
+        if requested <= volume.free:
+            found = allocate(volume, sum(map(rounded, sizes)), list(sizes))
+            if found is None:
+                return True
+            volume.allocator.free(zip(found, sizes, strict=True))
+    return False
+
+
+def full_error(
+    requested: int,
+    volumes: Sequence[VolumeRecord],
+    sessions: Iterable[SessionRecord],
+    values: Iterable[Stored],
+    waiting: Mapping[str, int],
+    strategy: Strategy | None = None,
+    items: Sequence[m.PutItem] = (),
+) -> StoreFullError:
+    """The error of a put that does not fit: who holds what.
+
+    Args:
+        requested: bytes, of one copy.
+        waiting: bytes in versions that are not whole yet, by key.
+        strategy, items: of the put, to say so when the strategy is what is in the way.
+    """
+    volumes = [v for v in volumes if not v.lost]
+    capacity = sum(v.info.capacity_bytes for v in volumes)
+    used = sum(v.used for v in volumes)
+    holders: list[dict[str, object]] = []
+    for session in sessions:
+        leased, unfinished = session_bytes(session)
+        if leased or unfinished:
+            holders.append({"pid": session.facts.pid, "leased": leased, "unfinished": unfinished})
+    largest = sorted(values, key=lambda v: -v.nbytes)[:5]
+    leased = sum(v.leased for v in volumes)
+    unfinished = sum(v.unfinished for v in volumes)
+    free = max(0, capacity - used)
+    # Inline values take none of the segment, but of the capacity.
+    largest_free = max((min(v.free, v.allocator.largest_free) for v in volumes), default=0)
+    largest_volume = max((v.info.capacity_bytes for v in volumes), default=0)
+    copies = 1
+    if strategy is not None and len(volumes) > 1:
+        copies = min(asking.copies(strategy), len(volumes))
+    inline = sum(item.nbytes for item in items if item.data is not None)
+    in_all = (requested - inline) * copies + inline
+    pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
+    sizes = [item.nbytes for item in items if item.data is None]
+    in_pieces = _in_pieces(requested, volumes, sizes)
+    top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
+    by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
+    details: dict[str, object] = {}
+    advice = "Delete keys, drop tensors that zero-copy gets returned"
+    if in_pieces:
+        count = sum(v.allocator.pieces for v in volumes)
+        details["pieces"], details["largest_value_bytes"] = count, max(sizes)
+        pieces = (
+            f"; {free:,} are free, but in {count:,} piece(s), the largest of {largest_free:,}, and "
+            "a value lies in one piece: "
+        )
+        if max(sizes) > largest_free:
+            pieces += f"the largest of this put has {max(sizes):,}"
+            advice = "Put it in several smaller values (shards, say), delete keys"
+        else:
+            pieces += f"the {len(sizes):,} of this put do not go into them together"
+            advice = "Put fewer values at once, delete keys"
+        advice += ", drop tensors that zero-copy gets returned, which lie in between"
+    if waiting:
+        details["waiting"] = dict(waiting)
+        most = max(waiting, key=lambda key: waiting[key])
+        top += (
+            f"; {sum(waiting.values()):,} in versions that wait for other participants ({most!r})"
+        )
+        advice += ", see who is missing with `torchstore stat`"
+    together = _needs_one_volume(requested, strategy, items)
+    if together > largest_volume:
+        one = max((item.nbytes for item in items), default=0) > largest_volume
+        advice = (
+            f"No volume can ever take {'a value of so many' if one else f'{together:,} together'}: "
+            f"the largest has {largest_volume:,}. Put "
+            + ("the value in shards, one after the other" if one else "fewer values at once")
+        )
+        if together <= capacity:
+            advice += ", use fewer volumes"
+    hint = ""
+    if (
+        strategy is not None
+        and _fits_spread(requested, volumes, items)
+        and not asking.by_key(strategy)
+    ):
+        hint = (
+            f". Strategy {type(strategy).__name__} puts all of a batch, or state dict, on one "
+            "volume, and none has room for all of this one; with strategy 'hash' it is spread over "
+            "all volumes, key by key"
+        )
+    in_copies = f", in {copies} copies ({in_all:,} in all)," if copies > 1 else ""
+    return StoreFullError(
+        f"a put of {requested:,} bytes{in_copies} does not fit: {used:,} of {capacity:,} bytes are "
+        f"used ({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
+        f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
+        f"{advice}, or initialize with a larger capacity{hint}",
+        details={
+            "capacity_bytes": capacity,
+            "used_bytes": used,
+            "requested_bytes": in_all,
+            "copies": copies,
+            "free_bytes": free,
+            "largest_free_bytes": largest_free,
+            "largest_volume_bytes": largest_volume,
+            "leased_bytes": leased,
+            "unfinished_bytes": unfinished,
+            "holders": holders,
+            "largest": [[v.key, v.nbytes] for v in largest],
+            **details,
+        },
+    )

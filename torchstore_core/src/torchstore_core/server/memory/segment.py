@@ -1,0 +1,161 @@
+"""A volume's memory: one sparse memfd as large as its capacity, warmed in the background.
+
+No name in any file system, so nothing can be left behind and nobody can open it by guessing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+
+from torchstore_core.errors import StoreFullError
+from torchstore_core.machine.virtual_memory import (
+    map_shared,
+    populate_write,
+    punch_hole,
+    unmap,
+)
+
+__all__ = ["SegmentMemory", "open_memory"]
+
+log = logging.getLogger(__name__)
+
+# Small, because a chunk counts as the server's own memory while it is being warmed.
+_CHUNK = 4 << 20
+
+
+def open_memory(name: str, nbytes: int) -> int:
+    """A descriptor of ``nbytes`` of shareable, unnamed, sparse memory.
+
+    Where memfd is missing, an unlinked temporary file does the same.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create(f"torchstore:{name}", os.MFD_CLOEXEC)
+    else:
+        handle, path = tempfile.mkstemp(prefix="torchstore-")
+        os.unlink(path)
+        fd = handle
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise StoreFullError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
+    return fd
+
+
+class SegmentMemory:
+    """One segment: descriptor, size, and how much of it (from the start) is known to be warm.
+
+    A fresh page costs several times a warm one. :meth:`prefault` pays that in a thread of low
+    priority, through a mapping that is dropped at once, so that the server's own size stays small.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = open_memory(name, nbytes)
+        self._lock = threading.Lock()
+        self._warm = 0
+        self._target = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def warm(self) -> int:
+        """Bytes from the start that have been touched once."""
+        return self._warm
+
+    def touched(self, end: int) -> None:
+        """A client wrote up to ``end``."""
+        if end > self._warm:
+            with self._lock:
+                self._warm = max(self._warm, min(end, self.nbytes))
+
+    def prefault(self, target: int, done: Callable[[], None]) -> None:
+        """Make the first ``target`` bytes warm in the background, then call ``done``.
+
+        ``done`` is called from the thread. A running prefault is only extended.
+        """
+        with self._lock:
+            self._target = max(self._target, min(target, self.nbytes))
+            if self._closed or self._target <= self._warm or self._thread is not None:
+                return
+            self._thread = threading.Thread(
+                target=self._run, args=(done,), name="torchstore-prefault", daemon=True
+            )
+            self._thread.start()
+
+    def trim(self, start: int) -> int:
+        """Give the pages from ``start`` on back to the system; bytes given back.
+
+        Nothing there may be allocated. What is mapped there reads as zeros afterwards.
+        """
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            if self._closed or self._thread is not None or start >= self._warm:
+                return 0
+            given = self._warm - start
+            if not punch_hole(self.fd, start, given):
+                return 0
+            self._warm = self._target = start
+            return given
+
+    def close(self) -> None:
+        """Close the descriptor; a running prefault ends first (within one step)."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        os.close(self.fd)
+
+    def _run(self, done: Callable[[], None]) -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        except OSError:  # not permitted here: it only runs less politely
+            log.debug("prefault thread keeps its priority")
+        while True:
+            with self._lock:
+                start = self._warm & -mmap.PAGESIZE
+                size = min(_CHUNK, self._target - start)
+                if self._closed or self._warm >= self._target:
+                    self._thread = None
+                    break
+            if not self._populate(start, size):
+                with self._lock:
+                    self._target = self._warm
+                    self._thread = None
+                break
+            self.touched(start + size)
+        if not self._closed:
+            done()
+
+    def _populate(self, start: int, size: int) -> bool:
+        try:
+            address = map_shared(self.fd, size, start)
+        except OSError as error:
+            log.warning("prefault stopped: %s", error)
+            return False
+        try:
+            code = populate_write(address, size)
+            if code == errno.EINVAL:  # an older kernel: touch page by page
+                for at in range(0, size, mmap.PAGESIZE):
+                    # A read allocates the page without disturbing what a client may be writing.
+                    ctypes.string_at(address + at, 1)
+            elif code:  # out of memory, most likely: clients will see it when they write
+                log.warning("prefault stopped: %s", os.strerror(code))
+                return False
+            return True
+        finally:
+            unmap(address, size)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes at ``offset``, without mapping anything."""
+        return os.pread(self.fd, nbytes, offset)

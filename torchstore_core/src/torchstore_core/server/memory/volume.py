@@ -1,0 +1,90 @@
+"""A volume: the memory of one segment, and the server halves of the transports that reach it."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
+from torchstore_core.errors import ConfigurationError, PluginError, TransportUnavailableError
+from torchstore_core.machine import topology
+from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.server.memory.segment import SegmentMemory
+from torchstore_core.wire import messages as m
+
+__all__ = ["Volume", "default_capacity", "default_prefault"]
+
+log = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+
+
+class Volume:
+    """Memory of this process, served by every transport that can.
+
+    Args:
+        store_name: the store that it is part of.
+        index: its place in the store's list of volumes.
+        capacity: bytes.
+        registry: the plug-ins of this process.
+        directory: private one, for the sockets of transports.
+
+    Raises:
+        ConfigurationError: the capacity is less than a page.
+        StoreFullError: the system does not give so much address space.
+    """
+
+    def __init__(
+        self, store_name: str, index: int, capacity: int, registry: Registry, directory: str
+    ) -> None:
+        if capacity < 4096:
+            raise ConfigurationError(f"a capacity of {capacity} bytes a volume is too small")
+        self.id = f"{store_name}-{index}"
+        self.index = index
+        self.capacity = capacity
+        self.memory = SegmentMemory(self.id, capacity)
+        self._registry = registry
+        self._context = ServerContext(store_name, self.id, directory, topology.probe())
+        self._halves: list[TransportServer] = []
+
+    async def start(self) -> m.VolumeInfo:
+        """Bring up the server halves; what clients are told. A broken transport is left out."""
+        offers: dict[str, bytes] = {}
+        segment = Segment(0, self.memory.fd, self.capacity)
+        for spec in self._registry.transports():
+            if spec.server is None:
+                continue
+            try:
+                if spec.probe is not None and spec.probe() is not None:
+                    continue
+                half: TransportServer = load_class(spec.server)()
+                offer: object = await half.start(self._context, [segment])
+                self._halves.append(half)
+                if not isinstance(offer, bytes):
+                    raise PluginError(f"its offer is a {type(offer).__qualname__}, not bytes")
+                offers[spec.name] = offer
+            except TransportUnavailableError as error:
+                log.debug("transport %s is not served here: %s", spec.name, error)
+            except Exception as error:  # noqa: BLE001 - a broken transport must not end the others
+                log.warning("transport %s is not served: %r", spec.name, error)
+        here = self._context.topology
+        return m.VolumeInfo(self.id, self.index, os.getpid(), here, self.capacity, offers)
+
+    async def close(self) -> None:
+        """Stop serving and release the memory; what clients have mapped stays. Idempotent."""
+        halves, self._halves = self._halves, []
+        for half in halves:
+            await half.close()
+        self.memory.close()
+
+
+def default_capacity() -> int:
+    """Half of the memory this process may use, in bytes."""
+    return topology.memory_limit_bytes() // 2
+
+
+def default_prefault(capacity: int) -> int:
+    """Bytes to warm at the start: up to 1 GiB, at most half of the capacity and an eighth of the
+    memory limit.
+    """
+    return min(_GIB, capacity // 2, topology.memory_limit_bytes() // 8)

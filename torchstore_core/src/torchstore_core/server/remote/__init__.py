@@ -1,0 +1,1 @@
+"""What is on other hosts: relays of clients, volumes in other processes."""

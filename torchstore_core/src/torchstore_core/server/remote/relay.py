@@ -1,0 +1,226 @@
+"""The relay: a Unix socket on a host where the server is not. See ``server.relaying``."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from torchstore_core.errors import ProtocolError
+from torchstore_core.machine.directories import PrivateDirectory
+from torchstore_core.machine.processes import DeathWatch, Process, pid_namespace
+from torchstore_core.server.remote.uplinks import EXPIRE_S, Said, Told, ToldList
+from torchstore_core.server.serving.listening import Listener, speaking
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import FrameReader
+
+__all__ = ["Relay", "Uplink"]
+
+log = logging.getLogger(__name__)
+
+# A relay gives up after this part of ``expire_s``: it must do so before the server does.
+_GIVE_UP = 2 / 3
+
+
+class Uplink(Protocol):
+    """The engine's calls to ``relaying.Uplinks`` of the server, see there.
+
+    The calls reach the server in the order in which they are made; ``exchange`` sends before it
+    returns. What they raise ends the relay.
+    """
+
+    def exchange(self, said: bytes) -> Awaitable[bytes]:
+        """``Uplinks.exchange``, with this relay's token."""
+
+    def poll(self) -> Awaitable[bytes]:
+        """``Uplinks.poll``, with this relay's token."""
+
+
+class Relay:
+    """Listens for clients of this host and carries what they say.
+
+    Args:
+        uplink: open.
+        directory: where to put the socket.
+        lost: called once when the server cannot be reached any more.
+        before_close: see ``Server.before_close``.
+        expire_s: the one of the server's :class:`~torchstore_core.server.remote.uplinks.Uplinks`.
+            When a poll is not answered for two thirds of it, the server is gone.
+    """
+
+    def __init__(
+        self,
+        uplink: Uplink,
+        directory: PrivateDirectory,
+        lost: Callable[[], None] = lambda: None,
+        before_close: Callable[[int], Awaitable[None]] | None = None,
+        *,
+        expire_s: float = EXPIRE_S,
+    ) -> None:
+        self._uplink = uplink
+        self._directory = directory
+        self._lost = lost
+        self.before_close = before_close
+        self._ids = itertools.count(1)
+        self._pipes: dict[int, _Pipe] = {}
+        self._listener = Listener(speaking(lambda pid: _Pipe(self, pid)))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outbox: list[Said] = []
+        self._patience_s = expire_s * _GIVE_UP
+        self._alive_until = time.monotonic() + self._patience_s
+        self._closed = False
+
+    async def start(self) -> str:
+        """Begin to listen; the address to connect to."""
+        path = self._directory.control
+        self._listener.open(path)
+        self._spawn(self._poll())
+        return f"unix:{path}"
+
+    @property
+    def valid(self) -> bool:
+        """Whether the server surely still keeps what clients here hold."""
+        return not self._closed and time.monotonic() < self._alive_until
+
+    def close(self) -> None:
+        """Stop; every connection ends. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._listener.close()
+        for pipe in list(self._pipes.values()):
+            pipe.close()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    # ---- pipes ----------------------------------------------------------------------------
+
+    def opened(self, pipe: _Pipe) -> int:
+        """A client has connected: the number of the connection."""
+        conn = next(self._ids)
+        self._pipes[conn] = pipe
+        return conn
+
+    def say(self, said: Said) -> None:
+        """Carry it, together with what else comes in this turn of the loop."""
+        if self._closed:
+            return
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(said)
+
+    def gone(self, conn: int, pid: int) -> None:
+        """A connection has closed."""
+        self._pipes.pop(conn, None)
+        self._listener.freed()
+        if not self._closed:
+            self._spawn(self._say_closed(conn, pid))
+
+    async def _say_closed(self, conn: int, pid: int) -> None:
+        if self.before_close is not None and pid:
+            await self.before_close(pid)
+        self.say(Said(conn, closed=True))
+
+    # ---- the uplink -----------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        said, self._outbox = self._outbox, []
+        if said and not self._closed:
+            started = time.monotonic()
+            self._spawn(self._hear(self._uplink.exchange(msgspec.msgpack.encode(said)), started))
+
+    async def _poll(self) -> None:
+        while not self._closed:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await self._hear(self._uplink.poll(), time.monotonic())
+            except TimeoutError:  # an engine may wait for ever for what is dead
+                self._give_up(TimeoutError(f"it was silent for {self._patience_s} s"))
+
+    async def _hear(self, answer: Awaitable[bytes], started: float) -> None:
+        try:
+            told = ToldList.decode(await answer)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises, the server is gone
+            self._give_up(error)
+            return
+        self._alive_until = max(self._alive_until, started + self._patience_s)
+        for one in told:
+            self._tell(one)
+
+    def _tell(self, one: Told) -> None:
+        pipe = self._pipes.get(one.conn)
+        if pipe is None:
+            return
+        if one.frame:
+            pipe.send(one.frame)
+        if one.close:
+            pipe.close()
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._closed:
+            log.info("the server cannot be reached any more: %s", error)
+            self.close()
+            self._lost()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Pipe(asyncio.Protocol):
+    """A client's connection to the relay."""
+
+    def __init__(self, relay: Relay, pid: int) -> None:
+        self._relay = relay
+        self._reader = FrameReader(m.MAX_FRAME)
+        self._transport: asyncio.Transport | None = None
+        self._conn = 0
+        self._pid = pid
+        self._watch: DeathWatch | None = None
+        self._process: Process | None = None  # until the server knows it
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._conn = self._relay.opened(self)
+        self._process = Process(self._pid, pid_namespace()) if self._pid else None
+        self._watch = DeathWatch(self._pid, self._process_died)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._conn:
+            return
+        try:
+            for body in self._reader.feed(data):
+                self._relay.say(Said(self._conn, body, process=self._process))
+                self._process = None
+        except ProtocolError as error:
+            log.warning("a client sent something unreadable: %s", error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._transport = None
+        if self._conn:
+            self._relay.gone(self._conn, self._pid)
+
+    def send(self, frame: bytes) -> None:
+        """Send unless the connection is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame)
+
+    def close(self) -> None:
+        """Send what is buffered, then close."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _process_died(self) -> None:
+        self._relay.say(Said(self._conn, died=True))

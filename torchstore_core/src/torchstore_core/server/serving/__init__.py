@@ -1,0 +1,1 @@
+"""How clients of this host are served: sockets, conversations, replies, the journal."""

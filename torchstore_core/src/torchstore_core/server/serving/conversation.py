@@ -1,0 +1,299 @@
+"""What one client says and is told, whatever carries it: frames in, controller asked, frames out.
+
+Whatever comes in can only end this conversation, never the server or anybody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchstore_core.errors import (
+    ProtocolError,
+    StoreClosedError,
+    StoreFullError,
+    TorchStoreError,
+)
+from torchstore_core.machine.processes import Process
+from torchstore_core.machine.topology import Topology
+from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index.records import SessionRecord, Waiter
+from torchstore_core.server.serving.sending import Sender
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import decode_request
+
+if TYPE_CHECKING:
+    from torchstore_core.server.server import Server
+
+__all__ = ["Conversation"]
+
+log = logging.getLogger(__name__)
+
+# Waits that one conversation may have open; a client has one per awaiting task.
+_MAX_WAITERS = 100_000
+
+
+class Conversation:
+    """Server side of an anchor, a lane, or a volume's line.
+
+    Args:
+        write: takes a frame that is to be sent.
+        end: close the pipe once that is sent.
+        via: where the relay is that carries it, if one does.
+        process: at the other end of that relay's socket, if that is known.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        write: Callable[[bytearray], None],
+        end: Callable[[], None],
+        via: Topology | None = None,
+        process: Process | None = None,
+    ) -> None:
+        self._server = server
+        self._sender = Sender(write)
+        self.send = self._sender.send
+        self.pause = self._sender.pause
+        self.resume = self._sender.resume
+        self.end = end
+        self._via = via
+        self._process = process
+        self._session: SessionRecord | None = None
+        self._volume = -1
+        self._anchor = False
+        self._waiters: dict[int, Waiter] = {}
+        server.conversations.add(self)
+
+    @property
+    def greeted(self) -> bool:
+        """Whether it is known who is at the other end."""
+        return self._session is not None or self._volume >= 0
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether it is a session's anchor (its janitor thread reads it), not a lane."""
+        return self._anchor
+
+    @property
+    def is_volume(self) -> bool:
+        """Whether a volume is at the other end."""
+        return self._volume >= 0
+
+    def hear(self, body: bytes) -> None:
+        """Answer one message. What cannot be answered ends the conversation."""
+        try:
+            self._handle(decode_request(body))
+        except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.refuse(str(error))
+        except StoreClosedError as error:
+            self.refuse(error.message, error.code)
+        except RecursionError:
+            self.refuse("message is nested too deeply")
+
+    def refuse(self, why: str, code: str = ProtocolError.code) -> None:
+        """Say why, and end."""
+        self.send(m.Failure(0, code, f"{why}; closing this connection"))
+        self.end()
+
+    def process_died(self) -> None:
+        """The client's process is dead, but a forked child of it, which still reads what it
+        inherited, may keep the pipe open: nobody is left to commit the unfinished puts.
+        """
+        session = self._session
+        if session is not None:
+            self._server.died(session)
+            self._server.controller.end_session(session)
+            if session.facts.role:  # it reads nothing, so its forked children do not, either
+                self._server.controller.close_session(session)
+
+    def ended(self, why: str = "its connection has closed") -> None:
+        """The other end has closed the pipe: undo what was held through it. Idempotent."""
+        self._end(why, lambda session: self._server.controller.close_session(session))
+
+    def cut_off(self, why: str) -> None:
+        """The relay is gone; the client may live, and read what it has mapped. Idempotent."""
+        self._end(why, lambda session: self._server.orphans.take(session, self._process))
+
+    def _end(self, why: str, close_session: Callable[[SessionRecord], None]) -> None:
+        if self not in self._server.conversations:
+            return
+        self._server.conversations.discard(self)
+        # The pipe refers to this and this to the pipe: what was held is free at once, not when the
+        # collector comes.
+        self._sender.close()
+        self.end = _nothing
+        for waiter in self._waiters.values():
+            self._server.controller.waiting.forget(waiter)
+        self._waiters.clear()
+        if self._volume >= 0:
+            self._server.volume_ended(self._volume, why)
+        if self._session is not None:
+            if self._anchor:
+                self._server.left(self._session, why)
+                close_session(self._session)
+            else:
+                self._session.lanes -= 1
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def _handle(self, request: m.Request) -> None:
+        if isinstance(request, m.Hello):
+            self._hello(request)
+            return
+        if isinstance(request, m.Attach):
+            self._attach(request)
+            return
+        if self._volume >= 0:
+            match request:
+                case m.Warm():
+                    self._server.volume_warmed(self._volume, request)
+                case m.Died():
+                    self._server.process_ended(request)
+                case _:
+                    raise ProtocolError(f"a volume does not send {type(request).__name__}")
+            return
+        if self._session is None:
+            raise ProtocolError("the first message must be a Hello")
+        if self._session.token not in self._server.controller.sessions:
+            # The anchor is gone, and what the session held with it: nothing new may be held.
+            raise StoreClosedError("this session has ended")
+        try:
+            reply = self._answer(request, self._session)
+        except StoreFullError as error:
+            if self._server.when_trimmed(lambda: self._again(request)):
+                return
+            self._server.refusals.refused(self._session, error)
+            reply = _failure(request, error)
+        except TorchStoreError as error:
+            reply = _failure(request, error)
+        except Exception:
+            log.exception("request failed: %s", type(request).__name__)
+            text = f"the server failed on {type(request).__name__}; its log has the traceback"
+            reply = m.Failure(getattr(request, "id", 0), TorchStoreError.code, text)
+        if reply is not None:
+            self.send(reply)
+
+    def _again(self, request: m.Request) -> None:
+        """Answer a request that had to wait."""
+        if self in self._server.conversations:
+            try:
+                self._handle(request)
+            except StoreClosedError as error:
+                self.refuse(error.message, error.code)
+
+    def _hello(self, hello: m.Hello) -> None:
+        self._check_first("client", hello.protocol)
+        controller = self._server.controller
+        try:
+            if hello.session:
+                session = controller.join_session(hello.session)
+                session.lanes += 1
+            else:
+                session = controller.open_session(hello.facts, hello.topology)
+                self._anchor = True
+                self._server.joined(session)
+        except TorchStoreError as error:
+            self.send(m.Failure(hello.id, error.code, error.message))
+            self.end()
+            return
+        self._session = session
+        self.send(self._server.welcome(hello.id, session.token, self._via))
+
+    def _attach(self, request: m.Attach) -> None:
+        self._check_first("volume", request.protocol)
+        try:
+            self._server.volume_attached(request.info, self.send)
+        except TorchStoreError as error:
+            self.send(m.Failure(request.id, error.code, error.message))
+            self.end()
+            return
+        self._volume = request.info.index
+        self.send(m.Done(request.id))
+
+    def _check_first(self, who: str, protocol: int) -> None:
+        if self.greeted:
+            raise ProtocolError("a connection has one Hello")
+        if protocol != m.PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"{who} speaks protocol {protocol}, this server {m.PROTOCOL_VERSION}; "
+                "install the same torchstore-core on both sides"
+            )
+
+    def _answer(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
+        controller = self._server.controller
+        controller.operations[type(request)] += 1
+        match request:
+            case m.Put():
+                versions, grants = controller.put(session, request)
+                if grants is not None:
+                    return m.Granted(request.id, grants)
+                return m.Committed(request.id, versions)
+            case m.Locate():
+                entries, leased = controller.locate(session, request)
+                return m.Located(request.id, entries, leased)
+            case m.Fetch():
+                return controller.fetch(session, request)
+            case m.Commit():
+                return m.Committed(request.id, controller.commit(session, request.txn))
+            case m.Release():
+                controller.release(session, request.leases, request.parts, remember=self._anchor)
+            case m.Abort():
+                controller.abort(session, request.txns, remember=self._anchor)
+            case m.Keep():
+                session.keeps_memory = True
+            case m.Delete():
+                return m.Deleted(request.id, controller.delete(request.keys, request.strict))
+            case m.Exists():
+                return m.Flags(request.id, controller.exists(request.keys))
+            case m.Keys():
+                return m.KeyList(request.id, controller.keys(request.prefix))
+            case m.Wait():
+                self._wait(request)
+            case m.Cancel():
+                self._sender.cancel(request.request)
+                waiter = self._waiters.pop(request.request, None)
+                if waiter is not None:
+                    controller.waiting.forget(waiter)
+            case m.Unmet():
+                unmet = controller.waiting.unmet(request.keys, request.min_version)
+                return m.UnmetKeys(request.id, unmet)
+            case m.Versions():
+                return m.Committed(request.id, controller.catalog.versions(request.key))
+            case m.Stat():
+                return looking.stat(controller.catalog, controller.volumes, request)
+            case m.List():
+                listed, pending, more = looking.listing(
+                    controller.catalog, controller.volumes, request.prefix, request.after
+                )
+                return m.Listing(request.id, listed, more, pending)
+            case m.Status():
+                return self._server.status(request.id)
+            case m.Shutdown():
+                self._server.stop_soon()
+                return m.Done(request.id)
+        return None
+
+    def _wait(self, request: m.Wait) -> None:
+        if len(self._waiters) >= _MAX_WAITERS or request.id in self._waiters:
+            raise ProtocolError("too many waits on one connection, or their ids repeat")
+
+        def reply(versions: list[int]) -> None:
+            self._waiters.pop(request.id, None)
+            self.send(m.Committed(request.id, versions))
+
+        waiter = self._server.controller.waiting.add(request.keys, request.min_version, reply)
+        if waiter is not None:
+            self._waiters[request.id] = waiter
+
+
+def _nothing() -> None:
+    """It is closed already."""
+
+
+def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:
+    number: int = getattr(request, "id", 0)
+    return m.Failure(number, error.code, error.message, error.key, error.details)

@@ -1,0 +1,237 @@
+"""Listening sockets of this host that wait, instead of spinning, when descriptors are used up.
+
+A listening socket that cannot be accepted from stays readable: an event loop that goes on watching
+it is a busy loop, and one that closes what it cannot serve sends clients away who could have
+waited. So nobody accepts while there are no descriptors, whoever connects waits in the backlog for
+as long as it likes, and accepting goes on by itself when others have closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import stat
+import struct
+from collections.abc import Callable
+
+from torchstore_core.server.serving.journal import journal
+
+__all__ = ["Listener", "Take", "peer", "raise_descriptor_limit", "speaking"]
+
+log = logging.getLogger(__name__)
+
+#: Takes an accepted connection, and the process id at its other end (0: unknown).
+Take = Callable[[socket.socket, int], None]
+
+_BACKLOG = 512
+_ACCEPTED_AT_ONCE = 64
+# Descriptors that connections are not let in for: pidfds, hand-overs, files of the interpreter.
+_RESERVE = 32
+_LOOK_AGAIN_S = 0.25
+_CALM_S = 2.0
+
+
+class Listener:
+    """A Unix socket that lets in processes of this user.
+
+    Args:
+        take: given what was accepted.
+        keeps: connections stay; then accepting stops while some descriptors are left, for all else
+            that needs them. False if each is over before the next one.
+    """
+
+    def __init__(self, take: Take, *, keeps: bool = True) -> None:
+        self._take = take
+        self._keeps = keeps
+        self._path = ""
+        self._socket: socket.socket | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+        self._told = False  # that it had to pause: once, until it has been calm for a while
+
+    def open(self, path: str) -> None:
+        """Begin to listen at ``path``, on the running event loop. What a killed server left there
+        is replaced.
+
+        Raises:
+            OSError: as ``bind`` does.
+        """
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        _remove_stale(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(path)
+            os.chmod(path, 0o600)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        self._socket = listener
+        self._loop.add_reader(listener.fileno(), self._readable)
+
+    def close(self) -> None:
+        """Let nobody in any more; who is in stays. Idempotent."""
+        listener, self._socket = self._socket, None
+        if listener is None:
+            return
+        self._again(None)
+        if not self._paused:
+            self._loop.remove_reader(listener.fileno())
+        listener.close()
+
+    def freed(self) -> None:
+        """A connection is closing: its descriptor is free in the loop's next turn."""
+        if self._paused:
+            self._loop.call_soon(self._look)
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            if self._socket is None:
+                return
+            try:
+                accepted, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._pause(error.errno)
+                    return
+                log.debug("accept: %s", error)  # it has gone again
+                continue
+            number = accepted.fileno()
+            self._let_in(accepted)
+            if self._is_last(number):
+                self._pause(errno.EMFILE)
+                return
+
+    def _let_in(self, accepted: socket.socket) -> None:
+        pid, uid = peer(accepted)
+        if uid is not None and uid != os.getuid():
+            log.warning("refused a connection of uid %d", uid)
+            accepted.close()
+            return
+        self._take(accepted, pid)
+
+    def _is_last(self, number: int) -> bool:
+        """Whether the descriptors below the reserve are used up: each new one gets the lowest
+        number that is free.
+        """
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if not self._keeps or limit == resource.RLIM_INFINITY:
+            return False
+        return number >= limit - min(_RESERVE, limit // 8)
+
+    def _pause(self, why: int) -> None:
+        if self._socket is None:
+            return
+        self._paused = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._again(self._look, _LOOK_AGAIN_S)
+        if not self._told:
+            self._told = True
+            journal.warning(
+                "paused: %s; who connects to %s waits until there are. %s",
+                *(_EXHAUSTED[why][0], self._path, _EXHAUSTED[why][1]),
+            )
+
+    def _look(self) -> None:
+        """Go on accepting if there are descriptors."""
+        if self._socket is None or not self._paused:
+            return
+        try:
+            number = os.dup(self._socket.fileno())
+        except OSError:
+            short = True
+        else:
+            os.close(number)
+            short = self._is_last(number)
+        if short:
+            self._again(self._look, _LOOK_AGAIN_S)
+            return
+        self._paused = False
+        self._again(self._calm, _CALM_S)
+        self._loop.add_reader(self._socket.fileno(), self._readable)
+
+    def _calm(self) -> None:
+        self._timer = None
+        self._told = False
+        journal.info("resumed: there are file descriptors again for who connects to %s", self._path)
+
+    def _again(self, call: Callable[[], None] | None, after_s: float = 0.0) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if call is None else self._loop.call_later(after_s, call)
+
+
+_EXHAUSTED: dict[int, tuple[str, str]] = {
+    errno.EMFILE: (
+        "all file descriptors that this process may have are in use",
+        "For more, raise its limit: LimitNOFILE= of a systemd unit, or `ulimit -n`",
+    ),
+    errno.ENFILE: (
+        "all file descriptors of this system are in use",
+        "For more, raise the sysctl fs.file-max, or find out who has them all",
+    ),
+    errno.ENOBUFS: ("the system has no memory for sockets", "Free some memory"),
+    errno.ENOMEM: ("the system has no memory for sockets", "Free some memory"),
+}
+
+
+def speaking(make: Callable[[int], asyncio.BaseProtocol]) -> Take:
+    """Give each connection a protocol of its own; ``make`` is told the process id."""
+    connecting: set[asyncio.Task[None]] = set()
+
+    def take(accepted: socket.socket, pid: int) -> None:
+        task = asyncio.get_running_loop().create_task(_connect(accepted, lambda: make(pid)))
+        connecting.add(task)
+        task.add_done_callback(connecting.discard)
+
+    return take
+
+
+async def _connect(accepted: socket.socket, make: Callable[[], asyncio.BaseProtocol]) -> None:
+    accepted.setblocking(False)
+    try:
+        await asyncio.get_running_loop().connect_accepted_socket(make, accepted)
+    except OSError as error:
+        log.debug("a connection was lost as it began: %s", error)
+        accepted.close()
+
+
+def peer(sock: socket.socket) -> tuple[int, int | None]:
+    """Pid and uid at the other end; (0, None) where the platform cannot tell (the directory's mode
+    guards).
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0, None
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(pid), int(uid)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as it may give itself: a client takes at least
+    three of a server's, and the usual soft limit of 1,024 is for programs that call select(2).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:  # some systems promise more than they give
+            log.debug("the limit of file descriptors stays %d: %s", soft, error)
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    except FileNotFoundError:
+        return
