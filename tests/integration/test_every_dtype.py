@@ -17,7 +17,7 @@ from tests.support import bits
 
 import torchstore_core as ts
 from torchstore_core.clients.packed import header as packed_header
-from torchstore_core.clients.transfer import reading
+from torchstore_core.clients.transfer.targets import resolve
 from torchstore_core.clients.values.codec import decode_object, encode_object
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
@@ -110,7 +110,7 @@ def test_nor_are_they_read_if_another_release_has_stored_them(dtype: torch.dtype
     name = str(dtype).removeprefix("torch.")
     entry = m.Entry(1, TensorMeta(name, (64,)), 64 * dtype.itemsize, bytes(64 * dtype.itemsize))
     with pytest.raises(ts.UnsupportedValueError, match=rf"'k' has dtype '{name}'.*not stored"):
-        reading.resolve(0, 0, "k", entry)
+        resolve(0, 0, "k", entry)
     part = packed_header.TensorReference(0, 64 * dtype.itemsize, name, (64,))
     header = packed_header.Header((packed_header.Entry("w", b"", (part,)),), 1, "")
     with pytest.raises(ts.UnsupportedValueError, match=rf"'w' has dtype '{name}'.*not stored"):

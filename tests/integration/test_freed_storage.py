@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torchstore_core as ts
-from torchstore_core.clients.transfer import reading
+from torchstore_core.clients.transfer import executor
+from torchstore_core.clients.transfer.moves import get_batches
+from torchstore_core.clients.transfer.targets import Results, resolve
 from torchstore_core.clients.values.codec import decode_object, encode_object
 from torchstore_core.clients.values.tensors import storable
 from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext, Window
@@ -330,9 +332,10 @@ async def test_destinations_that_change_between_the_check_and_the_copy(
         into = base.t() if form == "strided" else base
         entry = m.Entry(1, TensorMeta("float32", tuple(into.shape)), into.numel() * 4)
         entry = msgspec.structs.replace(entry, grant=m.Grant(0, 0, SIZE - entry.nbytes))
-        target = reading.resolve(0, 0, "k", entry, into, cast=True)
+        target = resolve(0, 0, "k", entry, into, cast=True)
         change(into)
-        await reading._read_copies(made, [(target, target.pieces[0])], {}, {})
+        (batch,) = get_batches([target], Results())
+        await executor.by_link(made, batch)
         return into
 
     assert not (await read(lambda into: into)).any()

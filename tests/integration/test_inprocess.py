@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support import bits, free_port, running_store
 
 import torchstore_core as ts
 import torchstore_inprocess.transport as inprocess
+from torchstore_core.contracts.transport import Copy
 
 
 @asynccontextmanager
@@ -197,3 +199,37 @@ async def test_it_ends_with_its_server_and_leaves_nothing(server: ServerThread) 
         assert inprocess._served == {}
         with pytest.raises(ts.StoreClosedError):
             await client.put("k", torch.zeros(100_000))
+
+
+# ---- several volumes ------------------------------------------------------------------------
+
+
+async def test_several_volumes_are_written_and_read_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over a link without a window, whose transfers are let go on when four are under way."""
+    everyone: list[asyncio.Barrier] = []
+
+    class Together(inprocess.InProcessLink):
+        async def write(self, copies: Sequence[Copy]) -> None:
+            await everyone[0].wait()
+            await super().write(copies)
+
+        async def read(self, copies: Sequence[Copy]) -> None:
+            await everyone[0].wait()
+            await super().read(copies)
+
+    monkeypatch.setattr(inprocess, "InProcessLink", Together)
+    values = {f"k{i}": torch.full((100_000 + i,), float(i)) for i in range(4)}
+    with ServerThread(num_storage_volumes=4, strategy="spread") as server:
+        async with connected(server.address, block=["shm"]) as client:
+            everyone.append(asyncio.Barrier(1))
+            for key, value in values.items():
+                await client.put(key, value)
+            assert len({(await client.stat(key)).volume for key in values}) == 4
+            everyone[0] = asyncio.Barrier(4)
+            got = await asyncio.wait_for(client.get_batch(list(values)), 30)
+            assert all(torch.equal(got[key], value) for key, value in values.items())
+            into = {key: torch.zeros_like(value) for key, value in values.items()}
+            await asyncio.wait_for(client.get_batch(into), 30)
+            assert all(torch.equal(into[key], value) for key, value in values.items())

@@ -22,7 +22,7 @@ from tests.support import until
 from tests.unit.relays import Backstage
 
 from torchstore_core.clients.session.volume_links import VolumeLinks
-from torchstore_core.contracts.transport import Copy, Link, LinkContext, Segment, ServerContext
+from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
@@ -385,11 +385,10 @@ async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> 
 
     async def read() -> None:
         back = _buffer(CHUNK)
-
-        async def action(link: Link, _: object) -> None:
-            await link.read([Copy(back.data_ptr(), 0, 0, CHUNK)])
-
-        await links.attempt(CHUNK, action)
+        with links.in_use():
+            (candidate,) = links.candidates(CHUNK)
+            link = await links.connect(candidate)
+            await links.while_it_lives(link.read([Copy(back.data_ptr(), 0, 0, CHUNK)]))
 
     async def main() -> None:
         loops.append(weakref.ref(asyncio.get_running_loop()))

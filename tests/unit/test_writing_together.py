@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from tests.support import turn
 
-from torchstore_core.clients.transfer.writing import together
+from torchstore_core.clients.transfer.executor import together
 from torchstore_core.errors import TransportError
 
 

@@ -13,14 +13,13 @@ from torchstore_core.clients.session.lane import Lane
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import state_dicts
 from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
-from torchstore_core.clients.transfer import writing
-from torchstore_core.clients.transfer.operations import (
-    Putting,
-    Want,
-    asks_of,
-    check_version,
-    get_asks,
-    put_sources,
+from torchstore_core.clients.transfer.gets import Want, asks_of, check_version, get_asks
+from torchstore_core.clients.transfer.puts import Putting, put_sources
+from torchstore_core.clients.transfer.sources import (
+    Source,
+    check_key,
+    look_again,
+    prepare_all,
 )
 from torchstore_core.clients.values.sharding import TensorShard
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
@@ -134,14 +133,14 @@ class Client(KeyOperations):
         """The versions, by item."""
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version)
-        sources, counts = writing.prepare_all(items, allow_pickle=pickle_too)
+        sources, counts = prepare_all(items, allow_pickle=pickle_too)
         versions: list[int] = []
         if sources:
             nbytes = sum([source.nbytes for source in sources])
             here = self._here(clock)
             if here is None:
                 here = await self._join(clock)
-                writing.look_again(sources)
+                look_again(sources)
             session, lane = here
             versions = await put_sources(session, lane, sources, nbytes, clock, version=exact)
         if counts is not None:
@@ -162,7 +161,7 @@ class Client(KeyOperations):
         clock.version = exact = check_version(version)
         session, lane = self._here(clock) or await self._join(clock)
         planned = state_dicts.plan_put(
-            value, writing.check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
+            value, check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
         )
         return await _publish(session, lane, key, planned, clock, exact)
 
@@ -248,7 +247,7 @@ class Client(KeyOperations):
         asked = [asks_of(want) for want in wants]
         asks = [ask for parts in asked for ask in parts]
         session, lane = self._here(clock) or await self._join(clock)
-        result, entries = await get_asks(session, lane, asks, clock, pickle_too)
+        got, entries = await get_asks(session, lane, asks, clock, pickle_too)
         if asked[0]:
             clock.version = entries[0].version
         at = 0
@@ -256,7 +255,7 @@ class Client(KeyOperations):
             if parts and type(meta := entries[at].meta) is StateDictMeta:
                 dicts.append((len(values), entries[at].version, meta))
             # The very tensor that was given (a read writes into a detached alias of it).
-            values.append(result.values[at] if want.tensor is None else want.tensor)
+            values.append(got[at] if want.tensor is None else want.tensor)
             at += len(parts)
         for at, version, meta in dicts:
             fetched = await _get_dict(session, lane, wants[at], version, clock, pickle_too)
@@ -322,7 +321,7 @@ class Client(KeyOperations):
             session, lane = self._here(clock) or await self._join(clock)
             planned = state_dicts.plan_put(
                 state_dict,
-                writing.check_key(key),
+                check_key(key),
                 participants=participants,
                 participant=participant,
                 transfer_dtype=transfer_dtype,
@@ -389,7 +388,7 @@ class Client(KeyOperations):
             check_min_version(min_version)
             if exact and min_version is not None and min_version > exact:
                 raise ConfigurationError(f"version {exact} is below min_version {min_version}")
-            wanted = state_dicts.plan_get(writing.check_key(key), user_state_dict)
+            wanted = state_dicts.plan_get(check_key(key), user_state_dict)
             if min_version is not None:
                 await self._wait([key], min_version, clock)
             how = state_dicts.Filling(strict, cast, report, pickle_too)
@@ -403,7 +402,7 @@ async def _publish(
     session: Session,
     lane: Lane,
     key: str,
-    planned: tuple[list[writing.Source], m.Publication | None],
+    planned: tuple[list[Source], m.Publication | None],
     clock: Clock,
     version: int,
 ) -> ObjectRef:

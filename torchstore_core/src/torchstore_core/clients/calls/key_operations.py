@@ -11,7 +11,7 @@ from torchstore_core.clients.calls import observers as observing
 from torchstore_core.clients.calls import wait_errors as waited
 from torchstore_core.clients.calls.base import ClientBase
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.transfer import writing
+from torchstore_core.clients.transfer.sources import check_key
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
@@ -55,7 +55,7 @@ class KeyOperations(ClientBase):
         if any of it is lost. Raises what every operation does.
         """
         with self._watch("exists", timeout, key) as clock:
-            writing.check_key(key)
+            check_key(key)
             return (await self._call(clock, m.Flags, m.Exists, [key])).flags[0]
 
     async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
@@ -88,7 +88,7 @@ class KeyOperations(ClientBase):
             return clock.version
 
     async def _versions(self, clock: Clock, key: str) -> list[int]:
-        writing.check_key(key)
+        check_key(key)
         found = (await self._call(clock, m.Committed, m.Versions, key)).versions
         clock.version = found[-1] if found else 0
         return found
@@ -143,7 +143,7 @@ class KeyOperations(ClientBase):
             KeyNotFoundError: no such key.
         """
         with self._watch("stat", timeout, key) as clock:
-            writing.check_key(key)
+            check_key(key)
             found = await self._call(clock, m.Found, m.Stat, key)
             clock.version = found.version
             return found
@@ -184,7 +184,7 @@ def _several(clock: Clock, keys: list[str]) -> None:
     clock.entries = len(keys)
     clock.key = keys[0] if keys else ""
     for key in keys:
-        writing.check_key(key)
+        check_key(key)
 
 
 def _key_list(keys: Iterable[str]) -> list[str]:

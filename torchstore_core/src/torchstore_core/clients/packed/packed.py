@@ -56,7 +56,8 @@ from torchstore_core.clients.packed.header import Entry, Header, TensorReference
 from torchstore_core.clients.packed.packing import ME, Layout, Pair
 from torchstore_core.clients.state_dicts import nesting
 from torchstore_core.clients.state_dicts.nesting import Leaf
-from torchstore_core.clients.values.codec import decode_object
+from torchstore_core.clients.transfer.memory import copy_tensors
+from torchstore_core.clients.values.codec import NoValue, decode_object
 from torchstore_core.clients.values.sharding import ShardList, TensorShard
 from torchstore_core.clients.values.tensors import (
     check_destination,
@@ -70,7 +71,7 @@ from torchstore_core.values import ObjectMeta, TensorMeta
 __all__ = ["TensorReference", "TorchStoreStateDict", "pack"]
 
 
-class TorchStoreStateDict:
+class TorchStoreStateDict(NoValue):
     """A state dict in one contiguous blob; of sharded tensors the local part. See the module.
 
     Made by :meth:`from_state_dict`, :meth:`from_bytes` and :meth:`load`; or of its two parts,
@@ -95,6 +96,7 @@ class TorchStoreStateDict:
     """
 
     __slots__ = ("_allow_pickle", "_header", "_typed", "blob")
+    _refusal = "a packed state dict is a version of its own; put it alone"
 
     def __init__(self, header: bytes, blob: torch.Tensor, *, allow_pickle: bool = False) -> None:
         if (
@@ -393,7 +395,7 @@ class TorchStoreStateDict:
 async def pack(state_dict: Mapping[str, Any], *, allow_pickle: bool) -> TorchStoreStateDict:
     """:meth:`TorchStoreStateDict.from_state_dict` of CPU tensors, while the event loop goes on."""
     made, pairs = _place(packing.lay_out(state_dict, None, None, allow_pickle), allow_pickle)
-    await packing.copy(pairs)
+    await copy_tensors(ME, pairs)
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.clients.packed.header import ALIGNMENT, Entry, Header, TensorReference
 from torchstore_core.clients.state_dicts import nesting
+from torchstore_core.clients.transfer.memory import copy_tensors
 from torchstore_core.clients.values.codec import encode_object
 from torchstore_core.clients.values.sharding import (
     is_dtensor,
@@ -27,15 +28,12 @@ from torchstore_core.clients.values.tensors import (
     address_of,
     byte_like,
     dtype_name,
-    split_rows,
     storable,
-    strided_copy,
 )
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError
-from torchstore_core.machine import copying
 from torchstore_core.values import TensorSlice
 
-__all__ = ["ME", "Layout", "Pair", "box_of", "bytes_of", "copy", "copy_now", "cut", "is_tensor"]
+__all__ = ["ME", "Layout", "Pair", "box_of", "bytes_of", "copy_now", "cut", "is_tensor"]
 __all__ += ["lay_out", "memory_of", "new_blob", "parts_of", "unlike"]
 
 #: What errors call a packed state dict, which has no key yet.
@@ -178,36 +176,9 @@ def copy_now(pairs: Sequence[Pair]) -> None:
     on_host = [pair for pair in pairs if pair[0].is_cpu and pair[1].is_cpu]
     # A thread waits for the copy threads, as this one may run an event loop.
     with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(lambda: asyncio.run(copy(on_host)))
+        done = thread.submit(lambda: asyncio.run(copy_tensors(ME, on_host)))
         for target, source in pairs:  # where the user's current stream is the current one
             if not (target.is_cpu and source.is_cpu):
                 address_of(ME, target), address_of(ME, source)
                 byte_like(target).copy_(byte_like(source))
         done.result()
-
-
-async def copy(pairs: Iterable[Pair]) -> None:
-    """Copy all, on the copy threads, while the event loop goes on. CPU tensors only."""
-    pieces: list[copying.Piece] = []
-    strided: list[Pair] = []
-    total = 0
-    for target, source in pairs:
-        nbytes = source.nbytes
-        total += nbytes
-        to, of = address_of(ME, target), address_of(ME, source)
-        if target.is_contiguous() and source.is_contiguous():
-            pieces.append((to, of, nbytes))
-        else:
-            strided += split_rows(byte_like(target), byte_like(source), copying.CHUNK)
-    stream = total >= copying.STREAM_MIN
-    tasks = [strided_copy(to, of, stream=stream) for to, of in strided]
-    chunks = copying.plan(pieces, copying.chunk_size(total))
-    tasks += [_chunk(chunk, stream) for chunk in chunks]
-    await copying.run(tasks, total)
-
-
-def _chunk(chunk: list[copying.Piece], stream: bool) -> copying.Task:
-    def task() -> None:
-        copying.copy_pieces(chunk, stream=stream)
-
-    return task

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -99,39 +99,37 @@ class VolumeLinks:
         #: Why the volume's memory is gone for good; empty while it lives.
         self.lost = info.lost
 
-    async def attempt(self, nbytes: int, action: Callable[[Link, Candidate], Awaitable[T]]) -> T:
-        """Run ``action`` on the best link for ``nbytes``; a link that fails is dropped, loudly,
-        and the next bid gets its turn. One that cannot connect at this moment rests for a while;
-        it is tried all the same where nothing else is left.
-
-        Raises:
-            TransportNotReadyError: nothing else can move them; it may be possible later.
-            TransportUnavailableError: no link is left, or the volume is lost. ``details["volume"]``
-                is its index.
+    def candidates(self, nbytes: int) -> list[Candidate]:
+        """Which transports to try for so many bytes, the best first: those that rest for a while
+        only where nothing else is left.
         """
-        last: TransportError | None = None
-        with self._in_use():
-            order = self.ranking.order(nbytes, in_band=False)
-            for candidate in order or [rested.candidate for rested in self._resting.values()]:
-                try:
-                    link = await self._connected(candidate)
-                    if self.context.same_host:
-                        return await action(link, candidate)
-                    return await self._while_it_lives(action(link, candidate))
-                except TransportError as error:
-                    if self.lost:
-                        raise
-                    self._give_up(candidate, error)
-                    last = error
+        order = self.ranking.order(nbytes, in_band=False)
+        return order or [rested.candidate for rested in self._resting.values()]
+
+    def failed(self, candidate: Candidate, error: TransportError) -> None:
+        """A link that fails is dropped, loudly; one that cannot connect at this moment rests for a
+        while. Raises the error if the volume is lost.
+        """
+        if self.lost:
+            raise error
+        if isinstance(error, TransportNotReadyError):
+            self._rest(candidate, error)
+        else:
+            self._drop(candidate, error)
+
+    def none_left(self, nbytes: int, last: TransportError | None) -> TransportError:
+        """The error when no candidate could move them: TransportNotReadyError if it may be possible
+        later. ``details["volume"]`` is the index of the volume.
+        """
         if isinstance(last, TransportNotReadyError):
-            raise TransportNotReadyError(
+            return TransportNotReadyError(
                 f"volume {self.info.id} cannot be reached at this moment: {last.message}",
                 details={**last.details, "volume": self.info.index},
-            ) from last
+            )
         none_left = self.ranking.unavailable(nbytes)
-        raise self._unreachable(none_left.message, none_left.details)
+        return self._unreachable(none_left.message, none_left.details)
 
-    async def _while_it_lives(self, work: Awaitable[T]) -> T:
+    async def while_it_lives(self, work: Awaitable[T]) -> T:
         """Wait for a transfer to another host, which may never end if that has died: until then.
 
         Raises:
@@ -166,14 +164,14 @@ class VolumeLinks:
         if order and not self.lost:
             try:
                 async with asyncio.timeout(timeout) as limit:
-                    await self._connected(order[0])
+                    await self.connect(order[0])
             except TimeoutError:
                 if not limit.expired():
                     raise
                 why = TransportNotReadyError("the server is slow to let it connect")
                 self._rest(order[0], why, quietly=timeout is not None and timeout < _NO_NEWS_S)
             except TransportError as error:
-                self._give_up(order[0], error)
+                self.failed(order[0], error)
 
     def inline_max(self) -> int:
         """See ``Ranking.inline_max``. On a running event loop."""
@@ -188,7 +186,7 @@ class VolumeLinks:
         for link in links:
             window: object = link
             if isinstance(window, SupportsWindow):
-                with self._in_use():
+                with self.in_use():
                     window.window(segment)
                     window.prepare(segment, 0, nbytes, fresh=False)
 
@@ -218,7 +216,8 @@ class VolumeLinks:
 
     # ---- inside ---------------------------------------------------------------------------
 
-    async def _connected(self, candidate: Candidate) -> Link:
+    async def connect(self, candidate: Candidate) -> Link:
+        """The link of a transport; connected, if there is none yet."""
         spec = candidate.spec
         links = self._links
         if spec.loop_bound:
@@ -246,12 +245,6 @@ class VolumeLinks:
             self.ranking.restore(candidate)
             log.info("transport %r to volume %s is ready now", spec.name, self.info.id)
         return link
-
-    def _give_up(self, candidate: Candidate, error: TransportError) -> None:
-        if isinstance(error, TransportNotReadyError):
-            self._rest(candidate, error)
-        else:
-            self._drop(candidate, error)
 
     def _rest(
         self, candidate: Candidate, error: TransportNotReadyError, *, quietly: bool = False
@@ -286,11 +279,11 @@ class VolumeLinks:
 
     async def _retry(self, rested: _Resting) -> None:
         try:
-            with self._in_use():
-                await self._connected(rested.candidate)
+            with self.in_use():
+                await self.connect(rested.candidate)
         except TransportError as error:
             if not self.lost:
-                self._give_up(rested.candidate, error)
+                self.failed(rested.candidate, error)
         except StoreClosedError:
             log.debug("volume %s: nothing is tried any more", self.info.id)
 
@@ -307,7 +300,13 @@ class VolumeLinks:
         )
 
     @contextmanager
-    def _in_use(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
+        """While a transfer runs, links are not closed.
+
+        Raises:
+            TransportUnavailableError: the volume is lost.
+            StoreClosedError: this client was closed.
+        """
         with self._lock:
             if self.lost:
                 raise self._unreachable(f"it is gone ({self.lost})")

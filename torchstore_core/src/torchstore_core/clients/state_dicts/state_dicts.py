@@ -22,14 +22,15 @@ from torchstore_core.clients.state_dicts import nesting
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
 from torchstore_core.clients.state_dicts.nesting import Leaf
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties
-from torchstore_core.clients.transfer import reading, writing
-from torchstore_core.clients.transfer.operations import (
-    Leasing,
-    Putting,
-    Unreachable,
-    Want,
-    asks_of,
+from torchstore_core.clients.transfer.gets import Leasing, Reach, Want, asks_of
+from torchstore_core.clients.transfer.puts import Putting
+from torchstore_core.clients.transfer.sources import (
+    Source,
+    check_key,
+    prepare,
+    prepare_tensor,
 )
+from torchstore_core.clients.transfer.targets import Target, resolve
 from torchstore_core.clients.values.sharding import (
     TensorShard,
     is_dtensor,
@@ -42,7 +43,6 @@ from torchstore_core.clients.values.tensors import dtype_name
 from torchstore_core.errors import (
     ConfigurationError,
     LayoutMismatchError,
-    TransportError,
     UnsafeObjectError,
     UnsupportedValueError,
 )
@@ -132,7 +132,7 @@ def plan_put(
     keep: int | None = None,
     anonymous: str,
     allow_pickle: bool,
-) -> tuple[list[writing.Source], m.Publication | None]:
+) -> tuple[list[Source], m.Publication | None]:
     """Look at every entry once: what is to be stored, and as part of what; None: of nothing, for
     this rank is in no mesh of its DTensors.
 
@@ -159,7 +159,7 @@ def plan_put(
     outside = False
     places: dict[tuple[int, ...], tuple[int, ...]] = {}  # of TensorShards: mesh, place in it
     ties = Ties()
-    sources: list[writing.Source] = []
+    sources: list[Source] = []
     casts = CastPlan(transfer_dtype)
     for leaf in leaves:
         name, path, value = leaf.name, leaf.path, leaf.value
@@ -184,13 +184,13 @@ def plan_put(
         first = ties.find(value, len(sources))
         if first is not None and sources[first].meta == _meta_with(value, dtype):
             meta = sources[first].meta
-            sources.append(writing.Source(name, meta, 0, None, b"", None, path, first))
+            sources.append(Source(name, meta, 0, None, b"", None, path, first))
             continue
         try:
             if plain and dtype is None:
-                sources.append(writing.prepare_tensor(writing.check_key(name), value, path))
+                sources.append(prepare_tensor(check_key(name), value, path))
                 continue
-            made = writing.prepare(name, value, allow_pickle=allow_pickle, dtype=dtype)
+            made = prepare(name, value, allow_pickle=allow_pickle, dtype=dtype)
         except (UnsupportedValueError, LayoutMismatchError, UnsafeObjectError) as error:
             text = f"state dict {key!r}: {error.message}"
             raise type(error)(text, key=f"{key}/{name}") from error
@@ -216,7 +216,7 @@ def plan_put(
     return sources, group
 
 
-def _check_alone(key: str, sources: Sequence[writing.Source]) -> None:
+def _check_alone(key: str, sources: Sequence[Source]) -> None:
     """Who says that nobody else puts must have all of every tensor."""
     for source in sources:
         part = source.part
@@ -230,7 +230,7 @@ def _check_alone(key: str, sources: Sequence[writing.Source]) -> None:
             )
 
 
-def _global_nbytes(source: writing.Source) -> int:
+def _global_nbytes(source: Source) -> int:
     part, tensor = source.part, source.tensor
     if part is None or tensor is None:
         return source.nbytes
@@ -238,7 +238,7 @@ def _global_nbytes(source: writing.Source) -> int:
     return math.prod(part.global_shape) * itemsize
 
 
-def _digest(sources: Sequence[writing.Source]) -> str:
+def _digest(sources: Sequence[Source]) -> str:
     """Tells participants without a rank apart that hold different entries, or other shards."""
     places = ((s.key, "" if s.part is None else s.part.offsets) for s in sources)
     names = "\0".join(f"{name} {place}" for name, place in places)
@@ -367,12 +367,10 @@ async def fetch(
     Raises:
         LayoutMismatchError: ``how.strict`` and something does not match; nothing was written.
     """
-    unreachable = Unreachable()
+    reach = Reach()
     while True:
-        try:
-            return await _fetch(session, lane, key, version, wanted, clock, how, unreachable)
-        except TransportError as error:
-            unreachable.add(error)
+        with Leasing(session, lane, clock) as leasing, reach.watched():
+            return await _fetch(session, lane, key, version, wanted, clock, how, leasing, reach)
 
 
 async def _fetch(
@@ -383,55 +381,51 @@ async def _fetch(
     wanted: Wanted | None,
     clock: Clock,
     how: Filling,
-    unreachable: Unreachable,
+    leasing: Leasing,
+    reach: Reach,
 ) -> Fetched:
-    with Leasing(session, lane, clock) as leasing:
-        wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
-        request = m.Fetch(
-            lane.next_id(),
-            leasing.lease,
-            key,
-            version,
-            wants,
-            session.inline_max(),
-            unreachable.volumes,
-        )
-        try:
-            reply = await lane.call(request, m.Fetched, clock.left())
-            starts = leasing.granted(reply.entries, reply.leased)
-        except MessageTooLargeError:  # very many names: ask for all entries, and choose here
-            request = msgspec.structs.replace(request, id=lane.next_id(), wants=None)
-            reply = await lane.call(request, m.Fetched, clock.left())
-            starts = leasing.granted(reply.entries, reply.leased)
-            if wanted is not None:
-                reply, starts = _chosen(wanted, reply, starts)
-        if unreachable.volumes:
-            unreachable.check(reply.entries)
-        clock.phase("plan")
-        if how.report is not None:
-            how.report.version = reply.version
-        if wanted is None:
-            targets = _whole(reply, starts)
-        else:
-            found = how.report if how.report is not None else StateDictReport()
-            targets = _matching(wanted, reply, starts, found, cast=how.cast)
-            if found and how.strict:
-                raise LayoutMismatchError(
-                    f"{key!r} version {reply.version} does not match; nothing was written. {found}",
-                    key=key,
-                    details={
-                        "missing": found.missing,
-                        "unexpected": found.unexpected,
-                        "mismatched": found.mismatched,
-                    },
-                )
-            if found:
-                log.warning("%r version %d: %s", key, reply.version, found)
-        result = await leasing.read(targets, how.allow_pickle)
+    wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
+    request = m.Fetch(
+        lane.next_id(),
+        leasing.lease,
+        key,
+        version,
+        wants,
+        session.inline_max(),
+        reach.avoid,
+    )
+    try:
+        reply = await lane.call(request, m.Fetched, clock.left())
+        starts = leasing.granted(reply.entries, reply.leased)
+    except MessageTooLargeError:  # very many names: ask for all entries, and choose here
+        request = msgspec.structs.replace(request, id=lane.next_id(), wants=None)
+        reply = await lane.call(request, m.Fetched, clock.left())
+        starts = leasing.granted(reply.entries, reply.leased)
+        if wanted is not None:
+            reply, starts = _chosen(wanted, reply, starts)
+    reach.check(reply.entries)
+    clock.phase("plan")
+    if how.report is not None:
+        how.report.version = reply.version
     if wanted is None:
-        made = _rebuilt(key, reply, result.values)
+        targets = _whole(reply, starts)
     else:
-        made = _filled(wanted, targets, result.values)
+        found = how.report if how.report is not None else StateDictReport()
+        targets = _matching(wanted, reply, starts, found, cast=how.cast)
+        if found and how.strict:
+            raise LayoutMismatchError(
+                f"{key!r} version {reply.version} does not match; nothing was written. {found}",
+                key=key,
+                details={
+                    "missing": found.missing,
+                    "unexpected": found.unexpected,
+                    "mismatched": found.mismatched,
+                },
+            )
+        if found:
+            log.warning("%r version %d: %s", key, reply.version, found)
+    values = await leasing.read(targets, how.allow_pickle)
+    made = _rebuilt(key, reply, values) if wanted is None else _filled(wanted, targets, values)
     return Fetched(made, len(targets), reply.version)
 
 
@@ -450,11 +444,11 @@ def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.
     return chosen, [-1 if i is None else starts[i] for i in found]
 
 
-def _whole(reply: m.Fetched, starts: Sequence[int]) -> list[reading.Target]:
+def _whole(reply: m.Fetched, starts: Sequence[int]) -> list[Target]:
     """Targets for all entries, as new tensors and objects; tied ones once."""
     tied = {i for i, _ in reply.same_as}
     return [
-        reading.resolve(at, start, name, entry)
+        resolve(at, start, name, entry)
         for at, (name, entry, start) in enumerate(
             zip(reply.names, reply.entries, starts, strict=True)
         )
@@ -477,7 +471,7 @@ def _matching(
     report: StateDictReport,
     *,
     cast: bool,
-) -> list[reading.Target]:
+) -> list[Target]:
     """Targets for the entries that match; what does not, goes into the report.
 
     Destinations that share their memory are filled once, from the first of them that is stored.
@@ -488,7 +482,7 @@ def _matching(
     if reply.names:  # a leaf of which no piece is here was not asked for
         absent = {leaves[at].name for at in set(range(len(leaves))) - set(wanted.places)}
         report.unexpected = [name for name in reply.names if name not in absent]
-    targets: list[reading.Target] = []
+    targets: list[Target] = []
     missing: dict[int, int] = {}
     filled: dict[int, int] = {}
     failed = -1
@@ -503,7 +497,7 @@ def _matching(
         leaf = leaves[place]
         try:
             _check_kind(leaf, ask, entry)
-            target = reading.resolve(at, start, leaf.name, entry, ask.tensor, ask.part, cast=cast)
+            target = resolve(at, start, leaf.name, entry, ask.tensor, ask.part, cast=cast)
         except (LayoutMismatchError, UnsupportedValueError) as error:
             report.mismatched[leaf.name] = error.message.removesuffix("; nothing was written")
             failed = place
@@ -526,7 +520,7 @@ def _check_kind(leaf: Leaf, ask: Want, entry: m.Entry) -> None:
         )
 
 
-def _filled(wanted: Wanted, targets: Sequence[reading.Target], values: dict[int, Any]) -> Any:
+def _filled(wanted: Wanted, targets: Sequence[Target], values: dict[int, Any]) -> Any:
     """The reader's state dict with the values that are no tensors of its own."""
     new = {target.key: values[target.at] for target in targets if target.tensor is None}
     return nesting.replace(wanted.state_dict, wanted.leaves, new.get)

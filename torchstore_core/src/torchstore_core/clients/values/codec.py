@@ -24,7 +24,7 @@ import sys
 import threading
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -34,7 +34,7 @@ from torchstore_core.values import ObjectMeta
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["decode_object", "encode_object"]
+__all__ = ["NoValue", "decode_object", "encode_object"]
 
 MSGPACK = "msgpack"
 PICKLE = "pickle"
@@ -49,6 +49,13 @@ _ATOMS = frozenset((type(None), bool, float))
 _CONTAINERS = frozenset((list, tuple, dict, set, frozenset, bytearray))
 _encode = msgspec.msgpack.Encoder().encode
 _Ext = msgspec.msgpack.Ext
+
+
+class NoValue:
+    """A base of classes whose objects are no values that a key may have beside others."""
+
+    __slots__ = ()
+    _refusal: ClassVar[str]  # why not, and what to do
 
 
 class _NotExactError(Exception):

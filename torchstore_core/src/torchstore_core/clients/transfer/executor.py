@@ -1,0 +1,282 @@
+"""Carries out plans: the one place where bytes of values are moved.
+
+It owns staging, copy threads, streams of devices, and what runs at the same time. A link with a
+window is memory that is copied to and from here; any other link only takes batches of contiguous
+copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.transfer import cuda, mapping
+from torchstore_core.clients.transfer.moves import Batch, GetBatch, Rows, Run, TensorMove
+from torchstore_core.clients.transfer.targets import narrow
+from torchstore_core.clients.values.tensors import (
+    address_of,
+    byte_like,
+    split_rows,
+    strided_copy,
+    tensor_at,
+)
+from torchstore_core.contracts.transport import Copy, Link, SupportsMap, SupportsWindow
+from torchstore_core.errors import TransportError
+from torchstore_core.machine import copying
+
+__all__ = ["Moved", "by_link", "execute", "together"]
+
+T = TypeVar("T")
+
+# Up to this many bytes the volumes of this host have their turn one after the other: a task for
+# each would take longer.
+_ONE_BY_ONE = 1 << 20
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """What has become of a batch.
+
+    Args:
+        transport: its name; empty if the volume was lost meanwhile: the server knows what that
+            means for a put.
+        mappings: what was mapped of it instead of being copied.
+    """
+
+    batch: Batch
+    transport: str
+    mappings: Sequence[mapping.Mapped] = ()
+
+
+async def execute(session: Session, batches: Sequence[Batch]) -> list[Moved]:
+    """Move all batches, those of different volumes at the same time.
+
+    When it raises, cancellation included, no byte moves any more.
+
+    Raises:
+        TransportError: no link could move one of them.
+        UnsupportedValueError: a tensor has changed meanwhile.
+    """
+    if len(batches) == 1:
+        return [await _execute(session, batches[0])]
+    if sum([batch.nbytes for batch in batches]) <= _ONE_BY_ONE and all(
+        session.volumes[batch.volume].context.same_host for batch in batches
+    ):
+        return [await _execute(session, batch) for batch in batches]
+    return await together([_execute(session, batch) for batch in batches])
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """At the same time; when one fails, or the caller is cancelled, all have stopped."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _execute(session: Session, batch: Batch) -> Moved:
+    """Move a batch by the best link; by the next one, if it fails."""
+    links = session.volumes[batch.volume]
+    last: TransportError | None = None
+    try:
+        with links.in_use():
+            for candidate in links.candidates(batch.nbytes):
+                try:
+                    link = await links.connect(candidate)
+                    if batch.on_device:
+                        session.keep_memory()
+                    work = by_link(link, batch)
+                    if links.context.same_host:
+                        mapped = await work
+                    else:
+                        mapped = await links.while_it_lives(work)
+                    return Moved(batch, candidate.spec.name, mapped)
+                except TransportError as error:
+                    links.failed(candidate, error)
+                    last = error
+            raise links.none_left(batch.nbytes, last) from last
+    except TransportError:
+        if not (links.lost and batch.into_segment):
+            raise
+    return Moved(batch, "")
+
+
+async def by_link(link: Link, batch: Batch) -> Sequence[mapping.Mapped]:
+    """Move a batch over a link, by the best way that it has."""
+    mapped: Sequence[mapping.Mapped] = ()
+    if isinstance(batch, GetBatch):
+        if isinstance(link, SupportsMap):
+            mapped, batch = mapping.map_runs(link, batch)
+        if not batch.jobs:
+            return mapped
+    if isinstance(link, SupportsWindow):
+        await _by_window(link, batch)
+    else:
+        await _by_copies(link, batch)
+    return mapped
+
+
+# ---- links with a window ------------------------------------------------------------------
+
+
+async def _by_window(link: SupportsWindow, batch: Batch) -> None:
+    """Copy between memory and the segment: contiguous bytes in chunks over the copy threads, rows
+    as such, the rest by torch; what is on a device on its side stream.
+    """
+    device: list[tuple[torch.Tensor, torch.Tensor]] = []
+    await copying.run(_tasks(link, batch, device), batch.nbytes)
+    if device:
+        await cuda.transfer(device, link.window(batch.segment))
+
+
+def _tasks(
+    link: SupportsWindow, batch: Batch, device: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Iterator[copying.Task]:
+    """What the copy threads do. Pairs of tensors with one on a device are left to the caller."""
+    window = link.window(batch.segment)
+    base, into = window.address, batch.into_segment
+    stream = batch.nbytes >= copying.STREAM_MIN
+    size = copying.chunk_size(batch.nbytes)
+    runs: list[Run] = []
+    rows: list[Rows] = []
+    gathered = 0
+    for move in batch.moves(window.nbytes):
+        if len(move) == 3:
+            runs.append(move)
+            gathered += move[2]
+        elif not isinstance(move, TensorMove):
+            rows.append(move)
+            gathered += move[2] * move[3]
+        elif move.tensor.is_cpu:
+            for some in split_rows(*_pair(move, base, into), copying.CHUNK):
+                yield strided_copy(*some, stream=stream)
+        else:
+            device.append(_pair(move, base, into))
+        if gathered >= size:
+            yield from _chunks(link, batch, base, runs, rows, size)
+            runs, rows, gathered = [], [], 0
+    yield from _chunks(link, batch, base, runs, rows, size)
+
+
+def _chunks(
+    link: SupportsWindow,
+    batch: Batch,
+    base: int,
+    runs: Sequence[Run],
+    rows: Sequence[Rows],
+    size: int,
+) -> Iterator[copying.Task]:
+    """Runs and rows as tasks of about ``size`` bytes."""
+    stream = batch.nbytes >= copying.STREAM_MIN
+    if batch.into_segment:
+        pieces = [(base + offset, address, nbytes) for address, offset, nbytes in runs]
+        grids = [
+            (base + offset, address, nbytes, count, there, here)
+            for address, offset, nbytes, count, here, there in rows
+        ]
+    else:
+        pieces = [(address, base + offset, nbytes) for address, offset, nbytes in runs]
+        grids = [
+            (address, base + offset, nbytes, count, here, there)
+            for address, offset, nbytes, count, here, there in rows
+        ]
+    for chunk in copying.cut(pieces, size):
+        yield _run_task(link, batch, base, chunk, stream)
+    for some in copying.cut_grids(grids, size):
+        yield _row_task(link, batch, base, some, stream)
+
+
+def _run_task(
+    link: SupportsWindow, batch: Batch, base: int, chunk: list[copying.Piece], stream: bool
+) -> copying.Task:
+    segment, into = batch.segment, batch.into_segment
+    side = 0 if into else 1
+    low = min([piece[side] for piece in chunk]) - base
+    high = max([piece[side] + piece[2] for piece in chunk]) - base
+    nbytes = sum([piece[2] for piece in chunk])
+
+    def task() -> None:
+        # A batch lies in one run, so a chunk is one range; when it is not, faults do the work.
+        if 0 < high - low <= nbytes + nbytes // 2:
+            link.prepare(segment, low, high - low, fresh=into)
+        copying.copy_pieces(chunk, stream=stream)
+
+    return task
+
+
+def _row_task(
+    link: SupportsWindow, batch: Batch, base: int, grids: list[copying.Grid], stream: bool
+) -> copying.Task:
+    segment, into = batch.segment, batch.into_segment
+    side = 0 if into else 1
+    low = min([grid[side] for grid in grids]) - base
+    high = max([grid[side] + grid[2] + (grid[3] - 1) * grid[4 + side] for grid in grids]) - base
+    nbytes = sum([grid[2] * grid[3] for grid in grids])
+
+    def task() -> None:
+        # Shards of columns touch every page of the rows that they are part of.
+        if 0 < high - low <= 8 * nbytes:
+            link.prepare(segment, low, high - low, fresh=into)
+        copying.copy_grids(grids, stream=stream)
+
+    return task
+
+
+def _pair(move: TensorMove, base: int, into: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target and source of a move, as tensors of one shape."""
+    tensor = move.tensor
+    stored = tensor_at(base + move.offset, move.shape, move.dtype)
+    if move.box is not None:
+        stored = narrow(stored, move.box)
+    if tensor.dtype is move.dtype:
+        tensor = byte_like(tensor)
+    else:
+        stored = stored.view(move.dtype)
+    return (stored, tensor) if into else (tensor, stored)
+
+
+# ---- other links --------------------------------------------------------------------------
+
+
+async def _by_copies(link: Link, batch: Batch) -> None:
+    """One batch of contiguous copies; what is not contiguous here goes through memory that is."""
+    segment = batch.segment
+    copies: list[Copy] = []
+    staged: list[tuple[TensorMove, torch.Tensor]] = []
+    for move in batch.moves(None):
+        if not isinstance(move, TensorMove):
+            copies.append(Copy(move[0], segment, move[1], move[2]))
+            continue
+        packed = _packed(move) if batch.into_segment else _empty(move)
+        staged.append((move, packed))
+        address = address_of(move.key, packed)
+        for offset, nbytes in move.runs():
+            copies.append(Copy(address, segment, offset, nbytes))
+            address += nbytes
+    if batch.into_segment:
+        await link.write(copies)
+        return
+    await link.read(copies)
+    for move, packed in staged:
+        address_of(move.key, move.tensor)  # it may have changed meanwhile
+        if move.tensor.dtype is packed.dtype:
+            byte_like(move.tensor).copy_(byte_like(packed))
+        else:
+            move.tensor.copy_(packed)
+
+
+def _packed(move: TensorMove) -> torch.Tensor:
+    """What is to be stored, in contiguous memory of this process."""
+    packed = move.tensor.cpu().to(move.dtype)
+    return packed if packed.is_contiguous() else byte_like(packed).contiguous()
+
+
+def _empty(move: TensorMove) -> torch.Tensor:
+    """Memory for what is to be read."""
+    return torch.empty(tuple(move.tensor.shape), dtype=move.dtype, device="cpu")

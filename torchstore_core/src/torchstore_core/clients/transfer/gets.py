@@ -1,0 +1,246 @@
+"""The steps of a get, on an open session and lane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.transfer import executor
+from torchstore_core.clients.transfer.moves import get_batches
+from torchstore_core.clients.transfer.sources import check_key
+from torchstore_core.clients.transfer.targets import Results, Target, resolve
+from torchstore_core.clients.values.sharding import is_sharded, local_parts
+from torchstore_core.clients.values.tensors import plain_slice
+from torchstore_core.errors import (
+    ConfigurationError,
+    LayoutMismatchError,
+    TorchStoreError,
+    TransportError,
+    UnsupportedValueError,
+    VersionGoneError,
+)
+from torchstore_core.values import ObjectRef, Request, TensorSlice
+from torchstore_core.wire import messages as m
+
+__all__ = ["Leasing", "Reach", "Want", "asks_of", "check_version", "get_asks"]
+
+# The server answers requests on up to this many entries faster than a task switch takes.
+_QUICK_ENTRIES = 32
+
+
+class Want(msgspec.Struct, frozen=True, gc=False):
+    """One value that is wanted, or a ``part`` of it. ``tensor``: to be filled; until
+    :func:`asks_of` it may be sharded.
+    """
+
+    key: str
+    version: int
+    tensor: Any
+    part: TensorSlice | None
+
+    def wire(self) -> m.Want:
+        """As a message says it."""
+        part = self.part
+        if part is None:
+            return m.Want(self.key, self.version)
+        return m.Want(self.key, self.version, (part.offsets, part.local_shape))
+
+    @classmethod
+    def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> Want:
+        if part is not None and not isinstance(part, TensorSlice):
+            raise UnsupportedValueError(
+                f"tensor_slice_spec is a TensorSlice, not a {type(part).__qualname__}"
+            )
+        if part is not None:
+            part = plain_slice(str(what), part)
+        if isinstance(what, ObjectRef):
+            return cls(check_key(what.key), _exact(what.key, what.version), tensor, part)
+        if isinstance(what, Request):
+            version = 0 if what.version is None else _exact(what.key, what.version)
+            if part is None and what.tensor_slice is not None:
+                part = plain_slice(what.key, what.tensor_slice)
+            return cls(check_key(what.key), version, tensor, part)
+        return cls(check_key(what), 0, tensor, part)
+
+
+def asks_of(want: Want) -> list[Want]:
+    """What to ask of the server: one for each piece of a sharded destination, else the want itself.
+
+    Raises:
+        LayoutMismatchError, UnsupportedValueError: a destination that contradicts itself.
+    """
+    if want.tensor is None or not is_sharded(want.tensor):
+        return [want]
+    if want.part is not None:
+        raise LayoutMismatchError(
+            f"{want.key!r}: a {type(want.tensor).__name__} says itself which slice it is; give "
+            "either it or a tensor slice",
+            key=want.key,
+        )
+    return [
+        Want(want.key, want.version, local.tensor, local.part)
+        for local in local_parts(want.key, want.tensor)
+    ]
+
+
+def check_version(version: int | None) -> int:
+    """The version that a put asks for, or a get names; 0 for None.
+
+    Raises:
+        ConfigurationError: not a version.
+    """
+    if version is None:
+        return 0
+    if type(version) is not int or not 0 < version < 1 << 62:
+        raise ConfigurationError(f"a version is an int above 0 and below 2**62, not {version!r}")
+    return version
+
+
+def _exact(key: str, version: int) -> int:
+    """A version that may exist: 0 would ask the server for the newest."""
+    if not isinstance(version, int):
+        raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
+    if not 0 < version < 1 << 63:
+        raise VersionGoneError(f"there never was a version {version} of {key!r}", key=key)
+    return version
+
+
+async def get_asks(
+    session: Session, lane: Lane, asks: Sequence[Want], clock: Clock, allow_pickle: bool
+) -> tuple[dict[int, Any], list[m.Entry]]:
+    """Locate and lease, check everything, then move bytes; give back what is not mapped.
+
+    Returns:
+        The values by position of their ask, and the entries.
+    """
+    if not asks:
+        return {}, []
+    wants = [ask.wire() for ask in asks]
+    quick = len(wants) <= _QUICK_ENTRIES
+    reach = Reach()
+    while True:
+        with Leasing(session, lane, clock) as leasing, reach.watched():
+            request = m.Locate(
+                lane.next_id(), leasing.lease, wants, session.inline_max(), reach.avoid
+            )
+            located = await lane.call(request, m.Located, clock.left(), quick=quick)
+            starts = leasing.granted(located.entries, located.leased)
+            reach.check(located.entries)
+            clock.phase("plan")
+            found = zip(asks, located.entries, starts, strict=True)
+            targets = [
+                resolve(at, start, ask.key, entry, ask.tensor, ask.part)
+                for at, (ask, entry, start) in enumerate(found)
+            ]
+            return await leasing.read(targets, allow_pickle), located.entries
+
+
+class Reach:
+    """Which volumes a get could not read from: it asks again, for copies elsewhere.
+
+    Attributes:
+        avoid: those volumes.
+    """
+
+    __slots__ = ("_errors", "avoid")
+
+    def __init__(self) -> None:
+        self.avoid: list[int] = []
+        self._errors: dict[int, TransportError] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """One try. A volume that fails for the first time is noted, and nothing is raised."""
+        try:
+            yield
+        except TransportError as error:
+            volume = error.details.get("volume")
+            if not isinstance(volume, int) or volume in self._errors:
+                raise
+            self._errors[volume] = error
+            self.avoid.append(volume)
+
+    def check(self, entries: Sequence[m.Entry | None]) -> None:
+        """Raises the error of a volume that entries still name: there is no copy elsewhere."""
+        if not self._errors:
+            return
+        for entry in entries:
+            if entry is None:
+                continue
+            grants = [entry.grant, *(part.grant for part in entry.parts or ())]
+            for grant in grants:
+                if grant is not None and grant.volume in self._errors:
+                    raise self._errors[grant.volume]
+
+
+class Leasing:
+    """A lease under way: left, what is not mapped is given back."""
+
+    def __init__(self, session: Session, lane: Lane, clock: Clock) -> None:
+        self._session = session
+        self._lane = lane
+        self._clock = clock
+        self._leased = True
+        self._count = 1
+        self._mapped: set[int] = set()
+        self.lease = session.next_id()
+
+    def __enter__(self) -> Leasing:
+        return self
+
+    def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
+        """The server has answered; the position of each entry's first value in the lease."""
+        self._leased = leased
+        starts: list[int] = []
+        count = 0
+        for entry in entries:
+            starts.append(count)
+            if entry is not None:
+                count += 1 if entry.parts is None else len(entry.parts)
+        self._count = count
+        return starts
+
+    async def read(self, targets: Sequence[Target], allow_pickle: bool) -> dict[int, Any]:
+        """Move the bytes; the values by position of their target. What was mapped keeps its part of
+        the lease until its tensors die.
+        """
+        seen = self._clock.seen
+        results = Results()
+        if self._leased:
+            batches = get_batches(targets, results)
+            results.waited = True
+            for moved in await self._clock.within(executor.execute(self._session, batches)):
+                for mapped in moved.mappings:
+                    positions = [target.pieces[0].position for target, _ in mapped.tensors]
+                    results.values.update({t.at: tensor for t, tensor in mapped.tensors})
+                    self._mapped.update(positions)
+                    self._session.hold(mapped.owner, self.lease, positions)
+                if seen is not None:
+                    volume = self._session.volumes[moved.batch.volume].info.id
+                    seen.moved(moved.batch.nbytes, moved.transport, (volume,))
+        if seen is not None:
+            pieces = [piece for target in targets for piece in target.pieces]
+            seen.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
+        values = results.finish(targets, allow_pickle=allow_pickle)
+        self._clock.phase("copy")
+        return values
+
+    def __exit__(self, *_: object) -> None:
+        if self._leased and len(self._mapped) < self._count:
+            _release(self._session, self._lane, self.lease, self._mapped, self._count)
+
+
+def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: int) -> None:
+    """Give back the lease, or all of it but what lives on in mapped tensors."""
+    rest = [at for at in range(count) if at not in mapped] if mapped else None
+    message = m.Release([lease]) if rest is None else m.Release([], [(lease, rest)])
+    try:
+        lane.send(message)
+    except TorchStoreError:
+        session.give_back(lease, rest)

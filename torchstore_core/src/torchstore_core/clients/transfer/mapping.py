@@ -1,0 +1,81 @@
+"""Zero-copy gets: what is large and contiguous is mapped instead of being copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchstore_core.clients.transfer.moves import GetBatch, contiguous_start
+from torchstore_core.clients.transfer.targets import Target
+from torchstore_core.clients.values.tensors import from_buffer
+from torchstore_core.contracts.transport import SupportsMap
+from torchstore_core.errors import TransportError
+
+__all__ = ["MAP_MIN", "Mapped", "map_runs"]
+
+#: Values from this size, in bytes, are mapped; smaller ones are copied out (a mapping costs about
+#: as much as copying this much, and a process has some 65,000 of them).
+MAP_MIN = 64 << 10
+# Mappable values whose gap is at most this many bytes share one mapping and one lease.
+_GROUP_GAP = 1 << 20
+
+
+class Mapped(NamedTuple):
+    """A private mapping, and the tensors on it, all of which keep ``owner`` alive."""
+
+    owner: object
+    tensors: list[tuple[Target, torch.Tensor]]
+
+
+def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetBatch]:
+    """Map what is large and contiguous, one mapping for neighbours: what was put together lies
+    together. Returns the mappings, and what is left to be copied.
+    """
+    rest = GetBatch(batch.volume, batch.segment, batch.results)
+    mappable: list[tuple[int, Target]] = []
+    for target, piece in batch.jobs:
+        start = None
+        if (
+            target.tensor is None
+            and target.codec is None
+            and piece.into is None
+            and piece.nbytes >= MAP_MIN
+        ):
+            start = contiguous_start(piece, target.dtype.itemsize)
+        if start is None:
+            rest.add(target, piece)
+        else:
+            mappable.append((start, target))
+    if not mappable:
+        return (), batch
+    mappable.sort(key=lambda item: item[0])
+    found: list[Mapped] = []
+    begin = 0
+    for i in range(1, len(mappable) + 1):
+        if i < len(mappable):
+            before, previous = mappable[i - 1]
+            if mappable[i][0] - (before + previous.nbytes) <= _GROUP_GAP:
+                continue
+        run = mappable[begin:i]
+        begin = i
+        first = run[0][0]
+        end = max([start + target.nbytes for start, target in run])
+        try:
+            mapping = link.map(batch.segment, first, end - first)
+        except TransportError:  # out of mappings (vm.max_map_count): copying always works
+            for _, target in run:
+                rest.add(target, target.pieces[0])
+            continue
+        made = [
+            (
+                target,
+                from_buffer(
+                    mapping.owner, mapping.offset + start - first, target.shape, target.dtype
+                ),
+            )
+            for start, target in run
+        ]
+        found.append(Mapped(mapping.owner, made))
+    return found, rest

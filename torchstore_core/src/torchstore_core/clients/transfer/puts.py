@@ -1,0 +1,138 @@
+"""The steps of a put, on an open session and lane."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.transfer import executor
+from torchstore_core.clients.transfer.moves import put_batches
+from torchstore_core.clients.transfer.sources import Source, inline_bytes
+from torchstore_core.errors import StoreFullError, TorchStoreError
+from torchstore_core.wire import messages as m
+
+__all__ = ["Putting", "put_sources"]
+
+# The server answers requests on up to this many entries faster than a task switch takes.
+_QUICK_ENTRIES = 32
+R = TypeVar("R", bound=m.Message)
+
+
+async def put_sources(
+    session: Session,
+    lane: Lane,
+    sources: Sequence[Source],
+    nbytes: int,
+    clock: Clock,
+    *,
+    version: int = 0,
+    group: m.Publication | None = None,
+) -> list[int]:
+    """One message for small puts; else begin, write, commit. Undone if anything goes wrong.
+
+    Returns:
+        The versions, by source; of a state dict one.
+    """
+    if nbytes == 0 or nbytes <= session.inline_max():
+        items = [source.item(inline_bytes(source)) for source in sources]
+        put = m.Put(lane.next_id(), session.next_id(), items, version, group)
+        reply = await _begin(session, lane, put, m.Committed, clock)
+        clock.phase("plan")
+        if clock.seen is not None:
+            clock.seen.moved(nbytes, "inline")
+        return reply.versions
+    with Putting(session, lane, sources, clock, version, group) as putting:
+        await putting.begin()
+        await putting.write()
+        return await putting.commit()
+
+
+class Putting:
+    """A put in steps; left without a commit, it is undone."""
+
+    def __init__(
+        self,
+        session: Session,
+        lane: Lane,
+        sources: Sequence[Source],
+        clock: Clock,
+        version: int,
+        group: m.Publication | None,
+    ) -> None:
+        self._session = session
+        self._lane = lane
+        self._sources = sources
+        self.clock = clock
+        self._version = version
+        self._group = group
+        self._txn = session.begin()
+        self._grants: list[m.Grant | None] = []
+        self._done = False
+
+    def __enter__(self) -> Putting:
+        return self
+
+    async def begin(self) -> None:
+        """Memory is granted."""
+        items = [source.item(None if source.nbytes else b"") for source in self._sources]
+        put = m.Put(self._lane.next_id(), self._txn, items, self._version, self._group)
+        granted = await _begin(self._session, self._lane, put, m.Granted, self.clock)
+        self._grants = granted.grants
+        self.clock.phase("plan")
+
+    async def write(self) -> None:
+        """Move the bytes. Afterwards the sources may be changed."""
+        placed = [source for source in self._sources if source.nbytes]
+        if len(self._grants) > len(placed):  # a part as long as the first for each further copy
+            placed *= len(self._grants) // len(placed)
+        pairs = zip(placed, self._grants, strict=True)
+        batches = put_batches([(source, grant) for source, grant in pairs if grant is not None])
+        work = executor.execute(self._session, batches)
+        for moved in await self.clock.within(work, self._lane):
+            if self.clock.seen is not None and moved.transport:
+                volume = self._session.volumes[moved.batch.volume].info.id
+                self.clock.seen.moved(moved.batch.nbytes, moved.transport, (volume,))
+        self._sources = ()
+        self.clock.phase("copy")
+
+    async def commit(self) -> list[int]:
+        """Make it visible; the versions."""
+        commit = m.Commit(self._lane.next_id(), self._txn)
+        quick = len(self._grants) <= _QUICK_ENTRIES
+        done = await self._lane.call(commit, m.Committed, self.clock.left(), quick=quick)
+        self._done = True
+        self.clock.phase("commit")
+        return done.versions
+
+    def undo_with(self, owner: object) -> None:
+        """It is over when ``owner`` dies: a task whose event loop has closed never ends."""
+        weakref.finalize(owner, self._session.forsake, self._txn).atexit = False
+
+    def __exit__(self, *_: object) -> None:
+        if not self._done:
+            # Unknown ids are ignored, so this is right whether or not the server has begun it.
+            try:
+                self._lane.send(m.Abort([self._txn]))
+            except TorchStoreError:
+                self._session.abort(self._txn)
+        self._session.end(self._txn)
+
+
+async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], clock: Clock) -> R:
+    """Send a Put; a second time if tensors that died here just now held the room it lacks."""
+    quick = expect is m.Committed and len(put.items) <= _QUICK_ENTRIES
+    try:
+        return await lane.call(put, expect, clock.left(), quick=quick)
+    except StoreFullError as full:
+        if not full.details.get("leased_bytes"):
+            raise
+        if not await session.let_go(lane, clock.left()):
+            raise
+    again = msgspec.structs.replace(put, id=lane.next_id())
+    return await lane.call(again, expect, clock.left())

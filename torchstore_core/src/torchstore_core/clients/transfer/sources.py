@@ -1,0 +1,183 @@
+"""What is put: values, looked at once, as bytes to be moved or to ride in the message."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from torchstore_core.clients.values.codec import NoValue, encode_object
+from torchstore_core.clients.values.sharding import LocalPart, is_sharded, local_parts
+from torchstore_core.clients.values.tensors import (
+    LOWEST_ADDRESS,
+    address_of,
+    byte_like,
+    check_cast,
+    describe,
+    dtype_name,
+    storable,
+)
+from torchstore_core.errors import UnsupportedValueError
+from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["Source", "check_key", "inline_bytes", "look_again", "prepare"]
+__all__ += ["prepare_all", "prepare_tensor"]
+
+
+class Source(msgspec.Struct, frozen=True, gc=False):
+    """One value to put: a tensor (detached, any strides), or the bytes of an object.
+
+    ``meta`` describes the whole tensor, in the dtype that it is stored in, of which ``tensor`` is
+    ``part``; ``nbytes`` are those that are stored. ``cast``: the dtype that it is stored in, if
+    that is not its own. For the rest see ``messages.PutItem``.
+    """
+
+    key: str
+    meta: ValueMeta
+    nbytes: int
+    tensor: torch.Tensor | None
+    data: bytes | None
+    part: TensorSlice | None = None
+    path: bytes = b""
+    same_as: int = -1
+    cast: torch.dtype | None = None
+
+    def item(self, data: bytes | None) -> m.PutItem:
+        """What the server is told."""
+        return m.PutItem(self.key, self.meta, self.nbytes, data, self.part, self.path, self.same_as)
+
+    def address(self) -> int:
+        """Where its bytes begin, if it still is what it was when it was looked at.
+
+        Raises:
+            UnsupportedValueError: the tensor was resized, or its storage freed.
+        """
+        tensor = self.tensor
+        if tensor is None:
+            return ctypes.cast(ctypes.c_char_p(self.data), ctypes.c_void_p).value or 0
+        address = address_of(self.key, tensor)
+        nbytes = tensor.nbytes if self.cast is None else tensor.numel() * self.cast.itemsize
+        if nbytes != self.nbytes:
+            raise UnsupportedValueError(
+                f"{self.key!r}: the tensor was resized while it was put; leave it alone until the "
+                "put has returned",
+                key=self.key,
+            )
+        return address
+
+
+def check_key(key: object) -> str:
+    """A usable key.
+
+    Raises:
+        UnsupportedValueError: not a str, empty, or too long.
+    """
+    if isinstance(key, str) and 0 < len(key) <= m.MAX_KEY:
+        return key
+    what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
+    raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
+
+
+def prepare(
+    key: str, value: Any, *, allow_pickle: bool, dtype: torch.dtype | None = None
+) -> list[Source]:
+    """Look at a value once: what it is, how many bytes it has. One source for each shard.
+
+    Args:
+        dtype: store floating-point tensors in this one; None: in their own.
+
+    Raises:
+        UnsupportedValueError, UnsafeObjectError, LayoutMismatchError: it cannot be stored.
+    """
+    check_key(key)
+    if type(value) is not torch.Tensor and is_sharded(value):
+        return [_part(key, part, dtype) for part in local_parts(key, value)]
+    if isinstance(value, torch.Tensor):
+        if dtype is None or dtype is value.dtype or not value.is_floating_point():
+            return [prepare_tensor(key, value)]
+        tensor = storable(key, value)
+        check_cast(key, tensor.dtype, dtype)
+        meta = TensorMeta(dtype_name(dtype), tuple(tensor.shape))
+        nbytes = tensor.numel() * dtype.itemsize
+        return [Source(key, meta, nbytes, tensor, None, cast=dtype)]
+    if isinstance(value, NoValue):
+        raise UnsupportedValueError(f"{key!r}: {value._refusal}", key=key)
+    codec, data = encode_object(key, value, allow_pickle=allow_pickle)
+    return [Source(key, codec, len(data), None, data)]
+
+
+def prepare_tensor(key: str, value: torch.Tensor, path: bytes = b"") -> Source:
+    """:func:`prepare` of a tensor as it is, under a key that was checked: the usual case, many
+    times.
+    """
+    tensor = storable(key, value)
+    return Source(key, describe(tensor), tensor.nbytes, tensor, None, None, path)
+
+
+def prepare_all(
+    items: Iterable[tuple[str, Any]], *, allow_pickle: bool
+) -> tuple[list[Source], list[int] | None]:
+    """:func:`prepare` of many: all sources, and how many each value has; None if each has one."""
+    sources: list[Source] = []
+    counts: list[int] = []
+    one_each = True
+    for key, value in items:
+        if type(value) is torch.Tensor:
+            sources.append(prepare_tensor(check_key(key), value))
+            counts.append(1)
+            continue
+        made = prepare(key, value, allow_pickle=allow_pickle)
+        sources += made
+        counts.append(len(made))
+        one_each = one_each and len(made) == 1
+    return sources, None if one_each else counts
+
+
+def _part(key: str, local: LocalPart, dtype: torch.dtype | None) -> Source:
+    tensor = storable(key, local.tensor)
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    meta = TensorMeta(dtype_name(dtype), tuple(local.part.global_shape))
+    nbytes = tensor.numel() * dtype.itemsize
+    cast = None if dtype is tensor.dtype else dtype
+    if cast is not None:
+        check_cast(key, tensor.dtype, cast)
+    return Source(key, meta, nbytes, tensor, None, local.part, cast=cast)
+
+
+def inline_bytes(source: Source) -> bytes:
+    """The value's bytes, row-major. For callers that have looked at it in this turn of the event
+    loop, see :func:`look_again`.
+    """
+    if source.data is not None:
+        return source.data
+    tensor = source.tensor
+    if tensor is None or source.nbytes == 0:
+        return b""
+    if source.cast is None and tensor.is_cpu and tensor.is_contiguous():
+        address = tensor.data_ptr()
+        if address < LOWEST_ADDRESS:  # one that is said to be zeros, without memory
+            address = address_of(source.key, tensor)
+        return ctypes.string_at(address, source.nbytes)
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
+    if source.cast is not None:
+        tensor = tensor.to(source.cast)
+    if not tensor.is_contiguous():
+        tensor = byte_like(tensor).contiguous()
+    return ctypes.string_at(tensor.data_ptr(), source.nbytes)
+
+
+def look_again(sources: Iterable[Source]) -> None:
+    """Others have had their turn since these were prepared.
+
+    Raises:
+        UnsupportedValueError: a tensor was resized, or its storage freed.
+    """
+    for source in sources:
+        if source.tensor is not None:
+            source.address()

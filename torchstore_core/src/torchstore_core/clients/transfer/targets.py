@@ -1,0 +1,268 @@
+"""What is wanted: entries of a reply, checked, and the values that they become."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import torch
+
+from torchstore_core import boxes
+from torchstore_core.boxes import Box
+from torchstore_core.clients.values.codec import decode_object
+from torchstore_core.clients.values.tensors import (
+    address_of,
+    byte_like,
+    check_destination,
+    dtype_of,
+    from_buffer,
+    slice_box,
+)
+from torchstore_core.errors import (
+    LayoutMismatchError,
+    ProtocolError,
+    UnsupportedValueError,
+)
+from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
+from torchstore_core.wire import messages as m
+
+__all__ = ["Piece", "Results", "Target", "narrow", "resolve"]
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """Where some of a target comes from, and where in it it goes.
+
+    Args:
+        position: of the stored value in the lease.
+        data, grant: its bytes, or where they lie.
+        shape: its shape.
+        box: the part of it that is wanted; None: all.
+        into: the place of that part in the target; None: it is all of the target.
+        nbytes: bytes of the wanted part.
+    """
+
+    position: int
+    data: bytes | None
+    grant: m.Grant | None
+    shape: tuple[int, ...]
+    box: Box | None
+    into: Box | None
+    nbytes: int
+
+
+class Target(msgspec.Struct, frozen=True, gc=False):
+    """What one entry becomes: a tensor, or an object (``codec``).
+
+    Args:
+        at: position among the targets.
+        dtype: as stored. ``tensor`` may have another floating-point one: it is cast then.
+        tensor: the user's tensor to fill; None: make one.
+        nbytes: bytes that are moved, or mapped: those of the pieces.
+    """
+
+    at: int
+    key: str
+    codec: ObjectMeta | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    tensor: torch.Tensor | None
+    pieces: Sequence[Piece]
+    nbytes: int
+
+    def address(self, result: torch.Tensor) -> int:
+        """Where the tensor begins that its bytes go into, if it still is what it was when it was
+        looked at.
+
+        Raises:
+            UnsupportedValueError: it was resized, or its storage freed.
+        """
+        if self.tensor is None:  # it was made here
+            return result.data_ptr()
+        address = address_of(self.key, result)
+        if result.shape != self.shape:
+            raise UnsupportedValueError(
+                f"{self.key!r}: the destination was resized while it was filled; leave it alone "
+                "until the get has returned",
+                key=self.key,
+            )
+        return address
+
+
+def resolve(
+    at: int,
+    position: int,
+    key: str,
+    entry: m.Entry,
+    destination: torch.Tensor | None = None,
+    wanted: TensorSlice | None = None,
+    *,
+    cast: bool = False,
+) -> Target:
+    """Check an entry against what the reader wants, before anything is written.
+
+    Args:
+        position: of the entry's first value in the lease.
+
+    Raises:
+        LayoutMismatchError: the destination or the slice does not fit.
+        ProtocolError: the entry contradicts itself.
+    """
+    meta = entry.meta
+    if not isinstance(meta, TensorMeta):
+        what = "a state dict" if isinstance(meta, StateDictMeta) else "not a tensor"
+        if destination is not None or wanted is not None:
+            given = "an inplace_tensor" if destination is not None else "a tensor slice"
+            raise LayoutMismatchError(
+                f"{key!r} is {what}, but {given} was given; nothing was written", key=key
+            )
+        if isinstance(meta, StateDictMeta):  # whose entries are fetched by themselves
+            return Target(at, key, None, torch.uint8, (0,), None, (), 0)
+        only = (entry.nbytes,)
+        piece = Piece(position, entry.data, entry.grant, only, None, None, entry.nbytes)
+        return Target(at, key, meta, torch.uint8, only, None, (piece,), entry.nbytes)
+    dtype = dtype_of(meta, key)
+    shape = meta.shape
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != entry.nbytes:
+        # Whoever put it is no client of ours: reading on would read what is not the value's.
+        raise ProtocolError(
+            f"{key!r} is described as {dtype} {list(shape)}, but has {entry.nbytes} bytes; "
+            "it was put by a broken client, delete it",
+            key=key,
+        )
+    box: Box | None = None
+    if wanted is not None:
+        box = slice_box(key, wanted, shape)
+        box = None if box.shape == shape else box
+    if box is not None:
+        shape = box.shape
+    if destination is not None:
+        destination = check_destination(key, destination, shape, dtype, cast=cast)
+    nbytes = entry.nbytes if box is None else box.numel * dtype.itemsize
+    if entry.parts is None:
+        pieces: Sequence[Piece] = (
+            Piece(position, entry.data, entry.grant, meta.shape, box, None, nbytes),
+        )
+    else:
+        target = box or boxes.whole(shape)
+        pieces = [*_gather(position, key, entry.parts, target, dtype.itemsize)]
+    return Target(at, key, None, dtype, shape, destination, pieces, nbytes)
+
+
+def _gather(
+    position: int, key: str, parts: Sequence[m.Part], target: Box, itemsize: int
+) -> Iterator[Piece]:
+    """Which boxes of which shards make ``target``; each byte comes once."""
+    sources = tuple([Box(part.offset, part.shape) for part in parts])
+    cuts, numel = _cuts(target, sources)
+    if numel != target.numel:
+        raise ProtocolError(f"{key!r}: its shards do not cover what they should", key=key)
+    for source, inside, into, size in cuts:
+        part = parts[source]
+        if math.prod(part.shape) * itemsize != part.nbytes:
+            raise ProtocolError(
+                f"{key!r}: a shard of {list(part.shape)} has {part.nbytes} bytes; it was put by a "
+                "broken client, delete it",
+                key=key,
+            )
+        at = position + source
+        yield Piece(at, part.data, part.grant, part.shape, inside, into, size * itemsize)
+
+
+Cut = tuple[int, Box | None, Box | None, int]
+
+
+@lru_cache(maxsize=4096)  # layers repeat, and so do steps
+def _cuts(target: Box, sources: tuple[Box, ...]) -> tuple[list[Cut], int]:
+    """The read plan: source, box in it (None: all), place in the target (None: all of it) and
+    number of elements of each piece; and of all.
+    """
+    if len(sources) == 1 and sources[0].contains(target):
+        plan = [boxes.Piece(0, target)]
+    else:
+        plan = boxes.read_plan(target, sources)
+    cuts: list[Cut] = [
+        (
+            source,
+            None if box == sources[source] else boxes.relative(box, sources[source]),
+            None if box == target else boxes.relative(box, target),
+            box.numel,
+        )
+        for source, box in plan
+    ]
+    return cuts, sum(cut[3] for cut in cuts)
+
+
+class Results:
+    """The values that targets become: each is made when the first of its bytes is to be moved."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}  # by position of the target
+        self.waited = False  # whether others have had their turn since the targets were checked
+        self._buffers: dict[int, bytearray] = {}  # the bytes of objects
+
+    def tensor(self, target: Target) -> torch.Tensor:
+        """What a target's bytes go into."""
+        made: torch.Tensor | None = self.values.get(target.at)
+        if made is None:
+            if target.codec is not None:
+                self._buffers[target.at] = buffer = bytearray(target.pieces[0].nbytes)
+                made = torch.frombuffer(buffer, dtype=torch.uint8)
+            elif target.tensor is not None:
+                made = target.tensor
+            else:
+                made = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+            self.values[target.at] = made
+        return made
+
+    def finish(self, targets: Iterable[Target], *, allow_pickle: bool) -> dict[int, Any]:
+        """All values, when everything has been moved: with what came inside the reply, and with
+        objects rebuilt.
+        """
+        for target in targets:
+            if target.codec is None:
+                self._complete(target)
+                continue
+            data = self._buffers.get(target.at, target.pieces[0].data or b"")
+            self.values[target.at] = decode_object(
+                target.key, target.codec, data, allow_pickle=allow_pickle
+            )
+        return self.values
+
+    def _complete(self, target: Target) -> None:
+        """Add the pieces of a tensor that came inside the reply."""
+        at, tensor = target.at, target.tensor
+        for piece in target.pieces:
+            if piece.grant is not None:
+                continue
+            source = from_buffer(bytearray(piece.data or b""), 0, piece.shape, target.dtype)
+            if piece.box is not None:
+                source = narrow(source, piece.box)
+            if piece.into is None and tensor is None and at not in self.values:
+                if piece.box is not None:
+                    source = byte_like(source).clone().view(target.dtype)
+                self.values[at] = source
+            elif source.numel():
+                result = self.tensor(target)
+                if self.waited:
+                    target.address(result)
+                into = result if piece.into is None else narrow(result, piece.into)
+                if into.dtype is source.dtype:
+                    byte_like(into).copy_(byte_like(source))
+                else:
+                    into.copy_(source)
+        if at not in self.values:
+            self.tensor(target)
+        if tensor is not None and not tensor.is_inference():
+            # Tell autograd, which did not see the write.
+            torch.autograd.graph.increment_version(tensor)
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A view of a part."""
+    for dim, (start, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if extent != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, extent)
+    return tensor
