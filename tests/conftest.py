@@ -66,8 +66,7 @@ def _is_quick(item: pytest.Item) -> bool:
     """Whether `make test` runs it, too: the public API on one runtime, and all that takes neither
     jobs nor processes; of the other folders what has the mark ``quick``.
     """
-    folder = item.path.parent
-    if folder in _QUICK:
+    if not _QUICK.isdisjoint(item.path.parents):
         callspec = getattr(item, "callspec", None)
         return callspec is None or callspec.params.get("runtime", "local") == "local"
     return item.get_closest_marker("quick") is not None
