@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import profiles
 from tests.support import RUNTIMES, running_store, start_store
 
 import torchstore_core as ts
@@ -20,6 +21,8 @@ for _name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
     del os.environ[_name]
 for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
     os.environ.pop(_name, None)
+
+profiles.register()
 
 _API = Path(__file__).parent / "api"
 _QUICK = {_API, _API.parent / "unit", _API.parent / "cli"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from tests.support import bits
 from tests.trees import assert_same, state_dicts
 
@@ -18,9 +18,6 @@ from torchstore_core import TensorShard, TensorSlice, TorchStoreStateDict
 from torchstore_core.clients.values.sharding import ShardList
 
 pack = TorchStoreStateDict.from_state_dict
-relaxed = settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 _ALL = (getattr(torch, name) for name in dir(torch))
 DTYPES = sorted({d for d in _ALL if isinstance(d, torch.dtype)}, key=str)
 PLAIN = [d for d in DTYPES if not str(d).startswith(("torch.qint", "torch.quint"))]
@@ -48,7 +45,6 @@ def places(packed: TorchStoreStateDict) -> dict[str, tuple[int, int]]:
 
 
 @given(state_dicts())
-@relaxed
 def test_any_state_dict_comes_back_the_same_directly_and_through_bytes(tree):
     try:
         packed = pack(tree)

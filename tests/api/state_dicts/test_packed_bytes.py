@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.api.state_dicts.test_packed import pack, relaxed, shard
+from tests.api.state_dicts.test_packed import pack, shard
+from tests.profiles import many
 from tests.trees import assert_same
 
 import torchstore_core as ts
@@ -172,7 +173,6 @@ def test_every_flipped_bit_before_the_blob_is_refused():
 
 
 @given(st.binary(max_size=300))
-@relaxed
 def test_garbage_is_refused(data):
     for garbage in (data, b"\x89tsdict\n" + data, file_of(data, b"")[:PREFIX] + data):
         with pytest.raises(ts.ProtocolError):
@@ -290,7 +290,7 @@ FUZZED = pack(
     st.integers(0, len(FUZZED.header)),
     st.binary(max_size=3),
 )
-@settings(relaxed, max_examples=1500)
+@many()
 def test_a_changed_header_with_a_right_checksum_is_refused_or_stays_inside_of_the_blob(
     changes, at, more
 ):

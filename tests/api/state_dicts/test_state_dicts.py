@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from tests.support import bits, until
 from tests.trees import assert_same, state_dicts
 
@@ -139,11 +139,6 @@ async def test_an_empty_state_dict_is_one(shared):
         await ts.get_state_dict("k", {"w": torch.zeros(1)})
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 @given(state_dict=state_dicts())
 def test_any_nested_dict_round_trips(module_store, state_dict):
     async def there_and_back() -> Any:

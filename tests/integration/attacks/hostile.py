@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from tests.unit.wire.test_messages import REQUESTS
 
@@ -34,11 +33,6 @@ HERE = topology.probe()
 FACTS = ClientFacts(os.getpid(), HERE.host_id, HERE.hostname)
 HELLO = m.Hello(1, m.PROTOCOL_VERSION, b"", HERE, FACTS)
 HARMLESS = [cls for cls in REQUESTS if cls not in (m.Hello, m.Shutdown)]
-
-fuzz = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 
 
 class Neighbour:

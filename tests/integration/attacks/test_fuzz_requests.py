@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from tests.integration.attacks.hostile import (
@@ -24,9 +24,9 @@ from tests.integration.attacks.hostile import (
     Raw,
     Target,
     a_target,
-    fuzz,
     pieces,
 )
+from tests.profiles import many
 
 import torchstore_core as ts
 from torchstore_core.values import ObjectMeta, TensorMeta, TensorSlice
@@ -53,6 +53,7 @@ def delete_all(target: Target) -> None:
         assert left.keys == []
 
 
+@pytest.mark.hypothesis
 def test_valid_messages_that_make_no_sense(target: Target) -> None:
     """Negative and huge sizes, ids used twice, ids of nobody, keys that are none, in any order:
     every request is answered once, and the connection stays.
@@ -60,7 +61,7 @@ def test_valid_messages_that_make_no_sense(target: Target) -> None:
     answered = 0
     seen: Counter[str] = Counter()
 
-    @settings(fuzz, max_examples=400)
+    @many()
     @given(st.lists(Hostile, min_size=1, max_size=15), Cuts)
     def attack(requests: list[Any], cuts: list[int]) -> None:
         nonlocal answered

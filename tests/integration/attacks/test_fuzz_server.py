@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.integration.attacks.hostile import (
     HARMLESS,
@@ -24,9 +24,9 @@ from tests.integration.attacks.hostile import (
     Target,
     a_target,
     frame,
-    fuzz,
     pieces,
 )
+from tests.profiles import many
 from tests.unit.wire.test_messages import body_of, messages_of
 
 from torchstore_core.values import TensorMeta
@@ -43,8 +43,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 # ---- noise ----------------------------------------------------------------------------------
 
 
+@pytest.mark.hypothesis
 def test_garbage_instead_of_a_hello(target: Target) -> None:
-    @settings(fuzz, max_examples=700)
+    @many()
     @given(st.binary(max_size=80) | st.binary(max_size=80).map(frame), Cuts)
     def attack(stream: bytes, cuts: list[int]) -> None:
         with Raw(target.address) as raw:
@@ -99,10 +100,11 @@ def broken(draw: st.DrawFn) -> bytes:
     return bytes(body)
 
 
+@pytest.mark.hypothesis
 def test_nearly_messages(target: Target) -> None:
     """Cut, flipped, wrongly typed: whatever still is a message is answered as one."""
 
-    @settings(fuzz, max_examples=500)
+    @many()
     @given(st.lists(broken(), min_size=1, max_size=6), Cuts)
     def attack(bodies: list[bytes], cuts: list[int]) -> None:
         with Raw(target.address) as raw:
@@ -119,12 +121,13 @@ def test_nearly_messages(target: Target) -> None:
         attack()
 
 
+@pytest.mark.hypothesis
 def test_a_conversation_cut_anywhere_and_replayed(target: Target) -> None:
     put = m.Put(2, 1, [m.PutItem("fuzz/r", TensorMeta("uint8", (5000,)), 5000)])
     lines = [HELLO, put, m.Commit(3, 1), m.Locate(4, 2, [m.Want("fuzz/r")], -1), m.Release([2])]
     said = b"".join(bytes(encode(line)) for line in lines)
 
-    @settings(fuzz, max_examples=250)
+    @many()
     @given(st.integers(0, len(said)), st.integers(0, 3), Cuts)
     def attack(cut: int, times: int, cuts: list[int]) -> None:
         with Raw(target.address) as raw:

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.integration.dtensors.layouts import SS, Layout, R, S, every_rank, roomy, same, value_of
 from tests.integration.servers import ServerThread
+from tests.profiles import few
 from tests.unit.plugins.test_plugins import OBSERVERS, TRANSPORTS, Site
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -162,9 +163,6 @@ def transfers(draw: st.DrawFn) -> tuple[Put, Layout]:
     return put, draw(layouts(put.full.dim()))
 
 
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
 # ---- putting and getting ------------------------------------------------------------------
 
 
@@ -269,7 +267,6 @@ WAYS = pytest.mark.parametrize("way", ["messages", "window", "counted"])
 
 
 @WAYS
-@relaxed
 @given(transfer=transfers())
 def test_any_layout_is_read_in_any_other(ways: Ways, way: str, transfer: tuple[Put, Layout]):
     """Bit for bit, in place and new, whole and in parts; and only what is wanted is moved."""
@@ -288,7 +285,7 @@ async def _there_and_back(ways: Ways, way: str, put: Put, layout: Layout) -> Non
     await get_all(ways, way, put, layout)
 
 
-@settings(relaxed, max_examples=4)
+@few()
 @given(data=st.data())
 def test_any_layout_of_a_large_tensor_is_read_in_any_other(ways: Ways, data: st.DataObject):
     """Large enough to be copied in chunks, by several threads."""
@@ -299,7 +296,6 @@ def test_any_layout_of_a_large_tensor_is_read_in_any_other(ways: Ways, data: st.
 
 
 @WAYS
-@settings(relaxed, max_examples=20)
 @given(several=st.lists(puts(), min_size=2, max_size=4))
 def test_layout_shape_and_dtype_may_change_from_version_to_version(
     ways: Ways, way: str, several: list[Put]
@@ -313,6 +309,10 @@ def test_layout_shape_and_dtype_may_change_from_version_to_version(
         version = (await client.put("t", previous)).version
         for put in several:
             rest = pieces(put)
+            if put.how == "slices":  # without a mesh, an empty part may be of the version before
+                rest = [piece for piece in rest if piece[0].numel()]
+                if not rest:
+                    continue
             while rest:
                 assert same(await client.get("t"), previous)
                 value, part, _ = rest.pop()
@@ -343,7 +343,6 @@ def dicts(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Layout], list[
 
 
 @WAYS
-@settings(relaxed, max_examples=25)
 @given(drawn=dicts())
 def test_a_state_dict_of_any_layouts_is_read_in_any_others(
     ways: Ways,

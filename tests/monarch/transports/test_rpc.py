@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import until
 from tests.unit.remote.relays import Backstage
@@ -145,7 +145,6 @@ async def _there_and_back(agent: _Agent, sizes: list[int], seed: int) -> None:
 _Size = st.sampled_from([0, 1, 2, 3, 4095, 4096, 4097, 65_537, 1_000_003]) | st.integers(0, 5000)
 
 
-@settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(_Size, max_size=12), seed=st.integers(0, 1000))
 def test_pieces_of_odd_sizes(
     stage: Backstage, tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstore_core.clients.values.codec import decode_object, encode_object
@@ -76,7 +76,6 @@ Object = st.recursive(
 )
 
 
-@settings(max_examples=600, deadline=None)
 @given(Object)
 def test_plain_objects_are_exact_without_pickle(value: Any) -> None:
     codec, result = through(value, allow_pickle=False)
@@ -84,7 +83,6 @@ def test_plain_objects_are_exact_without_pickle(value: Any) -> None:
     assert exact(result) == exact(value)
 
 
-@settings(max_examples=150, deadline=None)
 @given(Object, Object)
 def test_pickle_is_used_exactly_where_it_is_needed(plain: Any, other: Any) -> None:
     """One reference used twice, deep inside otherwise plain objects, is enough."""
@@ -345,7 +343,6 @@ Extension = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     st.binary(max_size=30)
     | st.recursive(st.none() | st.integers(0, 300) | Extension, st.lists, max_leaves=6).map(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from tests.trees import assert_same, state_dicts
 
 import torchstore_core as ts
@@ -41,7 +41,6 @@ def _flat(state_dict: Any) -> Any:
 # ---- there and back -----------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
 @given(state_dicts())
 def test_unflatten_is_the_inverse_of_flatten(state_dict):
     leaves = _flat(state_dict)
@@ -49,7 +48,6 @@ def test_unflatten_is_the_inverse_of_flatten(state_dict):
     assert_same(unflatten("k", ((x.name, x.path, x.value) for x in leaves)), state_dict)
 
 
-@settings(max_examples=300, deadline=None)
 @given(state_dicts())
 def test_replacing_every_leaf_replaces_exactly_the_leaves(state_dict):
     leaves = _flat(state_dict)

@@ -94,8 +94,6 @@ def test_a_plan_of_nothing_is_empty() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @settings(
-    max_examples=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
 )
 @given(

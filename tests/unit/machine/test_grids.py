@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstore_core.clients.values import tensors
@@ -35,7 +35,6 @@ def views(draw: st.DrawFn, shape: list[int], last: int) -> tuple[torch.Tensor, t
 
 
 @needs_native
-@settings(max_examples=300, deadline=None)
 @given(st.data(), st.booleans())
 def test_rows_are_copied_and_nothing_beside_them(data: st.DataObject, stream: bool) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), max_size=2))

@@ -8,7 +8,7 @@ import random
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -144,9 +144,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert sum(max(ALIGNMENT, rounded(nbytes)) for _, nbytes in self.live) == taken
 
 
-AllocatorMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None
-)
 TestAllocatorMachine = AllocatorMachine.TestCase
 
 

@@ -7,7 +7,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
@@ -102,7 +102,6 @@ def test_the_order_is_by_cost_preferred_ones_first(
     assert [c.spec.name for c in order if not c.spec.in_band] == out
 
 
-@settings(deadline=None)
 @given(Several, Preferred, st.lists(Sizes, min_size=1, max_size=20))
 def test_up_to_inline_max_and_no_further_values_ride_in_the_message(
     some: list[Some], prefer: tuple[str, ...], sizes: list[int]

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support import until
@@ -600,9 +599,6 @@ def first_fits(taken: list[bool], pieces: Sequence[int]) -> list[int] | None:
     return starts
 
 
-ControllerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
-)
 # When it fails, hypothesis takes its time to find a short example.
 TestControllerMachine = pytest.mark.timeout(600)(ControllerMachine.TestCase)
 

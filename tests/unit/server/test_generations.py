@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.server.ranks import (
     Rank,
@@ -74,7 +74,6 @@ def test_the_nth_put_of_a_participant_makes_the_nth_version(store: Controller) -
     assert not pending(store)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(2, 4))
 def test_whatever_the_order_of_all_participants_each_counts_its_own_puts(
     data: st.DataObject, count: int

@@ -12,7 +12,6 @@ import itertools
 import os
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
@@ -426,6 +425,5 @@ class JointPuts(RuleBasedStateMachine):
             assert volume.unfinished == sum(t.nbytes for t in txns if t.values[0].volume == at)
 
 
-JointPuts.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 # When it fails, hypothesis takes its time to find a short example.
 TestJointPuts = pytest.mark.timeout(600)(JointPuts.TestCase)

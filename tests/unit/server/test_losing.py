@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.unit.server.put_model import reachable
@@ -351,7 +350,6 @@ class LosingMachine(RuleBasedStateMachine):
                     assert os.pread(volume.memory.fd, len(data), grant.offset) == data
 
 
-LosingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestLosing = LosingMachine.TestCase
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.server.ranks import Rank, a_store, obj
 from tests.unit.server.test_controller import HERE, facts, inline
@@ -45,7 +45,6 @@ Step = st.one_of(
 )
 
 
-@settings(max_examples=60)
 @given(st.lists(Step, max_size=12), Prefix, Prefix, st.none() | st.integers(1, 6))
 def test_names_are_those_of_a_look_at_everything(
     steps: list[tuple[str, str, Any]], prefix: str, after: str, limit: int | None

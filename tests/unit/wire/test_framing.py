@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchstore_core.errors import ProtocolError
@@ -112,7 +112,6 @@ def test_a_finished_frame_leaves_nothing_behind() -> None:
         tracemalloc.stop()
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**63), st.lists(st.text(max_size=300), max_size=50))
 def test_encode_writes_one_whole_frame(ident: int, keys: list[str]) -> None:
     """Also when the message outgrows the buffer it starts in."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect as mi
 
@@ -77,7 +77,6 @@ def decoder(cls: type[Any]) -> Any:
 
 
 @pytest.mark.parametrize("cls", REQUESTS + REPLIES, ids=lambda cls: cls.__name__)
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_round_trip(cls: type[Any], data: st.DataObject) -> None:
     message = data.draw(messages_of(cls))
@@ -88,7 +87,6 @@ def test_round_trip(cls: type[Any], data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("cls", REQUESTS + REPLIES, ids=lambda cls: cls.__name__)
-@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_what_is_cut_or_continued_is_refused(cls: type[Any], data: st.DataObject) -> None:
     body = body_of(data.draw(messages_of(cls)))
@@ -100,7 +98,6 @@ def test_what_is_cut_or_continued_is_refused(cls: type[Any], data: st.DataObject
         decode(body + data.draw(st.binary(min_size=1, max_size=5)))
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_a_wrong_type_in_a_field_is_refused(data: st.DataObject) -> None:
     """Whatever a field does not declare, it does not take; least of all silently converted."""
