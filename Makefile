@@ -26,7 +26,7 @@ TEST_PROCESSES ?= 3
 help:
 	@echo "make setup   create $(VENV) with everything the other targets need"
 	@echo "make demo    trainers and generators: one process each, then FSDP2 to tensor parallel"
-	@echo "make check   ruff and mypy --strict"
+	@echo "make check   ruff, mypy --strict, and which room may import which"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make test    check, then the tests of every feature, some minutes (PYTEST_ARGS=...)"
 	@echo "make test-all  check, then all tests: every runtime, faults, examples (PYTEST_ARGS=...)"
@@ -62,6 +62,7 @@ check: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP)
 	$(BIN)/python -m ruff check --fix .
