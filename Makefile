@@ -26,11 +26,11 @@ TEST_PROCESSES ?= 3
 help:
 	@echo "make setup   create $(VENV) with everything the other targets need"
 	@echo "make demo    trainers and generators: one process each, then FSDP2 to tensor parallel"
-	@echo "make check   ruff and mypy --strict"
+	@echo "make check   ruff, mypy --strict, and which room may import which"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make test    check, then the tests of every feature, some minutes (PYTEST_ARGS=...)"
 	@echo "make test-all  check, then all tests: every runtime, faults, examples (PYTEST_ARGS=...)"
-	@echo "make soak    the tests that run for long"
+	@echo "make soak    the tests that run for long, and the property tests with many more examples"
 	@echo "make bench   the benchmarks (BENCH_ARGS=...)"
 	@echo "make clean   remove everything that was built"
 
@@ -62,6 +62,7 @@ check: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP)
 	$(BIN)/python -m ruff check --fix .
@@ -69,13 +70,15 @@ format: $(STAMP)
 
 # Tests of one file stay in one process, those that make it part of a Monarch job come last.
 test: check
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not soak and not thorough" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not soak and not thorough" \
+		--hypothesis-profile=quick $(PYTEST_ARGS)
 
 test-all: check
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --hypothesis-profile=ci $(PYTEST_ARGS)
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest -m soak --timeout=3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile=soak \
+		--timeout=3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)

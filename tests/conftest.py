@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import profiles
 from tests.support import RUNTIMES, running_store, start_store
 
 import torchstore_core as ts
@@ -20,6 +21,8 @@ for _name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
     del os.environ[_name]
 for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
     os.environ.pop(_name, None)
+
+profiles.register()
 
 _API = Path(__file__).parent / "api"
 _QUICK = {_API, _API.parent / "unit", _API.parent / "cli"}
@@ -66,8 +69,7 @@ def _is_quick(item: pytest.Item) -> bool:
     """Whether `make test` runs it, too: the public API on one runtime, and all that takes neither
     jobs nor processes; of the other folders what has the mark ``quick``.
     """
-    folder = item.path.parent
-    if folder in _QUICK:
+    if not _QUICK.isdisjoint(item.path.parents):
         callspec = getattr(item, "callspec", None)
         return callspec is None or callspec.params.get("runtime", "local") == "local"
     return item.get_closest_marker("quick") is not None

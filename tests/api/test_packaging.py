@@ -21,7 +21,10 @@ SOURCES = {
     "torchstore_core": ROOT / "torchstore_core/src",
     "torchstore_transports": ROOT / "torchstore_transports/src",
     "torchstore_strategies": ROOT / "torchstore_strategies/src",
+    "torchstore_cli": ROOT / "plugins/torchstore-cli/src",
+    "torchstore_spmd": ROOT / "plugins/torchstore-spmd/src",
     "torchstore_inprocess": ROOT / "plugins/torchstore-inprocess/src",
+    "torchstore_monarch": ROOT / "plugins/torchstore-monarch/src",
 }
 GROUPS = [f"torchstore.{kind}" for kind in ("transports", "strategies", "runtimes", "plugins")]
 
@@ -35,6 +38,11 @@ def modules_of(package: str) -> list[str]:
     source = SOURCES[package]
     names = (path.relative_to(source).with_suffix("") for path in source.rglob("*.py"))
     return sorted(".".join(name.parts).removesuffix(".__init__") for name in names)
+
+
+def path_of(module: str) -> Path:
+    path = SOURCES[module.partition(".")[0]].joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _python(code: str, **environment: str) -> str:
@@ -169,8 +177,8 @@ def test_distributions_declare_ranges_and_their_doors():
     names = {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in runtime}
     needed = {"torch", "msgspec", "pluggy", "sortedcontainers"}
     assert needed <= names <= {*needed, "uvloop"}
-    for name in ("core", "transports", "strategies", "inprocess"):
-        distribution = importlib.metadata.distribution(f"torchstore-{name}")
+    for name in SOURCES:
+        distribution = importlib.metadata.distribution(name.replace("_", "-"))
         assert not [line for line in distribution.requires or [] if "==" in line.split(";")[0]]
         assert distribution.metadata["License-Expression"] == "BSD-3-Clause"
     doors = {group: importlib.metadata.entry_points(group=group).names for group in GROUPS}

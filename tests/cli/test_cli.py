@@ -21,7 +21,7 @@ import pytest
 import torch
 from tests.cli.terminals import on_a_terminal
 from tests.support import running_store
-from tests.unit.test_plugins import (
+from tests.unit.plugins.test_plugins import (
     OBSERVERS,
     RUNTIME,
     RUNTIMES,

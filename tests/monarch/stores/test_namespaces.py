@@ -1,0 +1,169 @@
+"""Two hosts with a network each: network namespaces, joined by a pair of virtual cables.
+
+Nothing goes over the loopback between them, so what would only work there fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.monarch import acts
+from tests.monarch.jobs import Job, running
+from tests.support import until
+
+MB = 1 << 20
+
+
+def _ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+
+
+def _make(*words: str) -> None:
+    done = _ip(*words)
+    if done.returncode:
+        pytest.skip(f"network namespaces are not permitted here: {done.stderr.strip()}")
+
+
+@pytest.fixture(scope="module")
+def spaces() -> Iterator[list[tuple[str, str]]]:
+    """Two namespaces, each with its address; this one is at the other end of both cables."""
+    if shutil.which("ip") is None:
+        pytest.skip("iproute2 is not installed")
+    made: list[tuple[str, str]] = []
+    tag = f"{os.getpid() % 100_000}"
+    try:
+        _make("link", "add", f"tsb{tag}", "type", "bridge")
+        _make("addr", "add", "10.213.77.1/24", "dev", f"tsb{tag}")
+        _make("link", "set", f"tsb{tag}", "up")
+        for number in (0, 1):
+            space, cable, address = f"ts{tag}n{number}", f"ts{tag}v{number}", 2 + number
+            _make("netns", "add", space)
+            made.append((space, f"10.213.77.{address}"))
+            _make("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+            _make("link", "set", cable, "master", f"tsb{tag}", "up")
+            inside = ("netns", "exec", space, "ip")
+            _make(*inside, "addr", "add", f"10.213.77.{address}/24", "dev", "eth0")
+            _make(*inside, "link", "set", "eth0", "up")
+            _make(*inside, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for space, _ in made:
+            _ip("netns", "delete", space)  # its end of the cable goes with it, and so the other
+        _ip("link", "delete", f"tsb{tag}")
+
+
+@pytest.fixture(scope="module")
+def apart(spaces: list[tuple[str, str]]) -> Iterator[Job]:
+    """A job over both; the root is in this namespace."""
+    wrappers = [["ip", "netns", "exec", space] for space, _ in spaces]
+    addresses = [f"tcp://{address}:26600" for _, address in spaces]
+    with Job(
+        workers=1,
+        wrappers=wrappers,
+        addresses=addresses,
+        transport="tcp://10.213.77.1:26600",
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("own", [pytest.param("its address", marks=pytest.mark.soak), "127.0.1.1"])
+async def test_ranks_over_networks(spaces: list[tuple[str, str]], tmp_path: Path, own: str) -> None:
+    """``initialize_spmd``; some hosts take their own name for an address of the loopback."""
+    master = spaces[0][1]
+    mark = f"TORCHSTORE_TEST_JOB={os.urandom(8).hex()}"
+    base = Path(tempfile.mkdtemp(prefix="ts-net-", dir="/tmp"))  # short, for sockets
+    ranks = []
+    try:
+        for rank, (space, _) in enumerate(spaces):
+            names = tmp_path / f"hosts{rank}"
+            first = own if rank == 0 and own.startswith("127.") else master
+            names.write_text(f"127.0.0.1 localhost\n{first} rank-0-host\n")
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": 0,
+                "WORLD_SIZE": 2,
+                "LOCAL_WORLD_SIZE": 1,
+                "MASTER_ADDR": "rank-0-host",
+                "MASTER_PORT": 26500,
+                "TORCHSTORE_HOST_ID": f"host{rank}",
+                "XDG_RUNTIME_DIR": base,
+                "PYTHONPATH": Path(__file__).parents[3],
+            }
+            ranks.append(
+                subprocess.Popen(
+                    [
+                        *("ip", "netns", "exec", space, "unshare", "-m", "sh", "-c"),
+                        'mount --bind "$0" /etc/hosts && exec "$@"',
+                        *(str(names), "env", mark, *(f"{k}={v}" for k, v in variables.items())),
+                        *(sys.executable, str(Path(__file__).with_name("spmd_rank.py"))),
+                    ],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+
+        async def tell(*calls: list[object]) -> list[dict[str, Any]]:
+            for rank, call in zip(ranks, calls, strict=True):
+                print(json.dumps(call), file=rank.stdin, flush=True)
+            lines = (asyncio.to_thread(rank.stdout.readline) for rank in ranks)
+            return [json.loads(line) for line in await asyncio.gather(*lines)]
+
+        arguments = {"strategy": "local-rank", "timeout": 40.0}
+        assert [a["error"] for a in await tell(*[["start", [arguments]]] * 2)] == [["", ""]] * 2
+        put = await tell(["put", ["k0"]], ["put", ["k1"]])
+        assert [answer["value"].split()[1] for answer in put] == ["host0", "host1"]
+        got = await tell(["get", ["k1"]], ["get", ["k0"]])
+        assert [answer["value"] for answer in got] == [1.0, 0.0]
+        await tell(*[["leave", []]] * 2)
+        await until(lambda: not _marked(mark, {rank.pid for rank in ranks}), 20)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            print(rank.communicate()[1], file=sys.stderr)
+        for pid in _marked(mark, set()):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(base)
+
+
+def _marked(mark: str, without: set[int]) -> set[int]:
+    """Running processes that have it in their environment."""
+    found = set()
+    for pid in running() - without:
+        with contextlib.suppress(OSError):
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(pid)
+    return found
+
+
+async def test_a_store_over_networks(apart: Job) -> None:
+    await apart.root(acts.initialize_on_hosts, {"strategy": "host"})
+    try:
+        for writer in (0, 1):
+            await apart.at(writer, acts.put, f"small{writer}", writer)
+            await apart.at(writer, acts.put_ones, f"large{writer}", 20 * MB, writer + 1)
+        for reader in (0, 1):
+            for writer in (0, 1):
+                assert await apart.at(reader, acts.get, f"small{writer}") == writer
+                got = await apart.at(reader, acts.get_shape, f"large{writer}")
+                assert got == ((20 * MB,), [writer + 1])
+        assert await apart.root(acts.get_shape, "large1") == ((20 * MB,), [2])
+        status = await apart.root(acts.status)
+        assert [v.host_id for v in status.volumes] == ["host0", "host1"]
+        assert [v.used_bytes // MB for v in status.volumes] == [20, 20]
+    finally:
+        await apart.root(acts.shutdown)

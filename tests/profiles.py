@@ -1,0 +1,34 @@
+"""How many examples the property tests try: ``pytest --hypothesis-profile=quick``, ``ci`` (the
+default) or ``soak``. The numbers are here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+__all__ = ["few", "many", "register"]
+
+_EXAMPLES = {"quick": 50, "ci": 200, "soak": 2000}
+
+
+def register() -> None:
+    """Make the profiles known; an option of the command line may choose another than ``ci``."""
+    for name, examples in _EXAMPLES.items():
+        settings.register_profile(
+            name,
+            max_examples=examples,
+            stateful_step_count=50,
+            deadline=None,  # a busy machine is no failure
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        )
+    settings.load_profile("ci")
+
+
+def many() -> settings:
+    """For hostile bytes: an example takes next to nothing, and few of them get far."""
+    return settings(max_examples=4 * settings().max_examples)
+
+
+def few() -> settings:
+    """For megabytes: an example takes a good part of a second."""
+    return settings(max_examples=settings().max_examples // 20)
