@@ -17,19 +17,19 @@ from torchstore_core.errors import (
     ObjectLostError,
     ProtocolError,
     StoreClosedError,
-    TorchStoreError,
 )
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.generations import Slot
 from torchstore_core.server.index.joint_puts import JointPut
 from torchstore_core.server.index.records import (
+    Change,
     Manifest,
     SessionRecord,
     Stored,
     Txn,
     Value,
     VolumeRecord,
+    release,
 )
 from torchstore_core.server.index.waiting import Waiting
 from torchstore_core.server.memory.leases import Leases
@@ -71,7 +71,7 @@ class Controller:
         self.volumes = list(volumes)
         self.strategy = strategy
         self.sessions: dict[bytes, SessionRecord] = {}
-        self.orphans: dict[bytes, SessionRecord] = {}  # see ``server.orphans``
+        self.orphans: dict[bytes, SessionRecord] = {}  # see ``server.remote.orphans``
         self._holders = ChainMap(self.sessions, self.orphans)
         self.catalog = Catalog(self.sessions)
         #: Requests so far, by message class; for status.
@@ -111,13 +111,7 @@ class Controller:
         """
         session.end()
         self.abort(session, list(session.txns))
-        self._settle()
-
-    def _settle(self) -> None:
-        """Somebody gave up: versions that waited for that may be whole now."""
-        dead: list[Value] = []
-        flipped = self.catalog.settle(dead)
-        self._committed((), dead, (), flipped)
+        self._apply(self.catalog.settle(all_keys=True))
 
     # ---- put ------------------------------------------------------------------------------
 
@@ -151,9 +145,8 @@ class Controller:
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         if not sizes:
-            dead: list[Value] = []
-            self.catalog.flip(values, dead)
-            return self._committed(values, dead), None
+            self._apply(Change(self.catalog.flip(values)), values)
+            return [value.version for value in values], None
         self._begin(session, request.txn, Txn(values, granted, values, [], values))
         if len(granted) == 1:
             return [], [m.Grant(v.volume, 0, v.offset) for v in values if v.data is None]
@@ -163,20 +156,16 @@ class Controller:
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """A put that contributes to generations: shards, a state dict, an explicit version."""
-        dead: list[Value] = []
+        put = JointPut(self.catalog, session, request)
+        self._free(put.clear())
         try:
-            try:
-                put = JointPut(self.catalog, session, request, dead)
-            finally:
-                self._free(dead)
+            put.compare()
             placed, inline, sizes = checked_items(put.items)
             values, granted = self._make(session, put.items, put, placed, inline, sizes)
-        except TorchStoreError:
-            self._settle()  # it may have thrown out what others waited for
-            raise
-        txn = put.enter(values, granted)
-        if self.catalog.unsettled:
-            self._settle()
+            txn = put.enter(values, granted)
+        finally:  # it may have dropped what others waited for
+            if self.catalog.unsettled:
+                self._apply(self.catalog.settle())
         grants = put.grants(values)
         if grants is None:
             return self._finish(txn), None
@@ -231,10 +220,10 @@ class Controller:
             keys = () if joint is None else joint.keys
             kept = () if joint is None else joint.generations
             most = most_bytes(self.strategy, self.volumes)
-            dead: list[Value] = []
-            if placed + inline > most or not self.catalog.reclaim(keys, kept, dead):
+            freed = None if placed + inline > most else self.catalog.reclaim(keys, kept)
+            if freed is None:
                 break
-            self._free(dead)
+            self._free(freed)
         there = self.catalog.newest.values(), self.catalog.waiting_bytes(), self.strategy, items
         raise full_error(placed + inline, self.volumes, self._holders.values(), *there)
 
@@ -264,30 +253,22 @@ class Controller:
         return versions
 
     def _finish(self, txn: Txn) -> list[int]:
-        """Make what the put brought visible, in one cut."""
-        dead: list[Value] = []
-        self.catalog.flip(txn.plain, dead)
-        flipped = [
-            slot.key
-            for slot, contribution in txn.joined
-            if self.catalog.commit(slot, contribution, dead)
-        ]
-        return self._committed(txn.results, dead, txn.plain, flipped)
+        """Make what the put brought visible, in one cut; the versions to answer."""
+        change = Change(self.catalog.flip(txn.plain))
+        if txn.joined:
+            change = Change.of([change, *(self.catalog.commit(*one) for one in txn.joined)])
+        self._apply(change, txn.plain)
+        return [result.version for result in txn.results]
 
-    def _committed(
-        self,
-        results: Sequence[Value | Slot],
-        dead: list[Value],
-        plain: Sequence[Value] | None = None,
-        flipped: Sequence[str] = (),
-    ) -> list[int]:
-        """Free what was replaced and wake who waits; the versions to answer."""
-        if dead:
-            self._free(dead)
-        if self.waiting:
-            changed = results if plain is None else plain
-            self.waiting.wake([v.key for v in changed], flipped)
-        return [result.version for result in results]
+    def _apply(self, change: Change, plain: Sequence[Value] = ()) -> None:
+        """Free what nobody holds any more, and wake those who wait for what is visible now.
+
+        ``plain``: values that became the newest versions of their keys by themselves.
+        """
+        if change.freed:
+            self._free(change.freed)
+        if self.waiting and (plain or change.visible):
+            self.waiting.wake([value.key for value in plain], change.visible)
 
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
@@ -304,11 +285,8 @@ class Controller:
                     self._remember(session, txn_id)
                 continue
             self._written(txn)
-            dead = list(txn.plain)
-            for slot, contribution in txn.joined:
-                self.catalog.abort(slot, contribution, dead)
-            self._free(dead)
-            self._settle()
+            changes = [self.catalog.abort(slot, one) for slot, one in txn.joined]
+            self._apply(Change.of([Change(release(txn.plain)), *changes]))
 
     def _written(self, txn: Txn) -> None:
         """The put is over, one way or the other: its memory has been written to."""
@@ -430,28 +408,25 @@ class Controller:
         remember: bool = False,
     ) -> None:
         """Give leases back, whole or in part; what nobody needs any more is freed."""
-        dead: list[Value] = []
+        returned: list[Value | None] = []
         for lease in leases:
             held = session.leases.pop(lease, None)
-            if held is None:
-                if remember:
-                    self._remember(session, lease)
-                continue
-            for value in held:
-                if value is not None:
-                    self._leases.unpin(value, dead)
+            if held is not None:
+                returned += held
+            elif remember:
+                self._remember(session, lease)
         for lease, positions in parts:
             held = session.leases.get(lease)
             if held is None:
                 continue
             for at in positions:
-                value = held[at] if 0 <= at < len(held) else None
-                if value is not None:
+                if 0 <= at < len(held):
+                    returned.append(held[at])
                     held[at] = None
-                    self._leases.unpin(value, dead)
             if not any(v is not None for v in held):
                 del session.leases[lease]
-        self._free(dead)
+        unpin = self._leases.unpin
+        self._free([value for value in returned if value is not None and unpin(value)])
 
     # ---- keys -----------------------------------------------------------------------------
 
@@ -462,10 +437,9 @@ class Controller:
             missing = [k for k in keys if k not in catalog.newest and not catalog.pending(k)]
             if missing:
                 raise catalog.missing_error(missing)
-        dead: list[Value] = []
-        count = sum([catalog.delete(key, dead) for key in keys])
-        self._free(dead)
-        return count
+        deleted = [freed for key in keys if (freed := catalog.delete(key)) is not None]
+        self._free([value for freed in deleted for value in freed])
+        return len(deleted)
 
     def keys(self, prefix: str) -> list[str]:
         """Sorted keys, and entries of state dicts, that start with ``prefix``; lost ones, too."""
@@ -487,9 +461,9 @@ class Controller:
             ranges.setdefault(value.volume, []).append((value.offset, value.nbytes))
             for index, offset in value.more:
                 ranges.setdefault(index, []).append((offset, value.nbytes))
-        for index, dead in ranges.items():
+        for index, freed in ranges.items():
             if not self.volumes[index].lost:
-                self.volumes[index].allocator.free(dead)
+                self.volumes[index].allocator.free(freed)
 
     def lose_volume(self, index: int, why: str) -> None:
         """The memory of a volume is gone, for good. Values that have no copy elsewhere are lost:
@@ -498,8 +472,7 @@ class Controller:
         """
         if self.volumes[index].lost:
             return
-        self._free(self.losses.lose(index, why, self.catalog, self._holders.values()))
-        self._settle()
+        self._apply(self.losses.lose(index, why, self.catalog, self._holders.values()))
 
     def _remember(self, session: SessionRecord, given_back: int) -> None:
         if len(session.given_back) < _MAX_GIVEN_BACK:

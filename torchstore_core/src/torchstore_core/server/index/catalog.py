@@ -1,13 +1,13 @@
 """Which versions of which keys there are, and which are on their way. Pure bookkeeping.
 
-Knows nothing of memory: what it lets go of, and nobody leases, is handed back in ``dead`` lists.
+Knows nothing of memory: every transition returns the values that nobody holds any more.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import chain
 
@@ -17,16 +17,18 @@ from torchstore_core.errors import (
     PartialPutError,
     VersionGoneError,
 )
-from torchstore_core.server.index.generations import Generation, Group, Slot
+from torchstore_core.server.index.generations import Generation
+from torchstore_core.server.index.groups import Group, Slot
 from torchstore_core.server.index.key_order import KeyOrder
-from torchstore_core.server.index.participants import Contribution
+from torchstore_core.server.index.participants import Contribution, Line
 from torchstore_core.server.index.records import (
+    Change,
     Manifest,
     SessionRecord,
     Stored,
     Value,
-    disown,
-    drop,
+    all_values,
+    release,
 )
 from torchstore_core.wire import messages as m
 
@@ -45,8 +47,8 @@ class Catalog:
     Attributes:
         newest: the newest whole version of every key.
         groups: what else there is of keys that several puts make, or that keep old versions.
-        unsettled: whether a version on its way was dropped to make room for a put; partial ones
-            that waited for it are finished by :meth:`settle`.
+        unsettled: keys of which a version on its way was dropped to make way for a put; partial
+            ones that waited for it are finished by :meth:`settle`.
     """
 
     def __init__(self, sessions: Mapping[bytes, SessionRecord]) -> None:
@@ -55,7 +57,7 @@ class Catalog:
         self._order = KeyOrder()  # of the newest
         self._dicts = KeyOrder()  # of those that are state dicts
         self.groups: dict[str, Group] = {}
-        self.unsettled = False
+        self.unsettled: set[str] = set()
         # A key that is put again after a delete goes on above its last version, so no (key,
         # version) is ever used twice. The last versions of the latest deleted keys are remembered;
         # keys that are not go on above the highest version that was forgotten.
@@ -214,46 +216,57 @@ class Catalog:
 
     # ---- plain versions -------------------------------------------------------------------
 
-    def flip(self, values: Sequence[Value], dead: list[Value]) -> None:
-        """Make each value the newest version of its key, all at once."""
+    def flip(self, values: Sequence[Value]) -> list[Value]:
+        """Make each value the newest version of its key, all at once; what nobody holds any more
+        of those before.
+        """
         now = time.time()
         newest, groups = self.newest, self.groups
         fresh: list[str] = []
+        freed: list[Value] = []
         for value in values:
             value.created = now
             key = value.key
             old = newest.get(key)
             if groups and key in groups:
-                self._replace(key, value, self._next_version(key), dead)
+                freed += self._replace(key, value, self._next_version(key))
                 continue
             if old is None:
                 value.version = self._deleted.pop(key, self._version_floor) + 1
                 fresh.append(key)
             else:
                 value.version = old.version + 1
-                if type(old) is Value:
-                    drop(old, dead)
+                if type(old) is Value:  # the usual case
+                    old.uses -= 1
+                    if not (old.uses or old.pins):
+                        freed.append(old)
                 else:
-                    disown(old, dead)
+                    freed += release(all_values(old))
                     if type(old) is Manifest:
                         self._dicts.remove(key)
             newest[key] = value
         if fresh:
             self._order.add(fresh)
+        return freed
 
     def _next_version(self, key: str) -> int:
-        stored = self.newest.get(key)
+        """Above all that there are, or were, or are on their way."""
         group = self.groups.get(key)
-        version = max(group.pending, default=0) if group is not None else 0
-        if stored is None:
-            return max(version, self._deleted.get(key, self._version_floor)) + 1
-        return max(version, stored.version) + 1
+        pending = 0 if group is None else max(group.pending, default=0)
+        return max(pending + 1, self._lowest_version(key))
 
-    def _replace(self, key: str, stored: Stored, version: int, dead: list[Value]) -> None:
-        """The newest version of a key with a group."""
+    def _lowest_version(self, key: str) -> int:
+        """The lowest version that a put may ask for."""
+        stored = self.newest.get(key)
+        if stored is not None:
+            return stored.version + 1
+        return self._deleted.get(key, self._version_floor) + 1
+
+    def _replace(self, key: str, stored: Stored, version: int) -> list[Value]:
+        """The newest version of a key with a group; what nobody holds any more of older ones."""
         stored.version = version
         group = self.groups[key]
-        group.overtake(version, dead)
+        freed = group.overtake(version)
         old = self.newest.get(key)
         self.newest[key] = stored
         if old is None:
@@ -264,7 +277,7 @@ class Catalog:
             else:
                 self._dicts.remove(key)
         self._deleted.pop(key, None)
-        group.shelve(old, dead)
+        return freed + group.shelve(old)
 
     # ---- generations ----------------------------------------------------------------------
 
@@ -277,12 +290,11 @@ class Catalog:
         version: int,
         participants: int,
         publication: m.Publication | None,
-        dead: list[Value],
         *,
         replica: bool = False,
     ) -> Slot:
-        """Where a put of ``who`` belongs. Only :meth:`join` makes it part of the generation.
-        ``replica``: see ``Group.next_of``.
+        """Where a put of ``who`` belongs. Nothing changes before :meth:`clear` makes way for it and
+        :meth:`join` makes it part of the generation. ``replica``: see ``Group.next_of``.
 
         Raises:
             VersionGoneError: that version, or a newer one, is there already.
@@ -292,45 +304,50 @@ class Catalog:
             ObjectLostError: that version was lost before it was whole; ``who`` has had its turn.
         """
         group = self.groups.get(key) or Group()
-        line = group.line(layout)
-        waiting = len(group.pending)
+        line = group.lines.get(layout) or Line()
         living = self._sessions.values()
         generation: Generation | None = None
+        left_over: list[Generation] = []
+        replaced: list[Contribution] = []
         if not version:
-            version, generation = group.next_of(
-                line, who, session, dead, replica=replica, living=living
+            version, generation, left_over = group.next_of(
+                line, who, session, replica=replica, living=living
             )
             if version and generation is None:
                 if version in line.lost:
                     line.participant(who).puts(version, session)
                     raise version_lost_error(key, version, line.lost[version])
-                return Slot(key, who, line, version, None)  # late: the others were faster
-        elif (generation := group.pending.get(version)) is not None:
-            generation = group.rejoin(generation, key, line, who, session, dead, living)
-        elif version < self._next_version_at_least(key):
+                return Slot(key, who, layout, line, version, None, left_over)  # others were faster
+        elif (there := group.pending.get(version)) is not None:
+            generation, replaced = group.rejoin(there, key, line, who, session, living)
+            left_over = [there] if generation is None else []
+        elif version < self._lowest_version(key):
             if version in line.versions and line.last_of(who) < version:
-                return Slot(key, who, line, version, None)
-            used = self._next_version_at_least(key) - 1
-            now = f"it is at {used}" if key in self.newest else f"all up to {used} were used before"
-            raise VersionGoneError(
-                f"version {version} of {key!r} cannot be put: {now}, and versions only grow, also "
-                "after a delete. Who goes back to an older checkpoint puts without version= and "
-                "carries the step as an entry of the state dict, or takes a new key for each run",
-                key=key,
-                details={"current": self.newest_version(key)},
-            )
+                return Slot(key, who, layout, line, version, None)
+            raise self._used_error(key, version)
+        behind: list[Generation] = []
         if generation is None:
             version = version or max(self._next_version(key), line.next_version())
             generation = Generation(line, version, participants, publication)
-            group.trim(line, dead)
-        self.unsettled |= len(group.pending) < waiting
+            behind = group.far_behind(line, without=left_over)
         if publication is not None and publication.partial:
-            self._check_base(key, version)
-        return Slot(key, who, line, version, generation)
+            self._check_base(key, version, without=left_over + behind)
+        return Slot(key, who, layout, line, version, generation, left_over, behind, replaced)
 
-    def _check_base(self, key: str, version: int) -> None:
+    def _used_error(self, key: str, version: int) -> VersionGoneError:
+        used = self._lowest_version(key) - 1
+        now = f"it is at {used}" if key in self.newest else f"all up to {used} were used before"
+        return VersionGoneError(
+            f"version {version} of {key!r} cannot be put: {now}, and versions only grow, also "
+            "after a delete. Who goes back to an older checkpoint puts without version= and "
+            "carries the step as an entry of the state dict, or takes a new key for each run",
+            key=key,
+            details={"current": self.newest_version(key)},
+        )
+
+    def _check_base(self, key: str, version: int, without: Collection[Generation]) -> None:
         """Raises KeyNotFoundError if there is nothing that a partial put can be based on."""
-        if self._has_base(key, version):
+        if self._has_base(key, version, without):
             return
         raise KeyNotFoundError(
             f"a partial put of {key!r} takes the other entries from the version before, and there "
@@ -339,58 +356,47 @@ class Catalog:
             details={"missing": [key]},
         )
 
-    def _has_base(self, key: str, version: int) -> bool:
+    def _has_base(self, key: str, version: int, without: Collection[Generation] = ()) -> bool:
         """Whether a state dict is there, or on its way, that a partial version can build on."""
         if type(self.newest.get(key)) is Manifest:
             return True
         group = self.groups.get(key)
         earlier = [] if group is None else [g for v, g in group.pending.items() if v < version]
-        return any(g.publication is not None and not g.is_partial for g in earlier)
+        return any(
+            g.publication is not None and not g.is_partial for g in earlier if g not in without
+        )
 
-    def _next_version_at_least(self, key: str) -> int:
-        """The lowest version that a put may ask for."""
-        stored = self.newest.get(key)
-        if stored is not None:
-            return stored.version + 1
-        return self._deleted.get(key, self._version_floor) + 1
+    def clear(self, slot: Slot) -> list[Value]:
+        """Make way for a put: drop what is not to be waited for any more when it comes. What
+        nobody holds any more.
+        """
+        if slot.left_over or slot.behind:
+            self.unsettled.add(slot.key)
+        group = self.groups.get(slot.key)
+        return [] if group is None else group.clear(slot)
 
-    def join(self, slot: Slot, layout: Hashable, session: SessionRecord) -> Contribution:
+    def join(self, slot: Slot, session: SessionRecord) -> Contribution:
         """Begin a contribution."""
         group = self.groups.get(slot.key)
         if group is None:
             group = self.groups[slot.key] = Group()
-        line = group.lines.setdefault(layout, slot.line)
-        slot.line = line
-        one = line.participant(slot.who)
-        contribution = Contribution(slot.who, session, one.version)
-        one.puts(slot.version, session)
-        generation = slot.generation
-        if generation is not None:
-            if generation.version not in group.pending:
-                generation.line = line
-                group.pending[generation.version] = generation
-                group.pending = dict(sorted(group.pending.items()))
-                line.announce(generation.version, group.pending)
-            generation.contributions[slot.who] = contribution
-        return contribution
+        return group.join(slot, session)
 
-    def commit(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> bool:
-        """A contribution is complete. True if that made a new newest version."""
+    def commit(self, slot: Slot, contribution: Contribution) -> Change:
+        """A contribution is complete, and maybe the version that it belongs to."""
         generation = slot.generation
         if generation is None:
-            return False
+            return Change()
         contribution.committed = True
         if generation.dropped:
-            for _, value in contribution.items:
-                drop(value, dead)
-            return False
+            return Change(release(contribution.values))
         now = time.time()
-        for _, value in contribution.items:
+        for value in contribution.values:
             value.created = now
-        finished = self._is_ready(slot.key, generation)
-        if finished:
-            self._finish(slot.key, generation, dead)
-        return self._settle(slot.key, dead) or finished
+        changes: list[Change] = []
+        if self._is_ready(slot.key, generation):
+            changes.append(self._finish(slot.key, generation))
+        return Change.of(changes + self._settle(slot.key))
 
     def _is_ready(self, key: str, generation: Generation) -> bool:
         """Whether it is whole; and if it is partial, whether the version before it is decided."""
@@ -403,59 +409,7 @@ class Catalog:
         pending = self.groups[key].pending.items()
         return not any(older.is_alive for v, older in pending if v < generation.version)
 
-    def _settle(self, key: str, dead: list[Value]) -> bool:
-        """Finish partial generations that waited for nothing but the fate of older ones."""
-        group = self.groups.get(key)
-        finished = False
-        for later in [] if group is None else list(group.pending.values()):
-            if not later.dropped and later.is_partial and self._is_ready(key, later):
-                self._finish(key, later, dead)
-                finished = True
-        return finished
-
-    def settle(self, dead: list[Value]) -> list[str]:
-        """Somebody gave up or died, or versions on their way were dropped; the keys of which that
-        made a new newest version.
-        """
-        self.unsettled = False
-        return [
-            key for key, group in self.groups.items() if group.pending and self._settle(key, dead)
-        ]
-
-    def reclaim(
-        self, keys: Collection[str], kept: Collection[Generation], dead: list[Value]
-    ) -> bool:
-        """There is no room for a put to ``keys``: drop one generation that waits in vain, because
-        all that put to it have died, or because the participant that puts now is ahead of others.
-
-        Args:
-            kept: generations that the put itself belongs to.
-
-        Returns:
-            Whether there was one.
-        """
-        for key, group in self.groups.items():
-            for version, old in group.pending.items():
-                if old in kept or old.is_written or (old.is_alive and key not in keys):
-                    continue
-                if old.is_complete and self._has_base(key, version):  # its time will come
-                    continue
-                del group.pending[version]
-                old.discard(dead)
-                self.unsettled = True
-                return True
-        return False
-
-    def waiting_bytes(self) -> dict[str, int]:
-        """Bytes that versions which are not whole yet hold, by key."""
-        found: dict[str, int] = {}
-        for key, group in self.groups.items():
-            nbytes = sum([g.nbytes for g in group.pending.values()])
-            if nbytes:
-                found[key] = nbytes
-        return found
-
-    def _finish(self, key: str, generation: Generation, dead: list[Value]) -> None:
+    def _finish(self, key: str, generation: Generation) -> Change:
         """A generation is whole: now it is the newest version."""
         group = self.groups[key]
         if generation.publication is not None and generation.publication.keep:
@@ -466,10 +420,75 @@ class Catalog:
             generation.line.versions.remove(generation.version)
         else:
             generation.line.whole.add(generation.version)
-        generation.discard(dead)
-        self._replace(key, stored, generation.version, dead)
+        freed = generation.discard()
+        return Change(freed + self._replace(key, stored, generation.version), [key])
 
-    def abort(self, slot: Slot, contribution: Contribution, dead: list[Value]) -> None:
+    def settle(self, *, all_keys: bool = False) -> Change:
+        """Finish the partial versions that waited for nothing but older ones that were dropped.
+
+        Args:
+            all_keys: of every key: a process has ended, and nobody waits for what it was putting.
+        """
+        keys = list(self.groups) if all_keys else list(self.unsettled)
+        self.unsettled.clear()
+        return Change.of([change for key in keys for change in self._settle(key)])
+
+    def _settle(self, key: str) -> list[Change]:
+        group = self.groups.get(key)
+        if group is None:
+            return []
+        return [
+            self._finish(key, later)
+            for later in list(group.pending.values())
+            if not later.dropped and later.is_partial and self._is_ready(key, later)
+        ]
+
+    def reclaim(self, keys: Collection[str], kept: Collection[Generation]) -> list[Value] | None:
+        """There is no room for a put to ``keys``: drop one generation that waits in vain, because
+        all that put to it have died, or because the participant that puts now is ahead of others.
+
+        Args:
+            kept: generations that the put itself belongs to.
+
+        Returns:
+            What nobody holds any more; None if there is no such generation.
+        """
+        for key, group in self.groups.items():
+            for version, old in group.pending.items():
+                if old in kept or old.is_written or (old.is_alive and key not in keys):
+                    continue
+                if old.is_complete and self._has_base(key, version):  # its time will come
+                    continue
+                del group.pending[version]
+                self.unsettled.add(key)
+                return old.discard()
+        return None
+
+    def lose(self, reason: Callable[[Iterable[Value]], str]) -> Change:
+        """Memory is gone: drop the versions on their way that cannot be made whole any more,
+        because committed parts of them are lost. ``reason`` says why some values are; empty if
+        none is.
+        """
+        freed: list[Value] = []
+        for key, group in self.groups.items():
+            for version, generation in list(group.pending.items()):
+                if why := reason(generation.stored_values()):
+                    del group.pending[version]
+                    freed += generation.discard()
+                    generation.lost = generation.line.lost[version] = why
+                    self.unsettled.add(key)
+        return Change.of([Change(freed), self.settle()])
+
+    def waiting_bytes(self) -> dict[str, int]:
+        """Bytes that versions which are not whole yet hold, by key."""
+        found: dict[str, int] = {}
+        for key, group in self.groups.items():
+            nbytes = sum([g.nbytes for g in group.pending.values()])
+            if nbytes:
+                found[key] = nbytes
+        return found
+
+    def abort(self, slot: Slot, contribution: Contribution) -> Change:
         """A contribution will never be complete."""
         one = slot.line.participants.get(slot.who)
         generation = slot.generation
@@ -478,54 +497,52 @@ class Catalog:
         if one and same and turn:
             one.version = contribution.before
         if generation is None:
-            return
+            return Change()
         if generation.dropped:
-            for _, value in contribution.items:
-                drop(value, dead)
-            return
-        generation.remove(contribution, dead)
+            return Change(release(contribution.values))
+        freed = generation.remove(contribution)
+        group = self.groups[slot.key]
         if not generation.contributions:
-            group = self.groups[slot.key]
             group.pending.pop(generation.version, None)
             slot.line.versions.remove(generation.version)
             generation.dropped = True
             if slot.key not in self.newest and not group.pending:
                 del self.groups[slot.key]
+        return Change.of([Change(freed), *self._settle(slot.key)])
 
     # ---- deleting -------------------------------------------------------------------------
 
-    def delete(self, key: str, dead: list[Value]) -> bool:
-        """Forget a key, old versions and unfinished ones too; whether there was any."""
-        stored = self.newest.pop(key, None)
-        group = self.groups.pop(key, None)
+    def delete(self, key: str) -> list[Value] | None:
+        """Forget a key, old versions and unfinished ones too. What nobody holds any more; None if
+        there is no such key.
+        """
+        stored = self.newest.get(key)
+        group = self.groups.get(key)
         if stored is None and (group is None or not group.pending):
-            if group is not None:
-                self.groups[key] = group
-            return False
-        last = 0 if stored is None else stored.version
+            return None
+        freed: list[Value] = []
+        last = self._lowest_version(key) - 1
         if stored is not None:
+            del self.newest[key]
             self._order.remove(key)
             if type(stored) is Manifest:
                 self._dicts.remove(key)
-            disown(stored, dead)
+            freed += release(all_values(stored))
         if group is not None:
-            last = max(last, *group.pending, 0) if group.pending else last
+            del self.groups[key]
+            last = max([last, *group.pending])
             for generation in group.pending.values():
-                generation.discard(dead)
+                freed += generation.discard()
             for old in group.history.values():
-                disown(old, dead)
-        self._bury(key, max(last, self._deleted.get(key, 0)))
-        return True
+                freed += release(all_values(old))
+        self._bury(key, last)
+        return freed
 
     def _bury(self, key: str, version: int) -> None:
         self._deleted[key] = version
         if len(self._deleted) > _MAX_DELETED:
             forgotten = next(iter(self._deleted))
             self._version_floor = max(self._version_floor, self._deleted.pop(forgotten))
-
-    def all_stored(self) -> Iterator[Stored]:
-        """Every newest version."""
-        return iter(self.newest.values())
 
 
 def _splits(key: str) -> Iterator[tuple[str, str]]:

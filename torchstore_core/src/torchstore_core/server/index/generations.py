@@ -5,42 +5,36 @@ n-th put of a participant belongs to the n-th generation of its *line*: the puts
 (mesh, shape, dtype), or of one number of participants. A generation that is whole becomes the
 newest version at once, and every older one that is not is dropped.
 
-Pure bookkeeping; knows nothing of memory. What it lets go of is handed back in ``dead`` lists.
+Pure bookkeeping; knows nothing of memory. What nobody holds any more is returned.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import time
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import ConfigurationError, LayoutMismatchError, VersionGoneError
+from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.server.index.participants import Contribution, Line
 from torchstore_core.server.index.records import (
     Manifest,
-    SessionRecord,
     Shards,
     Stored,
     Value,
-    disown,
-    drop,
-    own,
+    all_values,
+    release,
+    retain,
 )
 from torchstore_core.values import TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Generation", "Group", "Slot"]
+__all__ = ["Generation"]
 
-# Layouts of one key that are remembered.
-_MAX_LINES = 16
 _MAX_SHOWN = 100
-# Generations of one line that wait for others.
-_MAX_PENDING = 16
 
 
 class Generation:
@@ -132,8 +126,8 @@ class Generation:
         made = self.entries[name] = Shards(key, meta, creator, {})
         return made
 
-    def remove(self, contribution: Contribution, dead: list[Value]) -> None:
-        """Take a contribution out again."""
+    def remove(self, contribution: Contribution) -> list[Value]:
+        """Take a contribution out again; the values of it that nobody holds any more."""
         if self.contributions.get(contribution.who) is contribution:
             del self.contributions[contribution.who]
         names = dict.fromkeys([*contribution.others, *(name for name, _ in contribution.items)])
@@ -143,9 +137,10 @@ class Generation:
                 del self.entries[name]
             elif type(entry) is Shards and value.box is not None:
                 entry.parts.pop(value.box, None)
-            drop(value, dead)
+        freed = release(contribution.values)
         contribution.items.clear()
         self._forget(names)
+        return freed
 
     def _forget(self, names: Iterable[str]) -> None:
         """Somebody does not put these entries any more, who maybe was the only one."""
@@ -160,13 +155,12 @@ class Generation:
             elif name not in self.entries:
                 self.relied[name] = meta
 
-    def discard(self, dead: list[Value]) -> None:
-        """Drop it. Contributions that are still being written end by themselves."""
+    def discard(self) -> list[Value]:
+        """Drop it; the values that nobody holds any more. Contributions that are still being
+        written end by themselves.
+        """
         self.dropped = True
-        for contribution in self.contributions.values():
-            if contribution.committed:
-                for _, value in contribution.items:
-                    drop(value, dead)
+        return release(self.stored_values())
 
     @property
     def is_complete(self) -> bool:
@@ -188,7 +182,7 @@ class Generation:
         """Bytes that it holds and nobody is writing."""
         return sum([value.nbytes for value in self.stored_values()])
 
-    def stored_values(self) -> Iterable[Value]:
+    def stored_values(self) -> list[Value]:
         """What was committed of it."""
         done = [c.items for c in self.contributions.values() if c.committed]
         return [value for items in done for _, value in items]
@@ -287,7 +281,7 @@ class Generation:
         publication = self.publication
         if publication is None:
             stored: Stored = entries[""]
-            own(stored)
+            retain(all_values(stored))
             return stored
         done = [c for c in self.contributions.values() if c.committed]
         entries |= {name: entries[of] for name, of in tied.items()}
@@ -316,196 +310,9 @@ class Generation:
             else:
                 mine = entries
         for entry in mine.values():
-            own(entry)
+            retain(all_values(entry))
         facts = done[0].session.facts
         return Manifest(key, entries, paths, facts, self.version, now, publication.packed)
-
-
-class Slot:
-    """Where a put of a participant belongs.
-
-    ``late``: that version is there already, or was overtaken; nothing is to be written.
-    """
-
-    __slots__ = ("generation", "key", "late", "line", "version", "who")
-
-    def __init__(
-        self, key: str, who: str, line: Line, version: int, generation: Generation | None
-    ) -> None:
-        self.key = key
-        self.who = who
-        self.line = line
-        self.version = version
-        self.generation = generation
-        self.late = generation is None
-
-
-class Group:
-    """Everything about a key whose versions are made, or kept, by several puts."""
-
-    __slots__ = ("history", "keep", "lines", "pending")
-
-    def __init__(self) -> None:
-        self.lines: dict[Hashable, Line] = {}
-        self.pending: dict[int, Generation] = {}
-        self.history: dict[int, Stored] = {}
-        self.keep = 1
-
-    def line(self, layout: Hashable) -> Line:
-        """The line of a layout; the least recently begun one is forgotten."""
-        line = self.lines.get(layout)
-        if line is None:
-            busy = {id(generation.line) for generation in self.pending.values()}
-            idle = [key for key, old in self.lines.items() if id(old) not in busy]
-            if len(self.lines) >= _MAX_LINES and idle:
-                del self.lines[idle[0]]
-            line = self.lines[layout] = Line()
-        return line
-
-    def next_of(
-        self,
-        line: Line,
-        who: str,
-        session: SessionRecord,
-        dead: list[Value],
-        *,
-        replica: bool,
-        living: Collection[SessionRecord] = (),
-    ) -> tuple[int, Generation | None]:
-        """The version that the next put of ``who`` belongs to without saying so, and its
-        generation if that is on its way; 0 if it begins a new one.
-
-        Args:
-            replica: versions may become whole without it.
-            living: sessions of processes that live.
-        """
-        one = line.participants.get(who)
-        earlier = session if one is None else one.sessions[-1]
-        came_back = earlier is not session and earlier.closed is not None
-        for version in line.versions[bisect.bisect_right(line.versions, line.last_of(who)) :]:
-            generation = self.pending.get(version)
-            if generation is None:
-                if came_back or (version in line.whole and not replica):
-                    continue  # it did not miss its turn: it was not there
-                return version, None
-            if who in generation.contributions:
-                continue
-            if _left_over(generation, who, session, living):
-                self._throw_out(generation, dead)
-                continue
-            return version, generation
-        return 0, None
-
-    def rejoin(
-        self,
-        generation: Generation,
-        key: str,
-        line: Line,
-        who: str,
-        session: SessionRecord,
-        dead: list[Value],
-        living: Collection[SessionRecord] = (),
-    ) -> Generation | None:
-        """A participant puts an explicit version, maybe again: the new put counts, and nothing
-        that is left over from an earlier run. None if that was all of it.
-
-        Raises:
-            ConfigurationError: its other put of that version is still under way.
-            VersionGoneError: others that live put that version with another layout.
-        """
-        if generation.line is not line:
-            if any(c.session.closed is None for c in generation.contributions.values()):
-                raise VersionGoneError(
-                    f"version {generation.version} of {key!r} is on its way with another layout or "
-                    "another number of participants",
-                    key=key,
-                )
-            self._throw_out(generation, dead)
-            return None
-        earlier = generation.contributions.get(who)
-        replaced = _left_over(generation, who, session, living)
-        if earlier is not None:
-            if not earlier.committed:
-                raise ConfigurationError(
-                    f"participant {who} is putting version {generation.version} at this moment"
-                )
-            replaced.append(earlier)
-        for contribution in replaced:
-            generation.remove(contribution, dead)
-        if generation.contributions:
-            return generation
-        self._throw_out(generation, dead)
-        return None
-
-    def _throw_out(self, generation: Generation, dead: list[Value]) -> None:
-        """As if it had never begun."""
-        generation.discard(dead)
-        del self.pending[generation.version]
-        generation.line.versions.remove(generation.version)
-
-    def overtake(self, version: int, dead: list[Value]) -> None:
-        """``version`` is there: older ones on their way are not wanted any more."""
-        for old in [v for v in self.pending if v < version]:
-            self.pending.pop(old).discard(dead)
-
-    def trim(self, line: Line, dead: list[Value]) -> None:
-        """A participant that is far ahead begins one more: the oldest that nobody is writing, of
-        very many, will not be waited for. Partial ones that are complete stay for what they alone
-        bring.
-        """
-        waiting = [g for g in self.pending.values() if g.line is line and not g.is_written]
-        for at, old in enumerate(waiting[: -_MAX_PENDING + 1], 1):
-            if not _brings_more(old, waiting[at:]):
-                self.pending.pop(old.version).discard(dead)
-
-    def shelve(self, old: Stored | None, dead: list[Value]) -> None:
-        """Put the version that was the newest aside, as far as ``keep`` goes."""
-        if old is not None:
-            self.history[old.version] = old
-        while len(self.history) > self.keep - 1:
-            disown(self.history.pop(min(self.history)), dead)
-
-
-def _brings_more(old: Generation, later: Iterable[Generation]) -> bool:
-    """Whether what is put is lost if ``old`` is dropped: those after it do not bring all of it."""
-    if not old.is_partial or not old.is_complete:
-        return False
-    later_names = {name for one in later if one.is_complete for name in one.names}
-    return not later_names.issuperset(old.names)
-
-
-def _left_over(
-    generation: Generation, who: str, session: SessionRecord, living: Collection[SessionRecord]
-) -> list[Contribution]:
-    """What an earlier run put into a generation that ``who`` is about to join.
-
-    It was put by a process that had ended before this one began. And a participant that died must
-    not, when it comes back, complete what another one put that lived beside it; nor, if it is new,
-    what another one put that has come back, too (it has put since, or a process of its rank
-    lives): together they would be a mixture of two runs.
-    (Processes that come one after the other, and never live at the same time, do make one version.)
-    """
-    participants = generation.line.participants
-    one = participants.get(who)
-    earlier = [] if one is None else [s for s in one.sessions if s is not session]
-    found: list[Contribution] = []
-    for c in generation.contributions.values():
-        closed = c.session.closed
-        if c.who == who or closed is None or closed > session.opened:
-            continue
-        beside = any(
-            s.closed is not None and c.session.opened < s.closed and s.opened < closed
-            for s in earlier
-        )
-        newest = participants.get(c.who)
-        again = newest is not None and newest.sessions[-1] is not c.session
-        rank = c.session.facts.rank
-        again = again or any(
-            rank is not None and s.facts.rank == rank and s.opened > closed for s in living
-        )
-        if beside or again:
-            found.append(c)
-    return found
 
 
 def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:

@@ -8,7 +8,8 @@ from math import prod
 from torchstore_core.boxes import Box
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.generations import Generation, Slot
+from torchstore_core.server.index.generations import Generation
+from torchstore_core.server.index.groups import Slot
 from torchstore_core.server.index.participants import Contribution
 from torchstore_core.server.index.records import SessionRecord, Txn, Value
 from torchstore_core.server.memory.placement import check_item, check_key, checked_box, grants_of
@@ -22,8 +23,9 @@ _MAX_VERSION = 1 << 63
 
 
 class JointPut:
-    """First it is planned, which changes nothing but to throw out what is left over (``dead``);
-    then, when there is room for :attr:`items`, :meth:`enter` makes it part of its generations.
+    """Making one decides which generations it belongs to, and changes nothing. Then :meth:`clear`
+    makes way for it, :meth:`compare` finds what must be stored, and, when there is room for
+    :attr:`items`, :meth:`enter` makes it part of its generations.
 
     Attributes:
         items: what must be stored; other participants put the rest.
@@ -31,22 +33,20 @@ class JointPut:
 
     Raises:
         ProtocolError: it contradicts itself.
-        VersionGoneError, ConfigurationError, KeyNotFoundError: see ``Catalog.slot``.
-        LayoutMismatchError: another participant puts an entry with another shape or dtype.
+        VersionGoneError, ConfigurationError, KeyNotFoundError, ObjectLostError: see
+            ``Catalog.slot``.
     """
 
-    def __init__(
-        self, catalog: Catalog, session: SessionRecord, request: m.Put, dead: list[Value]
-    ) -> None:
+    def __init__(self, catalog: Catalog, session: SessionRecord, request: m.Put) -> None:
         self._catalog = catalog
         self._session = session
         self._request = request
-        self._slots: dict[str, tuple[Slot, Hashable]] = {}
+        self._slots: dict[str, Slot] = {}
         self._found: list[tuple[Slot | None, Box | None]] = []
         self._stored: list[int] = []
         self.items: list[m.PutItem] = []
         self.boxes: list[Box | None] = []
-        self._plan(dead)
+        self._decide()
 
     def _checked(self) -> list[Box | None]:
         """For each item the shard that it is, see ``checked_box``."""
@@ -74,30 +74,43 @@ class JointPut:
             found.append(box)
         return found
 
-    def _plan(self, dead: list[Value]) -> None:
+    def _decide(self) -> None:
         request = self._request
         group = request.group
-        checked = self._checked()  # before anything is thrown out
+        checked = self._checked()
         slot: Slot | None = None
         if group is not None:
-            slot = self._slot(group.key, group.who, ("state dict", group.participants), dead)
-        for at, (item, box) in enumerate(zip(request.items, checked, strict=True)):
+            slot = self._slot(group.key, group.who, ("state dict", group.participants))
+        for item, box in zip(request.items, checked, strict=True):
             if group is None:
-                slot = None
-                if item.key in self._slots:
-                    slot = self._slots[item.key][0]
-                elif request.version or item.part is not None:
+                slot = self._slots.get(item.key)
+                if slot is None and (request.version or item.part is not None):
                     layout, who = _layout_of(item)
                     # Without a mesh a participant is its box: a new one is no late replica, but
                     # the first of another cut.
                     mesh = item.part.mesh_shape if item.part is not None else ()
                     replica = bool(mesh) or (box is not None and box.is_empty)
-                    slot = self._slot(item.key, who, layout, dead, replica=replica)
+                    slot = self._slot(item.key, who, layout, replica=replica)
             self._found.append((slot, box))
+
+    def clear(self) -> list[Value]:
+        """Drop what is not to be waited for any more when this put comes; what nobody holds any
+        more.
+        """
+        return [value for slot in self._slots.values() for value in self._catalog.clear(slot)]
+
+    def compare(self) -> None:
+        """Find what must be stored, because no other participant puts it.
+
+        Raises:
+            LayoutMismatchError: another participant puts an entry with another shape or dtype.
+        """
+        for at, item in enumerate(self._request.items):
+            slot, box = self._found[at]
             if item.same_as >= 0:
                 continue
             if slot is not None:
-                name = "" if group is None else item.key
+                name = "" if self._request.group is None else item.key
                 made = slot.generation
                 if made is None or made.holds(name, item.meta, box, item.nbytes):
                     continue
@@ -115,26 +128,15 @@ class JointPut:
     @property
     def generations(self) -> list[Generation]:
         """The generations that it contributes to."""
-        found = (slot.generation for slot, _ in self._slots.values())
+        found = (slot.generation for slot in self._slots.values())
         return [generation for generation in found if generation is not None]
 
-    def _slot(
-        self, key: str, who: str, layout: Hashable, dead: list[Value], *, replica: bool = False
-    ) -> Slot:
+    def _slot(self, key: str, who: str, layout: Hashable, *, replica: bool = False) -> Slot:
         request = self._request
         participants = 0 if request.group is None else request.group.participants
-        slot = self._catalog.slot(
-            self._session,
-            key,
-            who,
-            layout,
-            request.version,
-            participants,
-            request.group,
-            dead,
-            replica=replica,
-        )
-        self._slots[key] = slot, layout
+        what = layout, request.version, participants, request.group
+        slot = self._catalog.slot(self._session, key, who, *what, replica=replica)
+        self._slots[key] = slot
         return slot
 
     def _check_alias(self, at: int, item: m.PutItem) -> None:
@@ -155,8 +157,8 @@ class JointPut:
         request = self._request
         by_item = dict(zip(self._stored, values, strict=True))
         joined: dict[str, tuple[Slot, Contribution]] = {}
-        for key, (slot, layout) in self._slots.items():
-            joined[key] = slot, self._catalog.join(slot, layout, self._session)
+        for key, slot in self._slots.items():
+            joined[key] = slot, self._catalog.join(slot, self._session)
         group = request.group
         if group is not None:
             joined[group.key][1].partial = group.partial
@@ -188,7 +190,7 @@ class JointPut:
                 if box is not None and box.is_empty and name not in generation.entries:
                     generation.shards(name, item.key, item.meta, self._session.facts)
         if group is not None:
-            results = [self._slots[group.key][0]]
+            results = [self._slots[group.key]]
         return Txn(list(values), granted, plain, list(joined.values()), results)
 
     def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:

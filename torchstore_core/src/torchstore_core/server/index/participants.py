@@ -54,6 +54,11 @@ class Contribution:
         self.partial = False
         self.committed = False
 
+    @property
+    def values(self) -> list[Value]:
+        """The values that it stores."""
+        return [value for _, value in self.items]
+
 
 class Participant:
     """Who puts to a line: its last version, and the last sessions that put for it, finished or not;

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Protocol, final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 
 import msgspec
 
@@ -16,11 +16,11 @@ from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
-    from torchstore_core.server.index.generations import Slot
+    from torchstore_core.server.index.groups import Slot
     from torchstore_core.server.index.participants import Contribution
 
-__all__ = ["Manifest", "SegmentView", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
-__all__ += ["VolumeRecord", "Waiter", "all_values", "disown", "drop", "own", "values_in"]
+__all__ = ["Change", "Manifest", "SegmentView", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
+__all__ += ["VolumeRecord", "Waiter", "all_values", "release", "retain", "values_in"]
 
 
 class SegmentView(Protocol):
@@ -125,11 +125,26 @@ class Manifest(msgspec.Struct, eq=False):
 Stored = Value | Shards | Manifest
 
 
-def drop(value: Value, dead: list[Value]) -> None:
-    """One holder less."""
-    value.uses -= 1
-    if not (value.uses or value.pins):
-        dead.append(value)
+class Change(NamedTuple):
+    """What a transition of the index did.
+
+    Args:
+        freed: values that nobody holds any more, whose memory can be used again.
+        visible: keys that several puts make and that have a new newest version.
+    """
+
+    freed: Sequence[Value] = ()
+    visible: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, changes: Iterable[Change]) -> Change:
+        """Several changes as one."""
+        freed: list[Value] = []
+        visible: list[str] = []
+        for change in changes:
+            freed += change.freed
+            visible += change.visible
+        return cls(freed, visible)
 
 
 def all_values(stored: Stored) -> Iterable[Value]:
@@ -159,16 +174,20 @@ def values_in(stored: Stored, box: m.Box | None) -> Collection[Value]:
     ]
 
 
-def own(stored: Stored) -> None:
-    """Hold every value in it."""
-    for value in all_values(stored):
+def retain(values: Iterable[Value]) -> None:
+    """Each of them has one holder more."""
+    for value in values:
         value.uses += 1
 
 
-def disown(stored: Stored, dead: list[Value]) -> None:
-    """Let go of every value in it."""
-    for value in all_values(stored):
-        drop(value, dead)
+def release(values: Iterable[Value]) -> list[Value]:
+    """Each of them has one holder less; those that nobody holds any more."""
+    freed: list[Value] = []
+    for value in values:
+        value.uses -= 1
+        if not (value.uses or value.pins):
+            freed.append(value)
+    return freed
 
 
 class Txn:

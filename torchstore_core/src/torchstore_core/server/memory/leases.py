@@ -150,8 +150,8 @@ class Leases:
         volume, offset = choice.of(value)
         return m.Grant(volume, 0, offset)
 
-    def unpin(self, value: Value, dead: list[Value]) -> None:
-        """One lease less."""
+    def unpin(self, value: Value) -> bool:
+        """One lease less; whether nobody holds the value any more."""
         value.pins -= 1
         if value.pins == 0:
             nbytes = rounded(value.nbytes)
@@ -160,8 +160,7 @@ class Leases:
                 volume.leased -= nbytes
             for at, _ in value.more:
                 self.volumes[at].leased -= nbytes
-            if not value.uses:
-                dead.append(value)
+        return not (value.pins or value.uses)
 
 
 class _Choice:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torchstore_core.errors import ObjectLostError
 from torchstore_core.server.index.catalog import Catalog, version_lost_error
 from torchstore_core.server.index.records import (
+    Change,
     SessionRecord,
     Stored,
     Txn,
@@ -34,9 +35,9 @@ class Losses:
 
     def lose(
         self, index: int, why: str, catalog: Catalog, sessions: Iterable[SessionRecord]
-    ) -> list[Value]:
-        """A volume is gone; what nobody needs any more. Generations that cannot be made whole any
-        more, because committed parts of them are gone, are dropped.
+    ) -> Change:
+        """A volume is gone. Versions on their way that cannot be made whole any more, because
+        committed parts of them are gone, are dropped.
         """
         volume = self._volumes[index]
         volume.lose(why)
@@ -46,15 +47,7 @@ class Losses:
         for session in sessions:
             for txn in session.txns.values():
                 txn.granted.pop(index, None)
-        dead: list[Value] = []
-        for group in catalog.groups.values():
-            for version, generation in list(group.pending.items()):
-                gone = self._first_lost(generation.stored_values())
-                if gone is not None:
-                    del group.pending[version]
-                    generation.discard(dead)
-                    generation.lost = generation.line.lost[version] = self._words(gone)
-        return dead
+        return catalog.lose(self._reason)
 
     def is_lost(self, stored: Stored) -> bool:
         """Whether any of it is."""
@@ -82,15 +75,17 @@ class Losses:
                 return value
         return None
 
-    def _words(self, value: Value) -> str:
-        return lost_reason(self._volumes[value.volume])
+    def _reason(self, values: Iterable[Value]) -> str:
+        """Why some of them are lost; empty if none is."""
+        gone = self._first_lost(values)
+        return "" if gone is None else lost_reason(self._volumes[gone.volume])
 
     def _error(self, key: str, value: Value, version: int) -> ObjectLostError:
         volume = self._volumes[value.volume]
         what = f"version {version} of {key!r}" if version else f"what was being put to {key!r}"
         part = f" ({value.key!r}, a part of it)" if value.key not in key else ""
         return ObjectLostError(
-            f"{what}{part} is lost: {self._words(value)}, and there was no copy elsewhere. Put it "
+            f"{what}{part} is lost: {lost_reason(volume)}, and there was no copy elsewhere. Put it "
             "again; to survive the next loss initialize the store with ReplicatedStrategy",
             key=key,
             details={
