@@ -190,7 +190,7 @@ def test_only_one_module_listens() -> None:
 MAY_ASK_FOR_ADDRESSES = {
     *("address_of", "check_destination"),
     *("rows_of", "_pinned_parts"),
-    *("_address", "inline_bytes"),
+    *("address", "inline_bytes"),
     *("find", "memory_of", "__init__", "from_bytes"),
 }
 

@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from tests.trees import assert_same, state_dicts
 
 import torchstore_core as ts
-from torchstore_core.clients.state_dicts.nesting import flatten, replace, unflatten
 from torchstore_core.clients.state_dicts.ties import Ties
+from torchstore_core.clients.values.nesting import flatten, replace, unflatten
 
 T = torch.ones(1)
 

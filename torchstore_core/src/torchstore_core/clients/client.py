@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchstore_core.clients.calls.arguments import check_key, check_version
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.key_operations import KeyOperations, check_min_version
 from torchstore_core.clients.packed import packed
@@ -13,14 +14,9 @@ from torchstore_core.clients.session.lane import Lane
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import state_dicts
 from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
-from torchstore_core.clients.transfer.gets import Want, asks_of, check_version, get_asks
+from torchstore_core.clients.transfer.gets import Want, asks_of, get_asks
 from torchstore_core.clients.transfer.puts import Putting, put_sources
-from torchstore_core.clients.transfer.sources import (
-    Source,
-    check_key,
-    look_again,
-    prepare_all,
-)
+from torchstore_core.clients.transfer.sources import Source, look_again, prepare_all
 from torchstore_core.clients.values.sharding import TensorShard
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice

@@ -9,9 +9,9 @@ import msgspec
 
 from torchstore_core.clients.calls import observers as observing
 from torchstore_core.clients.calls import wait_errors as waited
+from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.base import ClientBase
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.transfer.sources import check_key
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m

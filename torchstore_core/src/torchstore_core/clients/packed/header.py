@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchstore_core.clients.state_dicts import nesting
+from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import LayoutMismatchError, ProtocolError
 from torchstore_core.values import TensorMeta, TensorSlice

@@ -54,10 +54,10 @@ from torchstore_core.clients.packed import header as packed_header
 from torchstore_core.clients.packed import packing
 from torchstore_core.clients.packed.header import Entry, Header, TensorReference
 from torchstore_core.clients.packed.packing import ME, Layout, Pair
-from torchstore_core.clients.state_dicts import nesting
-from torchstore_core.clients.state_dicts.nesting import Leaf
-from torchstore_core.clients.transfer.memory import copy_tensors
+from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import NoValue, decode_object
+from torchstore_core.clients.values.memory import copy_tensors
+from torchstore_core.clients.values.nesting import Leaf
 from torchstore_core.clients.values.sharding import ShardList, TensorShard
 from torchstore_core.clients.values.tensors import (
     check_destination,

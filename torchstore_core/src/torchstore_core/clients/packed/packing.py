@@ -14,9 +14,9 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.clients.packed.header import ALIGNMENT, Entry, Header, TensorReference
-from torchstore_core.clients.state_dicts import nesting
-from torchstore_core.clients.transfer.memory import copy_tensors
+from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import encode_object
+from torchstore_core.clients.values.memory import copy_tensors
 from torchstore_core.clients.values.sharding import (
     is_dtensor,
     is_sharded,

@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.lane import Lane, MessageTooLargeError
 from torchstore_core.clients.session.session import Session
-from torchstore_core.clients.state_dicts import nesting
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
-from torchstore_core.clients.state_dicts.nesting import Leaf
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties
 from torchstore_core.clients.transfer.gets import Leasing, Reach, Want, asks_of
 from torchstore_core.clients.transfer.puts import Putting
 from torchstore_core.clients.transfer.sources import (
     Source,
-    check_key,
     prepare,
     prepare_tensor,
 )
 from torchstore_core.clients.transfer.targets import Target, resolve
+from torchstore_core.clients.values import nesting
+from torchstore_core.clients.values.nesting import Leaf
 from torchstore_core.clients.values.sharding import (
     TensorShard,
     is_dtensor,

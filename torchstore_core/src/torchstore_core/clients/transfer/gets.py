@@ -8,17 +8,16 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.lane import Lane
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
-from torchstore_core.clients.transfer.sources import check_key
 from torchstore_core.clients.transfer.targets import Results, Target, resolve
 from torchstore_core.clients.values.sharding import is_sharded, local_parts
 from torchstore_core.clients.values.tensors import plain_slice
 from torchstore_core.errors import (
-    ConfigurationError,
     LayoutMismatchError,
     TorchStoreError,
     TransportError,
@@ -28,7 +27,7 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Leasing", "Reach", "Want", "asks_of", "check_version", "get_asks"]
+__all__ = ["Leasing", "Reach", "Want", "asks_of", "get_asks"]
 
 # The server answers requests on up to this many entries faster than a task switch takes.
 _QUICK_ENTRIES = 32
@@ -87,19 +86,6 @@ def asks_of(want: Want) -> list[Want]:
         Want(want.key, want.version, local.tensor, local.part)
         for local in local_parts(want.key, want.tensor)
     ]
-
-
-def check_version(version: int | None) -> int:
-    """The version that a put asks for, or a get names; 0 for None.
-
-    Raises:
-        ConfigurationError: not a version.
-    """
-    if version is None:
-        return 0
-    if type(version) is not int or not 0 < version < 1 << 62:
-        raise ConfigurationError(f"a version is an int above 0 and below 2**62, not {version!r}")
-    return version
 
 
 def _exact(key: str, version: int) -> int:

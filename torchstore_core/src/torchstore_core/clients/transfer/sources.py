@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.values.codec import NoValue, encode_object
 from torchstore_core.clients.values.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.clients.values.tensors import (
@@ -24,7 +25,7 @@ from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Source", "check_key", "inline_bytes", "look_again", "prepare"]
+__all__ = ["Source", "inline_bytes", "look_again", "prepare"]
 __all__ += ["prepare_all", "prepare_tensor"]
 
 
@@ -68,18 +69,6 @@ class Source(msgspec.Struct, frozen=True, gc=False):
                 key=self.key,
             )
         return address
-
-
-def check_key(key: object) -> str:
-    """A usable key.
-
-    Raises:
-        UnsupportedValueError: not a str, empty, or too long.
-    """
-    if isinstance(key, str) and 0 < len(key) <= m.MAX_KEY:
-        return key
-    what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
-    raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
 
 
 def prepare(

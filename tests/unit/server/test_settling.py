@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.ranks import Rank, a_store, content, newest, obj, pending, tensor
-from tests.unit.test_losing import controller_of
+from tests.unit.server.ranks import Rank, a_store, content, newest, obj, pending, tensor
+from tests.unit.server.test_losing import controller_of
 
 from torchstore_core.errors import KeyNotFoundError
 from torchstore_core.server.controller import Controller

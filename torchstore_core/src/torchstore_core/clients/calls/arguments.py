@@ -1,0 +1,33 @@
+"""What keys and versions may be, in every call. Torch-free."""
+
+from __future__ import annotations
+
+from torchstore_core.errors import ConfigurationError, UnsupportedValueError
+from torchstore_core.wire import messages as m
+
+__all__ = ["check_key", "check_version"]
+
+
+def check_key(key: object) -> str:
+    """A usable key.
+
+    Raises:
+        UnsupportedValueError: not a str, empty, or too long.
+    """
+    if isinstance(key, str) and 0 < len(key) <= m.MAX_KEY:
+        return key
+    what = f"{len(key)} characters" if isinstance(key, str) else type(key).__qualname__
+    raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
+
+
+def check_version(version: int | None) -> int:
+    """The version that a put asks for, or a get names; 0 for None.
+
+    Raises:
+        ConfigurationError: not a version.
+    """
+    if version is None:
+        return 0
+    if type(version) is not int or not 0 < version < 1 << 62:
+        raise ConfigurationError(f"a version is an int above 0 and below 2**62, not {version!r}")
+    return version
