@@ -207,7 +207,7 @@ async def test_a_client_without_descriptors_says_so_and_tries_again(
     """A session takes three; the next is the socket for the hand-over, then comes the memory."""
     async with joined(scarce.address):  # whatever is imported or opened once
         pass
-    await until(lambda: not [t for t in threading.enumerate() if t.name == "torchstore-janitor"])
+    await until(lambda: not [t for t in threading.enumerate() if t.name == "torchstore-reclaimer"])
     none_left = "no file descriptor left"
     with descriptors_left(left) as limit, pytest.warns(RuntimeWarning, match=none_left) as warned:
         client = await ts.connect(scarce.address, store_name="scarce", timeout=5.0)

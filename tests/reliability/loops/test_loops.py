@@ -425,18 +425,26 @@ def test_a_loop_that_is_closed_in_the_middle_of_calls_leaves_nothing_behind(
 async def _as_before(fds_before: int) -> None:
     """Nothing unfinished, nothing leased, no descriptor more; ``a`` is whole."""
 
+    state: list[object] = []
+
     async def quiet() -> bool:
         gc.collect()
         seen = await account()
         found = await ts.delete_batch(["b", "c"])
+        open_lanes, fds = await lanes(), await open_fds()
+        state[:] = [seen, found, open_lanes, fds, fds_before]
         return (
             (seen.sessions, seen.used, seen.leased, seen.unfinished) == (1, LARGE, 0, 0)
             and not found
-            and await lanes() <= 2
-            and await open_fds() <= fds_before
+            and open_lanes <= 2
+            and fds <= fds_before
         )
 
-    await until(quiet, 15)
+    try:
+        await until(quiet, 15)
+    except AssertionError as error:
+        error.add_note(f"last seen: {state}")
+        raise
     assert children.uniform(await ts.get("a")) in (3, 4)
     await ts.put("a", torch.zeros(LARGE, dtype=torch.uint8))
 

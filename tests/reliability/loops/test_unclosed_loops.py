@@ -167,7 +167,7 @@ async def _leases_given_back(loops: Loops) -> None:
     assert session is not None
     assert lane is not None
     await halt(_server)
-    _begin(session.let_go(lane, None))
+    _begin(session.wait_released(lane, None))
     await turn()
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from tests.support import turn
 
-from torchstore_core.clients.session import session
+from torchstore_core.clients.session import reclaimer
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.serving.sending import Sender
 from torchstore_core.values import TensorMeta
@@ -152,12 +152,12 @@ def test_pages_of_different_replies_are_refused(pages: list[m.Reply]) -> None:
     st.lists(Int, max_size=20),
     st.lists(st.tuples(Int, st.lists(Int, min_size=1, max_size=20)), max_size=8),
 )
-def test_what_a_janitor_gives_back_fits_frames(
+def test_what_is_given_back_fits_frames(
     whole: list[int], parts: list[tuple[int, list[int]]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "_MAX_RELEASED", 7)
-        releases = list(session._releases(whole, parts))
+        patch.setattr(reclaimer, "_MAX_RELEASED", 7)
+        releases = list(reclaimer._releases(whole, parts))
     assert [lease for one in releases for lease in one.leases] == whole
     given_back = [(lease, at) for one in releases for lease, some in one.parts for at in some]
     assert given_back == [(lease, at) for lease, some in parts for at in some]

@@ -65,7 +65,7 @@ class ClientBase:
             try:
                 lane = await session.lane(clock.left())
             except StoreClosedError:
-                if not session.retired:
+                if not session.closing:
                     raise
             else:
                 if clock.uses(session):

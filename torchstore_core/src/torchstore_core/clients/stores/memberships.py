@@ -134,12 +134,12 @@ class Membership:
         with _lock:
             session = self._session
             if session is not None and session.usable:
-                made.retire()  # another thread was faster
+                made.close()  # another thread was faster
                 return session
             try:
                 self._check_open()  # so it may have been
             except StoreClosedError:
-                made.retire()
+                made.close()
                 raise
             self._session = made
             _sessions.add(made)
@@ -216,7 +216,7 @@ class Membership:
             if session is not None:
                 self._before.add(session)
         if session is not None and session.pid == os.getpid():
-            session.retire(now=False)
+            session.close(now=False)
 
     def close(self) -> None:
         """Leave the store for good."""
@@ -224,7 +224,7 @@ class Membership:
         self.reset()
         for session in list(self._before):
             if session.pid == os.getpid():
-                session.retire()
+                session.close()
 
 
 _lock = threading.RLock()

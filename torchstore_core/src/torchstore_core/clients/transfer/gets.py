@@ -229,4 +229,4 @@ def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: 
     try:
         lane.send(message)
     except TorchStoreError:
-        session.give_back(lease, rest)
+        session.release(lease, rest)

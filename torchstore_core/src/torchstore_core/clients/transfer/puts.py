@@ -112,7 +112,7 @@ class Putting:
 
     def undo_with(self, owner: object) -> None:
         """It is over when ``owner`` dies: a task whose event loop has closed never ends."""
-        weakref.finalize(owner, self._session.forsake, self._txn).atexit = False
+        weakref.finalize(owner, self._session.abort_if_unfinished, self._txn).atexit = False
 
     def __exit__(self, *_: object) -> None:
         if not self._done:
@@ -132,7 +132,7 @@ async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], cloc
     except StoreFullError as full:
         if not full.details.get("leased_bytes"):
             raise
-        if not await session.let_go(lane, clock.left()):
+        if not await session.wait_released(lane, clock.left()):
             raise
     again = msgspec.structs.replace(put, id=lane.next_id())
     return await lane.call(again, expect, clock.left())
