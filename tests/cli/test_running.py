@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import torchstore_core as ts
-from torchstore_core.clients.session.lane import client_facts, socket_path
+from torchstore_core.clients.session.handshake import client_facts, socket_path
 from torchstore_core.machine import topology
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode

@@ -26,7 +26,7 @@ from tests.reliability.harness import (
 from tests.support import halt, running_store, until
 
 import torchstore_core as ts
-from torchstore_core.clients.session.lane import client_facts, handshake
+from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.machine import topology
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode

@@ -19,7 +19,7 @@ from tests.support import halt, running_store
 
 import torchstore_core as ts
 from torchstore_cli.serving import _listening
-from torchstore_core.clients.session.lane import client_facts, handshake
+from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import remove_stale

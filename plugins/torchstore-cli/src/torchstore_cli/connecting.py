@@ -93,7 +93,7 @@ async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store
         timeout: seconds, for connecting and for each call.
 
     Raises:
-        StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
+        StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.
     """
     where = await choose(address)
     try:

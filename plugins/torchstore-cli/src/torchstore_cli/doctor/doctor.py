@@ -18,7 +18,7 @@ import msgspec
 from torchstore_cli import reports
 from torchstore_cli.connecting import given_address, open_store
 from torchstore_cli.doctor.trying import Outcome, try_plugins
-from torchstore_core.clients.session.lane import socket_path
+from torchstore_core.clients.session.handshake import socket_path
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.stores import memberships as stores

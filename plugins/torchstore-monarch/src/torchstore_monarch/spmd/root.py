@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 from monarch.actor import ChannelTransport, attach_to_workers, enable_transport
 
-from torchstore_core.clients.session.lane import Lane, handshake
+from torchstore_core.clients.session.handshake import handshake
+from torchstore_core.clients.session.lane import Lane
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import (
     StoreTimeoutError,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from torchstore_core.clients.session.lane import client_facts, handshake
+from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import (
     StoreClosedError,
@@ -107,7 +107,7 @@ class RankPart(Runtime):
 
         Raises:
             TransportUnavailableError: no worker is on this host.
-            StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
+            StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.
         """
         here = topology.probe()
         address = where.sockets.get(here.host_id)

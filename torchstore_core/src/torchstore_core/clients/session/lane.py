@@ -15,28 +15,24 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import msgspec
 
-from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import (
     ProtocolError,
     StoreClosedError,
     StoreTimeoutError,
     TorchStoreError,
     from_wire,
-    in_seconds,
 )
-from torchstore_core.machine import topology
-from torchstore_core.machine.unix_sockets import connect, opening
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 from torchstore_core.wire.paging import joined
 
-__all__ = ["Lane", "MessageTooLargeError", "Ranks", "client_facts", "handshake", "socket_path"]
+__all__ = ["Lane", "MessageTooLargeError"]
 
 _RECEIVE = 1 << 18
 _DONT_WAIT = socket.MSG_DONTWAIT
@@ -44,93 +40,10 @@ _DONT_WAIT = socket.MSG_DONTWAIT
 _DIRECT_IN_A_ROW = 16
 _DIRECT_PAUSE = 16
 R = TypeVar("R", bound=m.Message)
-Ranks = tuple[int | None, int | None]  # of the job, of its host
 
 
 class MessageTooLargeError(ProtocolError):
     """A request that no server would take; the lane is as it was."""
-
-
-def socket_path(address: str) -> str:
-    """The path of a ``unix:`` address.
-
-    Raises:
-        StoreClosedError: not an address of this kind.
-    """
-    scheme, _, path = address.partition(":")
-    if scheme != "unix" or not path:
-        raise StoreClosedError(f"not a store address: {address!r} (expected unix:/path/to/socket)")
-    return path
-
-
-def client_facts(
-    environment: Mapping[str, str],
-    here: topology.Topology,
-    ranks: Ranks | None = None,
-    role: str = "",
-) -> ClientFacts:
-    """Who this process is, for strategies and status. ``ranks``: if it was told; else those of the
-    environment count. ``role``: see ``ClientFacts``.
-    """
-
-    def number(name: str) -> int | None:
-        text = environment.get(name, "")
-        return int(text) if text.isdigit() else None
-
-    rank, local_rank = ranks or (number("RANK"), number("LOCAL_RANK"))
-    return ClientFacts(here.pid, here.host_id, here.hostname, rank, local_rank, role)
-
-
-async def handshake(
-    address: str, token: bytes, facts: ClientFacts, here: topology.Topology, timeout: float | None
-) -> tuple[socket.socket, m.Welcome]:
-    """Connect and say hello; the (non-blocking) socket and the server's welcome. A server that is
-    too busy to accept is waited for.
-
-    Raises:
-        StoreClosedError: nobody answers at the address.
-        ProtocolError: somebody else does.
-        StoreTimeoutError: not within ``timeout`` seconds.
-    """
-    loop = asyncio.get_running_loop()
-    path = socket_path(address)
-    accepted = False
-    with opening() as sock:
-        try:
-            async with asyncio.timeout(timeout):
-                await connect(sock, path)
-                accepted = True
-                hello = m.Hello(1, m.PROTOCOL_VERSION, token, here, facts)
-                await loop.sock_sendall(sock, encode(hello))
-                reader = FrameReader(m.MAX_FRAME)
-                bodies: list[bytes] = []
-                while not bodies:
-                    data = await loop.sock_recv(sock, _RECEIVE)
-                    if not data:
-                        raise StoreClosedError(f"the server at {address} closed the connection")
-                    bodies = reader.feed(data)
-            reply = decode_reply(bodies[0])
-        except TimeoutError as error:
-            what = f"no answer from {address} within {in_seconds(timeout)}: it is stopped, or busy"
-            if not accepted:
-                what = (
-                    f"the server at {address} did not accept a connection within "
-                    f"{in_seconds(timeout)}: it is stopped, or busy, and more clients wait than "
-                    "its queue holds"
-                )
-            details = {"operation": "connect", "timeout": timeout, "address": address}
-            raise StoreTimeoutError(
-                what, details={**details, "answered": False, "accepted": accepted}
-            ) from error
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"{address} does not speak this protocol: {error}") from error
-        except OSError as error:
-            raise StoreClosedError(f"no store at {address}: {error}") from error
-        if isinstance(reply, m.Failure):
-            raise from_wire(reply.code, reply.message, reply.key, reply.details)
-        if not isinstance(reply, m.Welcome):
-            raise ProtocolError(f"{address} answered a hello with {type(reply).__name__}")
-    return sock, reply
 
 
 class Lane:

@@ -12,7 +12,8 @@ import socket
 import time
 import weakref
 
-from torchstore_core.clients.session.lane import Lane, Ranks, client_facts, handshake, socket_path
+from torchstore_core.clients.session.handshake import Ranks, client_facts, handshake, socket_path
+from torchstore_core.clients.session.lane import Lane
 from torchstore_core.clients.session.reclaimer import Reclaimer
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
@@ -88,11 +89,11 @@ class Session:
         ranks: Ranks | None,
         what_to_do: str,
     ) -> Session:
-        """Connect to the server at ``address``. ``ranks``: see ``lane.client_facts``;
+        """Connect to the server at ``address``. ``ranks``: see ``handshake.client_facts``;
         ``what_to_do``: for errors, when the server is gone.
 
         Raises:
-            StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
+            StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.
             PluginError: two distributions claim one transport.
         """
         here = topology.probe()

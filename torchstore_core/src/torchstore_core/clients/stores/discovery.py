@@ -9,7 +9,7 @@ import socket
 import msgspec
 
 from torchstore_core.clients.calls.timeouts import check_timeout
-from torchstore_core.clients.session.lane import client_facts, handshake
+from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import CONTROL, runtime_directory
@@ -70,7 +70,7 @@ async def look(address: str, timeout: float | None) -> tuple[socket.socket, m.We
     those that use it.
 
     Raises:
-        StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
+        StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.
     """
     here = topology.probe()
     facts = client_facts(os.environ, here, role=TOOL)

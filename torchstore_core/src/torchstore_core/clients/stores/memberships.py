@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from torchstore_core.clients.calls import observers as observing
-from torchstore_core.clients.session.lane import Ranks
+from torchstore_core.clients.session.handshake import Ranks
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.stores import ancestors
 from torchstore_core.contracts.observer import Operation
