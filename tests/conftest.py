@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -104,8 +103,6 @@ def _is_monarch(nodeid: str) -> bool:
 @pytest.fixture(scope="module")
 def runtime(request: pytest.FixtureRequest) -> str:
     """How a test's stores are started: an argument of ``start_store`` and ``running_store``."""
-    if request.param == "monarch" and not importlib.util.find_spec("torchstore_monarch"):
-        pytest.skip("torchstore-monarch is not installed")
     return str(request.param)
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ __all__ = [
     "bits",
     "free_port",
     "halt",
+    "named_memory",
     "run_script",
     "running_store",
     "server_children",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 _POLL_S = 0.005
+_SHM = ("/", "dev", "shm")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Arguments of ``initialize`` for tests that are not about them.
@@ -93,11 +95,32 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A TCP port that nobody listens at."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A TCP port of this host that nobody listens at, and that the system gives to nobody else:
+    this process keeps it bound. Who is told of it can listen all the same, for listeners set
+    SO_REUSEADDR.
+    """
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    _reserved.append(sock)
+    return int(sock.getsockname()[1])
+
+
+def named_memory(pids: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that processes have mapped or opened, and that still have a name."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {line.split(maxsplit=5)[5] for line in lines if "/" in line}
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # it was just closed
+                    found.add(str(entry.readlink()))
+    return {path for name in found if (path := Path(name)).parts[:3] == _SHM and path.exists()}
 
 
 # One for the process: the TCPStore that a rank 0 hosts stays as long as it.

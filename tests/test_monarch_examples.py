@@ -5,7 +5,6 @@ user runs them: in jobs of their own.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import re
@@ -17,9 +16,6 @@ from pathlib import Path
 import pytest
 from tests.support import until
 from tests.test_examples import EXAMPLES, left_over
-
-if importlib.util.find_spec("monarch") is None:  # importing it would change the default runtime
-    pytest.skip("torchmonarch is not installed", allow_module_level=True)
 
 RING = EXAMPLES / "monarch_ring.py"
 DTENSOR = EXAMPLES / "monarch_dtensor.py"

@@ -151,7 +151,6 @@ def pip(*arguments: str) -> None:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the package was installed into."""
-    pytest.importorskip("setuptools", reason="the wheel is built without isolation")
     root = tmp_path_factory.mktemp("procfd")
     package = root / "torchstore-procfd"
     source = package / "src" / "torchstore_procfd"

@@ -7,7 +7,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import psutil
 import pytest
@@ -25,17 +25,23 @@ AT_ONCE_S = 4.0
 
 
 @pytest.fixture
-def own_job() -> Iterator[Job]:
-    """One host, two workers; for one test."""
-    with Job(workers=2) as made:
-        yield made
+async def one_host(job: Job) -> AsyncIterator[Job]:
+    """One host, two workers; all tests here have stores of their own in the same job."""
+    yield job
+    await _end_store(job)
 
 
 @pytest.fixture
-def own_hosts() -> Iterator[Job]:
-    """As ``hosts``, for one test."""
-    with Job(workers=1, hosts=2) as made:
-        yield made
+async def two_hosts(hosts: Job) -> AsyncIterator[Job]:
+    """As ``hosts``; the same."""
+    yield hosts
+    await _end_store(hosts)
+
+
+async def _end_store(job: Job) -> None:
+    """What a test has killed is no longer its store's; nothing else of the store is left."""
+    await job.root(acts.shutdown)
+    await until(lambda: job.directories() == [], 10)
 
 
 async def _lost(job: Job, worker: int, key: str) -> bool:
@@ -57,97 +63,97 @@ async def _put_on_both(job: Job, **arguments: object) -> tuple[str, str]:
     return "first", "second"
 
 
-async def test_a_volume_on_this_host(own_job: Job) -> None:
-    first, second = await _put_on_both(own_job)
-    held = await own_job.at(1, acts.put_ones_and_hold, "held")
-    victim, other = (await own_job.root(acts.status)).volumes
-    users = {await own_job.at(i, acts.pid) for i in (0, 1)}
+async def test_a_volume_on_this_host(one_host: Job) -> None:
+    first, second = await _put_on_both(one_host)
+    held = await one_host.at(1, acts.put_ones_and_hold, "held")
+    victim, other = (await one_host.root(acts.status)).volumes
+    users = {await one_host.at(i, acts.pid) for i in (0, 1)}
     os.kill(victim.pid, signal.SIGKILL)
     begun = time.monotonic()
     for worker in (0, 1):
-        await until(lambda worker=worker: _lost(own_job, worker, first), AT_ONCE_S)
+        await until(lambda worker=worker: _lost(one_host, worker, first), AT_ONCE_S)
     took = time.monotonic() - begun
     assert took < AT_ONCE_S
-    assert await own_job.at(1, acts.get_shape, second) == ((MB,), [1])
-    assert await own_job.at(1, acts.held_sum, held) == MB  # its pages are mapped
-    lost, living = (await own_job.root(acts.status)).volumes
+    assert await one_host.at(1, acts.get_shape, second) == ((MB,), [1])
+    assert await one_host.at(1, acts.held_sum, held) == MB  # its pages are mapped
+    lost, living = (await one_host.root(acts.status)).volumes
     assert lost.lost
     assert not living.lost
     assert living.pid == other.pid
     for i in range(4):  # puts go where there is memory
-        await own_job.at(i % 2, acts.put_ones, f"new{i}", MB)
-        assert await own_job.root(acts.get_shape, f"new{i}") == ((MB,), [1])
-    await own_job.at(0, acts.put_ones, first, MB)
-    assert await own_job.at(1, acts.get_shape, first) == ((MB,), [1])
+        await one_host.at(i % 2, acts.put_ones, f"new{i}", MB)
+        assert await one_host.root(acts.get_shape, f"new{i}") == ((MB,), [1])
+    await one_host.at(0, acts.put_ones, first, MB)
+    assert await one_host.at(1, acts.get_shape, first) == ((MB,), [1])
     # Later the engine sees it too, and tells who owns the process: not the user's job.
-    await until(lambda: "part of a store has failed" in own_job.output(), 30)
-    assert own_job.ended() is None
-    assert await own_job.root(acts.failures) == []
-    assert users < own_job.processes()
-    assert await own_job.at(1, acts.get_shape, first) == ((MB,), [1])
-    await own_job.at(0, acts.shutdown)
-    await own_job.root(acts.initialize)
-    await own_job.at(0, acts.put, "again", 1)
-    assert await own_job.at(1, acts.get, "again") == 1
-    await own_job.root(acts.shutdown)
-    await until(lambda: own_job.directories() == [])
+    await until(lambda: "part of a store has failed" in one_host.output(), 30)
+    assert one_host.ended() is None
+    assert await one_host.root(acts.failures) == []
+    assert users < one_host.processes()
+    assert await one_host.at(1, acts.get_shape, first) == ((MB,), [1])
+    await one_host.at(0, acts.shutdown)
+    await one_host.root(acts.initialize)
+    await one_host.at(0, acts.put, "again", 1)
+    assert await one_host.at(1, acts.get, "again") == 1
+    await one_host.root(acts.shutdown)
+    await until(lambda: one_host.directories() == [])
 
 
-async def test_a_volume_that_had_replicas(own_job: Job) -> None:
+async def test_a_volume_that_had_replicas(one_host: Job) -> None:
     strategy = ts.ReplicatedStrategy(copies=2)
-    await own_job.root(acts.initialize, {"num_storage_volumes": 2, "strategy": strategy})
-    await own_job.at(0, acts.put_ones, "k", MB)
-    victim = (await own_job.root(acts.status)).volumes[0]
+    await one_host.root(acts.initialize, {"num_storage_volumes": 2, "strategy": strategy})
+    await one_host.at(0, acts.put_ones, "k", MB)
+    victim = (await one_host.root(acts.status)).volumes[0]
     os.kill(victim.pid, signal.SIGKILL)
-    await until(lambda: own_job.root(_is_lost, 0), AT_ONCE_S)
+    await until(lambda: one_host.root(_is_lost, 0), AT_ONCE_S)
     for worker in (0, 1):
-        assert await own_job.at(worker, acts.get_shape, "k") == ((MB,), [1])
+        assert await one_host.at(worker, acts.get_shape, "k") == ((MB,), [1])
 
 
 async def _is_lost(index: int) -> bool:
     return bool((await ts.status()).volumes[index].lost)
 
 
-async def test_a_volume_on_another_host(own_hosts: Job) -> None:
+async def test_a_volume_on_another_host(two_hosts: Job) -> None:
     """Its relay dies with it: known when that was silent for 15 s, or when the engine says it."""
-    await own_hosts.root(acts.initialize_on_workers_hosts, {"strategy": "host"})
+    await two_hosts.root(acts.initialize_on_workers_hosts, {"strategy": "host"})
     for worker in (0, 1):
-        await own_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
-        assert await own_hosts.at(1 - worker, acts.get_shape, f"k{worker}") == ((MB,), [1])
-    victim = (await own_hosts.root(acts.status)).volumes[3]
+        await two_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
+        assert await two_hosts.at(1 - worker, acts.get_shape, f"k{worker}") == ((MB,), [1])
+    victim = (await two_hosts.root(acts.status)).volumes[3]
     assert victim.host_id == "host1"
-    await own_hosts.root(acts.kill, victim.pid)
-    await until(lambda: own_hosts.root(_is_lost, 3), 25)
-    assert await own_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
-    assert own_hosts.ended() is None
+    await two_hosts.root(acts.kill, victim.pid)
+    await until(lambda: two_hosts.root(_is_lost, 3), 25)
+    assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
+    assert two_hosts.ended() is None
 
 
-async def test_the_process_of_a_relay(own_hosts: Job) -> None:
+async def test_the_process_of_a_relay(two_hosts: Job) -> None:
     """It is silent from then on: after 15 s the volumes that were attached through it are lost, and
     all that was held through it is given back, as no volume of its host is left. Its host finds the
     way again.
     """
-    await own_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
     for worker in (0, 1):
-        await own_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
-    await own_hosts.at(1, acts.put_ones_and_hold, "held")
-    victim = (await own_hosts.root(acts.status)).volumes[1]
+        await two_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
+    await two_hosts.at(1, acts.put_ones_and_hold, "held")
+    victim = (await two_hosts.root(acts.status)).volumes[1]
     assert victim.host_id == "host1"
     begun = time.monotonic()
-    await own_hosts.root(acts.kill, victim.pid)
+    await two_hosts.root(acts.kill, victim.pid)
     # Others go on meanwhile.
-    assert await own_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
+    assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
     with pytest.raises((ts.TransportError, ts.ObjectLostError, ts.StoreClosedError)):
-        await own_hosts.at(0, acts.get_shape, "k1")
-    await until(lambda: _lost(own_hosts, 0, "k1"), 25)
+        await two_hosts.at(0, acts.get_shape, "k1")
+    await until(lambda: _lost(two_hosts, 0, "k1"), 25)
     print(f"after {time.monotonic() - begun:.1f} s")
-    assert await own_hosts.root(_is_lost, 1)
-    await until(lambda: own_hosts.root(_leased_nothing), 5)
+    assert await two_hosts.root(_is_lost, 1)
+    await until(lambda: two_hosts.root(_leased_nothing), 5)
     # The host has no agent now; a client of it has a relay of its own.
-    assert await until(lambda: _try_get(own_hosts, 1, "k0"), 15) == ((MB,), [1])
-    await own_hosts.at(1, acts.put_ones, "new", 2 * MB)
-    assert await own_hosts.at(0, acts.get_shape, "new") == ((2 * MB,), [1])
-    assert own_hosts.ended() is None
+    assert await until(lambda: _try_get(two_hosts, 1, "k0"), 15) == ((MB,), [1])
+    await two_hosts.at(1, acts.put_ones, "new", 2 * MB)
+    assert await two_hosts.at(0, acts.get_shape, "new") == ((2 * MB,), [1])
+    assert two_hosts.ended() is None
 
 
 _mapped: list[torch.Tensor] = []
@@ -235,22 +241,6 @@ async def _try_get(job: Job, worker: int, key: str) -> object:
         return None
 
 
-@pytest.mark.parametrize("where", ["same host", "another host"])
-async def test_a_client_actor(where: str) -> None:
-    """What it held is free at once, on whatever host: its own one watches it."""
-    with Job(workers=2) if where == "same host" else Job(workers=1, hosts=2) as job:
-        start = acts.initialize if where == "same host" else acts.initialize_on_hosts
-        await job.root(start, {"strategy": "host"})
-        await job.at(1, acts.put_ones_and_hold, "held")
-        await job.at(1, acts.begin_put, "unfinished", 2 * MB)
-        await until(lambda: _books_are(job, 3, MB, 2 * MB))
-        await job.root(acts.kill, await job.at(1, acts.pid))
-        await until(lambda: _books_are(job, 1, 0, 0), AT_ONCE_S)
-        await job.root(acts.put_ones, "after", MB)
-        assert await job.at(0, acts.get_shape, "after") == ((MB,), [1])
-        assert job.ended() is None
-
-
 async def _books_are(job: Job, *expected: int) -> bool:
     books = await job.root(acts.books)
     return bool(books == expected)
@@ -265,56 +255,36 @@ async def _get_within(key: str, timeout: float) -> str:
     return "value"
 
 
-async def test_a_whole_host(own_hosts: Job) -> None:
-    """Nobody is left there who could say so: a get of what lies there ends in its time, and says
-    what has become of it.
-    """
-    await own_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
-    for worker in (0, 1):
-        await own_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
-    assert await own_hosts.at(0, acts.get_shape, "k1") == ((MB,), [1])
-    host = own_hosts.host_pids()[1]
-    pids = {host, *_below(host)}
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    begun = time.monotonic()
-    said = await own_hosts.at(0, _get_within, "k1", 3.0)
-    assert said in ("StoreTimeoutError", "TransportUnavailableError", "ObjectLostError")
-    assert time.monotonic() - begun < 3.0 + AT_ONCE_S
-    await until(lambda: _lost(own_hosts, 0, "k1"), 25)
-    assert await own_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
-
-
 def _below(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-async def test_the_controller(own_hosts: Job) -> None:
-    await own_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
-    await own_hosts.at(0, acts.put_ones, "k", MB)
-    assert await own_hosts.at(1, acts.get_shape, "k") == ((MB,), [1])
-    held = await own_hosts.at(0, acts.put_ones_and_hold, "held")
-    status = await own_hosts.root(acts.status)
-    await own_hosts.root(acts.kill, status.controller_pid)
+async def test_the_controller(two_hosts: Job) -> None:
+    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    await two_hosts.at(0, acts.put_ones, "k", MB)
+    assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [1])
+    held = await two_hosts.at(0, acts.put_ones_and_hold, "held")
+    status = await two_hosts.root(acts.status)
+    await two_hosts.root(acts.kill, status.controller_pid)
     begun = time.monotonic()
     with pytest.raises(ts.StoreClosedError):
-        await own_hosts.root(acts.get, "k")
+        await two_hosts.root(acts.get, "k")
     assert time.monotonic() - begun < AT_ONCE_S
     # On other hosts: when the relay has not heard of it for 10 s, or the engine says so.
     for worker in (0, 1):
         with pytest.raises((ts.StoreClosedError, ts.StoreTimeoutError)):
-            await own_hosts.at(worker, acts.get, "k")
+            await two_hosts.at(worker, acts.get, "k")
     print(f"after {time.monotonic() - begun:.1f} s")
-    assert await own_hosts.at(0, acts.held_sum, held) == MB
+    assert await two_hosts.at(0, acts.held_sum, held) == MB
     # The name is free again as soon as the engine has seen it.
-    await until(lambda: _can_initialise(own_hosts), 30)
-    await own_hosts.at(0, acts.put_ones, "k", MB, 2)
-    assert await own_hosts.at(1, acts.get_shape, "k") == ((MB,), [2])
+    await until(lambda: _can_initialise(two_hosts), 30)
+    await two_hosts.at(0, acts.put_ones, "k", MB, 2)
+    assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [2])
     pids = {v.pid for v in status.volumes}
-    await until(lambda: not pids & own_hosts.processes(), 30)
-    await own_hosts.root(acts.shutdown)
-    await until(lambda: own_hosts.directories() == [], 10)
-    assert own_hosts.ended() is None
+    await until(lambda: not pids & two_hosts.processes(), 30)
+    await two_hosts.root(acts.shutdown)
+    await until(lambda: two_hosts.directories() == [], 10)
+    assert two_hosts.ended() is None
 
 
 async def _can_initialise(job: Job) -> bool:
@@ -323,3 +293,43 @@ async def _can_initialise(job: Job) -> bool:
     except ts.ConfigurationError:
         return False
     return True
+
+
+# ---- last, for they leave a job without one of its own processes ------------------------------
+
+
+@pytest.mark.parametrize("where", ["same host", "another host"])
+async def test_a_client_actor(where: str, request: pytest.FixtureRequest) -> None:
+    """What it held is free at once, on whatever host: its own one watches it."""
+    job: Job = request.getfixturevalue("job" if where == "same host" else "hosts")
+    start = acts.initialize if where == "same host" else acts.initialize_on_hosts
+    await job.root(start, {"strategy": "host"})
+    await job.at(1, acts.put_ones_and_hold, "held")
+    await job.at(1, acts.begin_put, "unfinished", 2 * MB)
+    await until(lambda: _books_are(job, 3, MB, 2 * MB))
+    await job.root(acts.kill, await job.at(1, acts.pid))
+    await until(lambda: _books_are(job, 1, 0, 0), AT_ONCE_S)
+    await job.root(acts.put_ones, "after", MB)
+    assert await job.at(0, acts.get_shape, "after") == ((MB,), [1])
+    assert job.ended() is None
+
+
+async def test_a_whole_host() -> None:
+    """Nobody is left there who could say so: a get of what lies there ends in its time, and says
+    what has become of it.
+    """
+    with Job(workers=1, hosts=2) as job:
+        await job.root(acts.initialize_on_hosts, {"strategy": "host"})
+        for worker in (0, 1):
+            await job.at(worker, acts.put_ones, f"k{worker}", MB)
+        assert await job.at(0, acts.get_shape, "k1") == ((MB,), [1])
+        host = job.host_pids()[1]
+        pids = {host, *_below(host)}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        said = await job.at(0, _get_within, "k1", 3.0)
+        assert said in ("StoreTimeoutError", "TransportUnavailableError", "ObjectLostError")
+        assert time.monotonic() - begun < 3.0 + AT_ONCE_S
+        await until(lambda: _lost(job, 0, "k1"), 25)
+        assert await job.at(0, acts.get_shape, "k0") == ((MB,), [1])

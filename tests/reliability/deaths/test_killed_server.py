@@ -29,7 +29,7 @@ from tests.reliability.harness import (
     is_running,
     kill,
 )
-from tests.support import halt, running_store, until
+from tests.support import halt, named_memory, running_store, until
 
 import torchstore_core as ts
 
@@ -122,7 +122,6 @@ async def test_a_put_in_the_middle_of_copying_fails_at_once(seconds: float):
 
 
 async def test_nothing_is_left_of_a_killed_server():
-    shm = set(os.listdir("/dev/shm"))
     before = children_of(os.getpid())
     client = await ts.initialize(capacity=64 * MB, prefault=16 * MB)
     directory = directory_of(client.address)
@@ -131,10 +130,10 @@ async def test_nothing_is_left_of_a_killed_server():
     pids = children_of(os.getpid()) - before
     assert pids == {(await ts.status()).controller_pid}
     assert directory.is_dir()
+    assert not named_memory({*pids, os.getpid()})
     kill(pids.pop())
     await ts.shutdown()
     assert children_of(os.getpid()) == before
-    assert set(os.listdir("/dev/shm")) == shm
     assert not directory.exists()
     assert "TORCHSTORE_ADDRESS" not in os.environ
     with pytest.raises(ts.StoreClosedError):

@@ -81,7 +81,8 @@ async def _shm(path: str) -> object:
 
 
 async def _agent(path: str) -> object:
-    rpc = pytest.importorskip("torchstore_monarch.rpc.link")
+    from torchstore_monarch.rpc import link as rpc
+
     os.symlink(path, f"{os.path.dirname(path)}/{rpc.AGENT}")
     context = LinkContext(HERE, HERE, same_host=False, offered=True, control=path)
     return await rpc.RpcLink.connect(b"v", context)

@@ -31,12 +31,9 @@ def _uvloop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-needs_uvloop = pytest.mark.skipif(
-    importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed"
-)
 LOOPS = [
     pytest.param(asyncio.new_event_loop, id="asyncio"),
-    pytest.param(_uvloop, id="uvloop", marks=needs_uvloop),
+    pytest.param(_uvloop, id="uvloop"),
 ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib.util
 import os
 import signal
 import threading
@@ -46,13 +45,7 @@ def _uvloop() -> asyncio.AbstractEventLoop:
 
 LOOPS = [
     pytest.param(asyncio.new_event_loop, id="asyncio"),
-    pytest.param(
-        _uvloop,
-        id="uvloop",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed"
-        ),
-    ),
+    pytest.param(_uvloop, id="uvloop"),
 ]
 
 

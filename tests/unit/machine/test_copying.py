@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import until
+from tests.unit.machine.native import needs_native
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine import copying
@@ -51,12 +52,11 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.fixture(params=["native", "fallback"])
+@pytest.fixture(params=[pytest.param("native", marks=needs_native), "fallback"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if request.param == "fallback":
         return without_native(monkeypatch)
-    if not copying.has_native():
-        pytest.skip("built without a compiler")
+    assert copying.has_native()
     return copying
 
 
@@ -146,8 +146,10 @@ async def test_a_large_batch_arrives_whole(engine: ModuleType, stream: bool, shi
     assert not any(content[shift + total :])
 
 
+@needs_native
 def test_the_native_copy_checks_what_it_is_given() -> None:
-    native = pytest.importorskip("torchstore_core._native")
+    from torchstore_core import _native as native
+
     with pytest.raises(ValueError, match="24 bytes"):
         native.copy_many(bytes(25), False)
     with pytest.raises(TypeError):
@@ -155,10 +157,9 @@ def test_the_native_copy_checks_what_it_is_given() -> None:
     native.copy_many(b"", True)
 
 
+@needs_native
 def test_the_native_copy_lets_other_threads_run() -> None:
     """One call may take a good while."""
-    if not copying.has_native():
-        pytest.skip("built without a compiler")
     half = 32 << 20
     memory = Memory(bytes(2 * half))
     begins, ended = threading.Event(), threading.Event()

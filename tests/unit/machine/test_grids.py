@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.machine.native import needs_native
 
 from torchstore_core.clients.values import tensors
 from torchstore_core.machine import copying
 
-needs_native = pytest.mark.skipif(not copying.has_native(), reason="built without a compiler")
 GUARD = 77
 
 
