@@ -32,7 +32,7 @@ from tests.unit.test_plugins import (
 )
 
 import torchstore_core as ts
-from torchstore_cli.doctor import trying
+from torchstore_cli.doctor import plugin_check
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
 
@@ -783,11 +783,11 @@ async def test_doctor_gives_up_a_plugin_that_hangs(tmp_path: Path, monkeypatch: 
     hangs = "import threading\nthreading.Event().wait()"
     site.install("acme", TRANSPORTS, hangs=hangs, fine=TRANSPORT)
     monkeypatch.setenv("PYTHONPATH", _python_path(tmp_path))
-    monkeypatch.setattr(trying, "_LONGEST_S", 1.5)
+    monkeypatch.setattr(plugin_check, "_LONGEST_S", 1.5)
     one, other = (TRANSPORTS, "hangs"), (TRANSPORTS, "fine")
-    outcomes = await trying.try_plugins([one, other], [])
+    outcomes = await plugin_check.check_plugins([one, other], [])
     assert outcomes[one].error == "importing it did not end within 1.5 s"
-    assert outcomes[other] == trying.Outcome()
+    assert outcomes[other] == plugin_check.Outcome()
 
 
 def _python_path(first: Path) -> str:

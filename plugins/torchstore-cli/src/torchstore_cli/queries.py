@@ -1,4 +1,4 @@
-"""What ``status``, ``ls``, ``stat`` and ``rm`` ask a store. Torch-free."""
+"""The requests behind ``status``, ``ls``, ``stat`` and ``rm``. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from torchstore_cli import reports
-from torchstore_cli.connecting import open_store
-from torchstore_cli.doctor.trying import try_plugins
+from torchstore_cli.connection import open_store
+from torchstore_cli.doctor.plugin_check import check_plugins
 from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import OBSERVERS, Registry
@@ -43,15 +43,15 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
 
 
 async def _observer_errors() -> dict[str, str]:
-    """What clients of this environment find wrong with its observers, which no server loads."""
+    """Errors of the observers that are installed here: clients load them, servers do not."""
     block = Policy.said().block
     names = [(OBSERVERS, name) for name in Registry(block=block).names(OBSERVERS)]
-    tried = await try_plugins(names, block)
-    return {f"{group}:{n}": o.error for (group, n), o in tried.items() if o.error is not None}
+    checked = await check_plugins(names, block)
+    return {f"{group}:{n}": o.error for (group, n), o in checked.items() if o.error is not None}
 
 
 async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.KeyReport:
-    """What is known of all keys that start with ``prefix``."""
+    """Everything about the keys that start with ``prefix``, one page of the listing at a time."""
     entries: list[reports.KeyLine] = []
     pending: list[m.Pending] = []
     async with open_store(address, timeout) as store:

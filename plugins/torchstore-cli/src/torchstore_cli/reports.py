@@ -303,9 +303,9 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """What the machine does without a store: the large value copied by all copy threads into warm
-    and into never touched memory, and a small message over a Unix socket from an asyncio loop to
-    another process and back (median).
+    """What the machine does without a store: the large value copied by a thread for each CPU into
+    warm and into never touched memory, and a small message over a Unix socket from an asyncio loop
+    to another process and back (median).
     """
 
     warm_copy_s: float

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
-import workload
 
+from torchstore_cli.bench import workload
 from torchstore_core import TensorShard, TensorSlice
 
 ROWS, COLUMNS, WHOLE = "rows", "columns", "whole"

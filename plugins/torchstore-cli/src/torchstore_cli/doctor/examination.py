@@ -1,4 +1,7 @@
-"""``torchstore doctor``: what this host can do for a store, and what is in the way. Torch-free."""
+"""``torchstore doctor``: what this host offers a store, and what stops one from working here.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from torchstore_cli import reports
-from torchstore_cli.connecting import given_address, open_store
-from torchstore_cli.doctor.trying import Outcome, try_plugins
+from torchstore_cli.connection import given_address, open_store
+from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
 from torchstore_core.clients.session.lane import socket_path
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.stores import discovery
@@ -42,7 +45,7 @@ _PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies"
 
 
 class _Findings:
-    """Problems and notes, in the order they were found."""
+    """Problems and notes, in the order in which they were found."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -63,7 +66,7 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
     policy = Policy.said()
     installed = Registry(block=policy.block)
     names = [(group, name) for group in GROUPS for name in installed.names(group)]
-    outcomes = await try_plugins(names, policy.block)
+    outcomes = await check_plugins(names, policy.block)
     fatal = [name for (_, name), outcome in outcomes.items() if outcome.ends_process]
     registry = Registry(block=(*policy.block, *fatal))
     limits = _limits()

@@ -1,7 +1,7 @@
-"""Whether plug-ins can be used: each is tried in a process beside, which it may take down.
+"""Whether plug-ins can be used: each is tried in a separate process, which it may take down.
 
-``python -m torchstore_cli.doctor.trying JSON`` is that process: for every plug-in it says a line of
-JSON for each step, and one for the outcome. Torch-free, but for what the plug-ins import.
+``python -m torchstore_cli.doctor.plugin_check JSON`` is that process: for every plug-in it writes a
+line of JSON for each step, and one for the outcome. Torch-free, except for what plug-ins import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchstore_core.machine import topology
 from torchstore_core.plugins.registry import Registry, load_class
 from torchstore_core.server.memory.segment import open_memory
 
-__all__ = ["Outcome", "try_plugins"]
+__all__ = ["Outcome", "check_plugins"]
 
 # Longest time for one plug-in: importing a large library from a cold disk takes long.
 _LONGEST_S = 30.0
@@ -38,12 +38,12 @@ Named = tuple[str, str]  # group and name of a plug-in
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of one plug-in.
+    """Whether one plug-in can be used.
 
     Args:
-        error: why it cannot be used; None: it can.
-        ends_process: it took the process down that tried it.
-        refusal: why a volume in a process like that one does not offer the transport.
+        error: why it cannot be used; None if it can.
+        ends_process: it took down the process that tried it.
+        refusal: why a volume in a process like that one would not offer the transport.
     """
 
     error: str | None = None
@@ -51,22 +51,22 @@ class Outcome(msgspec.Struct, frozen=True):
     refusal: str | None = None
 
 
-class _Tries(msgspec.Struct, frozen=True):
-    """What the process beside is to do. ``directory``: for the sockets of server halves."""
+class _Task(msgspec.Struct, frozen=True):
+    """What the separate process is to check. ``directory``: for the sockets of server halves."""
 
     plugins: list[Named]
     block: tuple[str, ...]
     directory: str
 
 
-class _Line(msgspec.Struct, frozen=True):
-    """What it says: what it does next, or the outcome."""
+class _Progress(msgspec.Struct, frozen=True):
+    """What it reports: the step that comes next, or an outcome."""
 
     step: str = ""
     outcome: Outcome | None = None
 
 
-async def try_plugins(plugins: Sequence[Named], block: Sequence[str]) -> dict[Named, Outcome]:
+async def check_plugins(plugins: Sequence[Named], block: Sequence[str]) -> dict[Named, Outcome]:
     """Load each of the plug-ins and the classes that it names, and start its server half.
 
     Args:
@@ -76,19 +76,19 @@ async def try_plugins(plugins: Sequence[Named], block: Sequence[str]) -> dict[Na
     outcomes: dict[Named, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="torchstore-") as directory:
         while rest := [named for named in plugins if named not in outcomes]:
-            tries = _Tries(rest, tuple(block), directory)
-            outcomes.update(zip(rest, await _try_until_it_ends(tries), strict=False))
+            task = _Task(rest, tuple(block), directory)
+            outcomes.update(zip(rest, await _check_until_it_ends(task), strict=False))
     return outcomes
 
 
-async def _try_until_it_ends(tries: _Tries) -> list[Outcome]:
+async def _check_until_it_ends(task: _Task) -> list[Outcome]:
     """The outcomes of the first plug-ins: of all, or up to the one that ended the process."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
         "-m",
-        "torchstore_cli.doctor.trying",
-        msgspec.json.encode(tries).decode(),
+        "torchstore_cli.doctor.plugin_check",
+        msgspec.json.encode(task).decode(),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -98,12 +98,12 @@ async def _try_until_it_ends(tries: _Tries) -> list[Outcome]:
     how = f"did not end within {_LONGEST_S:g} s"
     try:
         async with asyncio.timeout(_LONGEST_S) as limit:
-            while process.stdout is not None and len(outcomes) < len(tries.plugins):
+            while process.stdout is not None and len(outcomes) < len(task.plugins):
                 data = await process.stdout.readline()
                 if not data.endswith(b"\n"):
                     how = f"ended the process ({_end(await process.wait())})"
                     break
-                line = msgspec.json.decode(data, type=_Line)
+                line = msgspec.json.decode(data, type=_Progress)
                 step = line.step or step
                 if line.outcome is not None:
                     outcomes.append(line.outcome)
@@ -114,7 +114,7 @@ async def _try_until_it_ends(tries: _Tries) -> list[Outcome]:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if len(outcomes) < len(tries.plugins):
+    if len(outcomes) < len(task.plugins):
         outcomes.append(Outcome(f"{step} {how}", ends_process=True))
     return outcomes
 
@@ -123,25 +123,25 @@ def _end(status: int) -> str:
     return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
 
 
-# ---- the process beside -------------------------------------------------------------------
+# ---- the separate process -----------------------------------------------------------------
 
 
-async def _try_all(tries: _Tries, say: Callable[[_Line], None]) -> None:
-    registry = Registry(block=tries.block)
+async def _check_all(task: _Task, report: Callable[[_Progress], None]) -> None:
+    registry = Registry(block=task.block)
 
     def step(text: str) -> None:
-        say(_Line(text))
+        report(_Progress(text))
 
-    for group, name in tries.plugins:
+    for group, name in task.plugins:
         step("importing it")
         try:
-            outcome = await _try(registry.load(group, name), tries.directory, step)
+            outcome = await _check(registry.load(group, name), task.directory, step)
         except PluginError as error:
             outcome = Outcome(error.message)
-        say(_Line(outcome=outcome))
+        report(_Progress(outcome=outcome))
 
 
-async def _try(plugin: object, directory: str, step: Callable[[str], None]) -> Outcome:
+async def _check(plugin: object, directory: str, step: Callable[[str], None]) -> Outcome:
     """Import what a loaded plug-in names; of a transport, start the server half.
 
     Raises:
@@ -181,7 +181,7 @@ def _class(path: str, base: type, step: Callable[[str], None]) -> type:
 
 
 async def _start(cls: type[TransportServer], directory: str) -> None:
-    """What a volume of this process would do."""
+    """Start the server half as a volume of this process would."""
     segment = Segment(0, open_memory("doctor", _SEGMENT_BYTES), _SEGMENT_BYTES)
     half = cls()
     try:
@@ -194,15 +194,15 @@ async def _start(cls: type[TransportServer], directory: str) -> None:
 
 
 def main() -> None:
-    """Entry point of the module. What plug-ins print goes nowhere."""
+    """Check the plug-ins that the argument names. What they print is discarded."""
     answers = os.dup(1)
     os.dup2(2, 1)
-    tries = msgspec.json.decode(sys.argv[1].encode(), type=_Tries)
+    task = msgspec.json.decode(sys.argv[1].encode(), type=_Task)
 
-    def say(line: _Line) -> None:
+    def report(line: _Progress) -> None:
         os.write(answers, msgspec.json.encode(line) + b"\n")
 
-    asyncio.run(_try_all(tries, say))
+    asyncio.run(_check_all(task, report))
 
 
 if __name__ == "__main__":

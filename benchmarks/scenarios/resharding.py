@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import floors
-from crew import Peer
-from layouts import COLUMNS, ROWS, WHOLE
-from plan import FLOOR_MAX, Bench
-from results import Metric
-from transfers import against_copies, note_floors, rates
+from inputs.layouts import COLUMNS, ROWS, WHOLE
+from output.results import Metric
+from scenarios.run import Bench
+from scenarios.transfers import against_copies, note_floors, rates
+
+from torchstore_cli.bench import floors
+from torchstore_cli.bench.floors import FLOOR_MAX
+from torchstore_cli.bench.workers import Worker
 
 _CHECKPOINT_ROUNDS = 3
 
@@ -74,16 +76,16 @@ class Way:
         self.put_nbytes = self._made(self.sources)
         self.nbytes = self._made(self.targets)
         first = self.sources[0]
-        address = bench.crew.opened(first.call("store.open", capacity=bench.capacity))
+        address = bench.workers.opened(first.call("store.open", capacity=bench.capacity))
         others = [*self.sources[1:], *self.targets]
         together(bench, others, "store.connect", address=address)
         self._kinds = first.call("dicts.kinds")
 
-    def _make(self, role: str, side: Side, *, filled: bool) -> list[Peer]:
+    def _make(self, role: str, side: Side, *, filled: bool) -> list[Worker]:
         names = [role if not at else f"{role}-{at}" for at in range(len(side.ranks))]
-        peers = [self._bench.crew.get(name) for name in names]
-        for at, (peer, here) in enumerate(zip(peers, side.ranks, strict=True)):
-            peer.start(
+        workers = [self._bench.workers.get(name) for name in names]
+        for at, (worker, here) in enumerate(zip(workers, side.ranks, strict=True)):
+            worker.start(
                 "dicts.make",
                 shapes=self._bench.shapes,
                 seed=self._bench.seed,
@@ -93,18 +95,18 @@ class Way:
                 filled=filled,
                 limit=0 if at else self._floor,
             )
-        return peers
+        return workers
 
-    def _made(self, peers: Sequence[Peer]) -> int:
+    def _made(self, workers: Sequence[Worker]) -> int:
         """Bytes of their parts."""
-        made = [peer.result(self._bench.patience) for peer in peers]
+        made = [worker.result(self._bench.patience) for worker in workers]
         self.floor_nbytes = int(made[0]["floor_nbytes"])
         return sum(each["nbytes"] for each in made)
 
     def put(self, number: int, turn: int) -> dict[str, float]:
         """One round: every publisher's put of a new version, and each floor once."""
-        for peer in self.sources:
-            peer.call("dicts.mark", self._bench.patience, number=number)
+        for worker in self.sources:
+            worker.call("dicts.mark", self._bench.patience, number=number)
 
         def put() -> float:
             return span(together(self._bench, self.sources, "dicts.put", number=number))
@@ -134,10 +136,10 @@ class Way:
             self._bench.check({"wrong": wrong}, f"{self._name}, version {number}")
 
     def _beside_floors(
-        self, peer: Peer, name: str, what: Callable[[], float], turn: int
+        self, worker: Worker, name: str, what: Callable[[], float], turn: int
     ) -> dict[str, float]:
         def floor(kind: str) -> float:
-            seconds: float = peer.call("dicts.floor", self._bench.patience, kind=kind)
+            seconds: float = worker.call("dicts.floor", self._bench.patience, kind=kind)
             return seconds
 
         kinds = {kind: partial(floor, kind) for kind in self._kinds}
@@ -155,11 +157,11 @@ class Way:
         together(self._bench, [*self.sources, *self.targets], "dicts.drop")
 
 
-def together(bench: Bench, peers: Sequence[Peer], op: str, **fields: Any) -> list[Any]:
-    """What the peers reply to one command that all of them obey at the same time."""
-    for peer in peers:
-        peer.start(op, **fields)
-    return [peer.result(bench.patience) for peer in peers]
+def together(bench: Bench, workers: Sequence[Worker], op: str, **fields: Any) -> list[Any]:
+    """What the workers reply to one command that all of them obey at the same time."""
+    for worker in workers:
+        worker.start(op, **fields)
+    return [worker.result(bench.patience) for worker in workers]
 
 
 def span(replies: Sequence[Mapping[str, float]]) -> float:
@@ -246,23 +248,23 @@ def checkpoint(bench: Bench) -> list[Metric]:
         together(bench, (*way.sources, *way.targets), "checkpoints.leave")
     way.close()
     metrics: list[Metric] = []
-    for name, peer_name, nbytes in (("put", "save", way.put_nbytes), ("get", "load", way.nbytes)):
+    for name, other, nbytes in (("put", "save", way.put_nbytes), ("get", "load", way.nbytes)):
         values = rates(times, name, nbytes)
         metric = Metric(f"{name}, 2 ranks: rows → columns", "checkpoint", "GB/s", values)
-        metric.against(f"dcp.{peer_name}", rates(times, peer_name, nbytes), None, at_most=False)
+        metric.against(f"dcp.{other}", rates(times, other, nbytes), None, at_most=False)
         metrics.append(metric)
     return metrics
 
 
-def _join(bench: Bench, peers: Sequence[Peer], layout: str, folder: str) -> None:
+def _join(bench: Bench, workers: Sequence[Worker], layout: str, folder: str) -> None:
     """Make them the ranks of one gloo group."""
-    for rank, peer in enumerate(peers):
-        peer.start(
+    for rank, worker in enumerate(workers):
+        worker.start(
             "checkpoints.join",
             meeting=f"{folder}/{layout}",
             rank=rank,
-            world=len(peers),
+            world=len(workers),
             layout=layout,
         )
-    for peer in peers:
-        peer.result(bench.patience)
+    for worker in workers:
+        worker.result(bench.patience)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import jobs
 import torch
+from measured import jobs
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 

@@ -1,4 +1,4 @@
-"""Measured in a rank: the parts of a state dict through torch.distributed.checkpoint's files."""
+"""Commands of a rank: the parts of a state dict through torch.distributed.checkpoint's files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import layouts
 import torch
-import workload
-from dicts import Dicts
+from inputs import layouts
+from measured.dicts import Dicts
 
+from torchstore_cli.bench import workload
 from torchstore_core import TensorShard
 
 _PATIENCE = timedelta(seconds=60)

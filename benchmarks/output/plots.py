@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from results import Metric
+from output.results import Metric
 
 _MEASURE, _STRICT, _OTHER, _LIMIT = "#3b6ea5", "#c0392b", "#e08e0b", "#c0392b"
 

@@ -1,4 +1,4 @@
-"""Measured in a publisher or a reader: state dicts, of which a process holds some ranks' parts."""
+"""Commands of a publisher or a reader: state dicts, of which a process holds some ranks' parts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import floors
-import layouts
 import torch
-import workload
-from watching import Observer, messages_since, operations, peak_rss, process_size, reset_peak, timed
+from inputs import layouts
+from measured.counting import messages_since, operations, peak_rss, reset_peak
+from measured.plugins import Observer
 
 import torchstore_core as ts
+from torchstore_cli.bench import floors, workload
+from torchstore_cli.bench.measuring import process_size, timed
 
 KEY = "policy"
 
@@ -131,25 +132,32 @@ class Dicts:
     # ---- control messages ------------------------------------------------------------------
 
     def put_counted(self, number: int) -> dict[str, Any]:
-        """Publish the next version; seconds, and how many control messages it took."""
+        """Publish the next version; its seconds, those of cloning the same tensors one by one, and
+        how many control messages it took.
+        """
         self.mark(number)
         before = self._run(operations())
-        put = self.put(number)
-        return {
-            "seconds": put["end"] - put["start"],
-            "messages": self._run(messages_since(before)),
-        }
+        times = self._beside_clones(self.put, number)
+        return {**times, "messages": self._run(messages_since(before))}
 
     def get_counted(self, number: int, full: bool) -> dict[str, Any]:
-        """Get a version; seconds, control messages, and what is wrong with it."""
+        """Get a version; seconds and messages as of :meth:`put_counted`, and what is wrong."""
         before = self._run(operations())
-        got = self.get(number)
+        times = self._beside_clones(self.get, number)
         messages = self._run(messages_since(before))
-        return {
-            "seconds": got["end"] - got["start"],
-            "messages": messages,
-            "wrong": self.wrong(number, full),
-        }
+        return {**times, "messages": messages, "wrong": self.wrong(number, full)}
+
+    def _beside_clones(
+        self, operation: Callable[[int], dict[str, float]], number: int
+    ) -> dict[str, float]:
+        tensors = [layouts.local(value) for part in self.parts for value in part.values()]
+
+        def measured() -> float:
+            done = operation(number)
+            return done["end"] - done["start"]
+
+        measures = {"seconds": measured, "clone": lambda: floors.clone_each(tensors)}
+        return floors.interleave(measures, number)
 
     # ---- partial publishes -----------------------------------------------------------------
 

@@ -1,20 +1,18 @@
-"""Scenarios inside a Monarch job: what the store costs there, beside what Monarch itself costs.
-
-Not ``monarch.py``: in this folder that would hide the package.
-"""
+"""Scenarios inside a Monarch job: what the store costs there, beside what Monarch itself costs."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import echo
-import resharding
-from crew import Crew, Peer
-from plan import MIB, Bench
-from results import Metric, percentile
+from output.results import Metric
+from scenarios import resharding
+from scenarios.overheads import small_metrics
+from scenarios.run import MIB, Bench
+
+from torchstore_cli.bench import echo
+from torchstore_cli.bench.workers import Worker, Workers
 
 _BULK = 64 * MIB
 #: Of a batch: small enough to ride in the message, or not.
@@ -25,31 +23,31 @@ _OPERATIONS = ("put_batch", "get_batch", "put_state_dict", "get_state_dict")
 
 @dataclass
 class Actor:
-    """An actor of a job, commanded as a :class:`Peer` is."""
+    """An actor of a job, commanded as a :class:`Worker` is."""
 
-    root: Peer
+    root: Worker
     at: int
     name: str
 
     def call(self, op: str, timeout: float = 60.0, **fields: Any) -> Any:
-        """See :meth:`Peer.call`."""
+        """See :meth:`Worker.call`."""
         self.start(op, **fields)
         return self.result(timeout)
 
     def start(self, op: str, **fields: Any) -> None:
-        """See :meth:`Peer.start`."""
+        """See :meth:`Worker.start`."""
         self.root.call("job.start", actor=self.at, what=op, fields=fields)
 
     def result(self, timeout: float = 60.0) -> Any:
-        """See :meth:`Peer.result`."""
+        """See :meth:`Worker.result`."""
         return self.root.call("job.result", timeout, actor=self.at)
 
 
 @dataclass
 class Actors:
-    """The actors of a job, as a :class:`Crew` for the scenarios without Monarch."""
+    """The actors of a job, as a :class:`Workers` for the scenarios without Monarch."""
 
-    root: Peer
+    root: Worker
     servers: list[int] = field(default_factory=list)
     _roles: dict[str, Actor] = field(default_factory=dict)
 
@@ -65,16 +63,16 @@ class Actors:
 
 def in_actors(bench: Bench) -> list[Metric]:
     """1 KB values and a state dict inside Monarch actors of one host, beside the usual floors."""
-    root = bench.crew.get("job")
+    root = bench.workers.get("job")
     root.call("job.begin", actors=2)
     for pid in root.call("job.pids"):
-        bench.crew.started[pid] = "actor"
+        bench.workers.started[pid] = "actor"
     metrics = [*_small(bench, root), *_state_dict(bench, root)]
-    bench.crew.drop("job")
+    bench.workers.drop("job")
     return metrics
 
 
-def _small(bench: Bench, root: Peer) -> list[Metric]:
+def _small(bench: Bench, root: Worker) -> list[Metric]:
     opened = root.call("job.open", capacity=256 * MIB)
     actor = Actor(root, 1, "actor")
     kinds = actor.call("small.start_echo")
@@ -98,31 +96,20 @@ def _small(bench: Bench, root: Peer) -> list[Metric]:
             if turn:  # the first round is the warm-up
                 samples.append(reply["samples"])
         for name in ("put", "get"):
-            p50 = Metric(
-                f"{name} 1 KB in an actor, {placement}, p50", "actors", "µs", _p50(samples, name)
-            )
-            for kind in sorted(kinds, key=lambda kind: statistics.median(_p50(samples, kind))):
-                target = 2.5 if apart else None
-                p50.against(f"{kind} echo", _p50(samples, kind), target, at_most=True)
-            p99 = [percentile(each[name], 0.99) * 1e6 for each in samples]
-            title = f"{name} 1 KB in an actor, {placement}, p99"
-            metrics += [p50, Metric(title, "actors", "µs", p99)]
+            title = f"{name} 1 KB in an actor, {placement}"
+            target = 2.5 if apart else None
+            metrics.extend(small_metrics("actors", title, name, kinds, samples, target))
     actor.call("small.end_echo")
     actor.call("store.close")
     root.call("job.close")
     return metrics
 
 
-def _p50(samples: Sequence[dict[str, list[float]]], kind: str) -> list[float]:
-    """p50 in µs, by round."""
-    return [statistics.median(each[kind]) * 1e6 for each in samples]
-
-
-def _state_dict(bench: Bench, root: Peer) -> list[Metric]:
+def _state_dict(bench: Bench, root: Worker) -> list[Metric]:
     """The scenario ``state-dict``, with actors as its processes; and as it is, for comparison."""
     outside = resharding.state_dict(bench)
     before = len(bench.floors)
-    inside = resharding.state_dict(replace(bench, crew=cast(Crew, Actors(root))))
+    inside = resharding.state_dict(replace(bench, workers=cast(Workers, Actors(root))))
     for floor in bench.floors[before:]:
         floor.scenario += ", in actors"
     for metric, same in zip(inside, outside, strict=True):
@@ -134,21 +121,21 @@ def _state_dict(bench: Bench, root: Peer) -> list[Metric]:
 
 def across_hosts(bench: Bench) -> list[Metric]:
     """Batches and 64 MB between two emulated hosts, beside bare calls of Monarch endpoints."""
-    root = bench.crew.get("job-hosts")
+    root = bench.workers.get("job-hosts")
     root.call("job.begin", actors=1, hosts=2)
     for pid in root.call("job.pids"):
-        bench.crew.started[pid] = "actor"
+        bench.workers.started[pid] = "actor"
     on_first, on_second = (Actor(root, at, f"host {at}") for at in range(2))
     metrics = _calls(bench, root, on_second)
     root.call("job.introduce", one=1, other=2)  # the third is where the controller is
     metrics += _latencies(bench, root, on_second)
     root.call("job.introduce", one=1, other=0)
     metrics += _bulk(bench, root, on_first, on_second)
-    bench.crew.drop("job-hosts")
+    bench.workers.drop("job-hosts")
     return metrics
 
 
-def _calls(bench: Bench, root: Peer, actor: Actor) -> list[Metric]:
+def _calls(bench: Bench, root: Worker, actor: Actor) -> list[Metric]:
     """Calls of the controller that each operation makes; agents are in the actors' processes."""
     actor.call("far.count_calls")
     root.call("job.open", mesh="procs", num_storage_volumes=2, strategy="host", capacity=256 * MIB)
@@ -171,7 +158,7 @@ def _calls(bench: Bench, root: Peer, actor: Actor) -> list[Metric]:
     return metrics
 
 
-def _latencies(bench: Bench, root: Peer, actor: Actor) -> list[Metric]:
+def _latencies(bench: Bench, root: Worker, actor: Actor) -> list[Metric]:
     """How long each operation takes, beside a bare call to where the controller is."""
     root.call("job.open", mesh="hosts", num_storage_volumes=2, strategy="host", capacity=256 * MIB)
     rounds: list[dict[str, float]] = []
@@ -200,7 +187,7 @@ def _latencies(bench: Bench, root: Peer, actor: Actor) -> list[Metric]:
     return metrics
 
 
-def _bulk(bench: Bench, root: Peer, first: Actor, second: Actor) -> list[Metric]:
+def _bulk(bench: Bench, root: Worker, first: Actor, second: Actor) -> list[Metric]:
     """64 MB to and from a volume of another host, by every transport that reaches it, beside calls
     that have them as an argument.
     """
@@ -209,13 +196,13 @@ def _bulk(bench: Bench, root: Peer, first: Actor, second: Actor) -> list[Metric]
     names = second.call("far.transports", nbytes=_BULK)  # the first volume is on the first host
     metrics: list[Metric] = []
     for name in names:
-        for peer in (first, second):
-            peer.call("store.close")
+        for worker in (first, second):
+            worker.call("store.close")
         root.call("job.close")
         root.call("job.open", transport=name, **store)
         metrics += _by(bench, second, name)
-    for peer in (first, second):
-        peer.call("store.close")
+    for worker in (first, second):
+        worker.call("store.close")
     root.call("job.close")
     return metrics
 
@@ -249,13 +236,13 @@ def start(bench: Bench) -> list[Metric]:
     bare: list[float] = []
     for turn in range(bench.repeat):
         bench.progress(turn, bench.repeat, "a new job, initialize twice")
-        root = bench.crew.get("job-start")
+        root = bench.workers.get("job-start")
         root.call("job.begin", actors=1)
         for times in (first, again):
             times.append(root.call("job.open")["seconds"])
             ends.append(root.call("job.close"))
         bare.append(root.call("job.spawn"))
-        bench.crew.drop("job-start")
+        bench.workers.drop("job-start")
     metrics: list[Metric] = []
     for title, times in (("first", first), ("again", again)):
         metric = Metric(

@@ -1,7 +1,7 @@
 """What the machine itself can do, measured in the process and the run it is compared with.
 
-Copies between two warm anonymous buffers with as many threads as CPUs, in several ways, and the
-first touch of a fresh memfd. All return seconds.
+Copies between two warm anonymous buffers with as many threads as CPUs, in several ways; the first
+touch of a fresh memfd; clones of tensors, one by one; bare mappings. All return seconds.
 """
 
 from __future__ import annotations
@@ -10,13 +10,27 @@ import ctypes
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from torchstore_cli.bench.measuring import timed_call
 from torchstore_core.machine import copying
+
+__all__ = [
+    "COLD",
+    "FLOOR_MAX",
+    "PIECES",
+    "WARM",
+    "ColdTouch",
+    "Mappings",
+    "WarmCopy",
+    "clone_each",
+    "copy_tensors",
+    "cpus",
+    "interleave",
+]
 
 #: The ways of the plain floor: pieces as large as the tensors (cut at CHUNK), threads take turns.
 PIECES = ("copy_ of tensors", "memmove of tensors")
@@ -24,8 +38,10 @@ PIECES = ("copy_ of tensors", "memmove of tensors")
 WARM = (*PIECES, "memmove of one share a thread", "copy_ of one buffer", "streaming copy")
 COLD = ("first copy into a memfd", "memset of a memfd")
 CHUNK = 8 << 20
+#: Floors are copies of at most this many bytes, however large the set is.
+FLOOR_MAX = 1 << 30
 
-Piece = tuple[int, int, int]  # destination offset or address, source offset or address, bytes
+Piece = tuple[int, int, int]  # destination address, source address, bytes
 
 
 def cpus() -> int:
@@ -51,7 +67,7 @@ class Threads:
         torch.set_num_threads(before)
 
     def each(self, call: Callable[[int], object]) -> None:
-        """``call(thread's number)`` in every thread at once."""
+        """``call(number of the thread)`` in every thread at once."""
         for done in [self._pool.submit(call, at) for at in range(self.count)]:
             done.result()
 
@@ -118,13 +134,13 @@ class WarmCopy:
             self.kinds[WARM[4]] = self._streaming
 
     def _torch_pieces(self) -> float:
-        start = time.perf_counter()
-        self.threads.share(self._views, lambda view: view[0].copy_(view[1]))
-        return time.perf_counter() - start
+        return timed_call(
+            lambda: self.threads.share(self._views, lambda view: view[0].copy_(view[1]))
+        )
 
     def _memmove_pieces(self) -> float:
         to, of = self._target.data_ptr(), self._source.data_ptr()
-        return copy_pieces(self.threads, [(to + at, of + at, n) for at, n in self._pieces])
+        return _copy_pieces(self.threads, [(to + at, of + at, n) for at, n in self._pieces])
 
     def _memmove_shares(self) -> float:
         to, of = self._target.data_ptr(), self._source.data_ptr()
@@ -134,37 +150,31 @@ class WarmCopy:
             at = thread * share
             ctypes.memmove(to + at, of + at, max(0, min(share, self.nbytes - at)))
 
-        start = time.perf_counter()
-        self.threads.each(copy)
-        return time.perf_counter() - start
+        return timed_call(lambda: self.threads.each(copy))
 
     def _torch_whole(self) -> float:
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads.count)
-        start = time.perf_counter()
-        self._target.copy_(self._source)
-        seconds = time.perf_counter() - start
+        seconds = timed_call(lambda: self._target.copy_(self._source))
         torch.set_num_threads(before)
         return seconds
 
     def _streaming(self) -> float:
         to, of = self._target.data_ptr(), self._source.data_ptr()
         chunks = copying.plan([(to, of, self.nbytes)])
-        start = time.perf_counter()
-        self.threads.share(chunks, lambda chunk: copying.copy_pieces(chunk, stream=True))
-        return time.perf_counter() - start
+        return timed_call(
+            lambda: self.threads.share(
+                chunks, lambda chunk: copying.copy_pieces(chunk, stream=True)
+            )
+        )
 
     def close(self) -> None:
         """End the threads."""
         self.threads.close()
 
 
-def copy_pieces(threads: Threads, pieces: Iterable[Piece]) -> float:
-    """Copy ``(destination address, source address, bytes)`` by memmove over the threads."""
-    todo = list(pieces)
-    start = time.perf_counter()
-    threads.share(todo, lambda piece: ctypes.memmove(*piece))
-    return time.perf_counter() - start
+def _copy_pieces(threads: Threads, pieces: Iterable[Piece]) -> float:
+    return timed_call(lambda: threads.share(pieces, lambda piece: ctypes.memmove(*piece)))
 
 
 def copy_tensors(
@@ -176,7 +186,7 @@ def copy_tensors(
         to, of = target.data_ptr(), source.data_ptr()
         whole = source.numel() * source.element_size()
         pieces.extend((to + at, of + at, n) for at, n in cut([whole], whole))
-    return copy_pieces(threads, pieces)
+    return _copy_pieces(threads, pieces)
 
 
 class ColdTouch:
@@ -210,9 +220,7 @@ class ColdTouch:
                     else:
                         ctypes.memset(to + at, 0x5A, size)
 
-                start = time.perf_counter()
-                self.threads.each(touch)
-                seconds = time.perf_counter() - start
+                seconds = timed_call(lambda: self.threads.each(touch))
                 del block
             return seconds
         finally:
@@ -221,6 +229,42 @@ class ColdTouch:
     def close(self) -> None:
         """End the threads."""
         self.threads.close()
+
+
+def clone_each(tensors: Iterable[torch.Tensor]) -> float:
+    """Clone tensors one by one, in this thread, as a loop over them does; all clones are kept until
+    the end.
+    """
+    return timed_call(lambda: [tensor.clone() for tensor in tensors])
+
+
+class Mappings:
+    """Private mappings of a file in memory, one for each of ``count`` tensors of ``nbytes`` bytes:
+    ``mmap`` and ``torch.frombuffer``, which no zero-copy get of separate values goes without.
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self._count = count
+        self._nbytes = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._fd = os.memfd_create("torchstore-bench", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, count * self._nbytes)
+
+    def map_each(self) -> float:
+        """Map all of them; they are unmapped after the clock has stopped."""
+        tensors: list[torch.Tensor] = []
+
+        def map_them() -> None:
+            for at in range(self._count):
+                memory = mmap.mmap(
+                    self._fd, self._nbytes, flags=mmap.MAP_PRIVATE, offset=at * self._nbytes
+                )
+                tensors.append(torch.frombuffer(memory, dtype=torch.uint8))
+
+        return timed_call(map_them)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        os.close(self._fd)
 
 
 def interleave(measures: dict[str, Callable[[], float]], turn: int) -> dict[str, float]:

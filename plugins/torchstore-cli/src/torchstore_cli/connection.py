@@ -1,6 +1,6 @@
-"""Finds the store a command is about and talks to it. Torch-free.
+"""Finds the store that a command is about, and talks to it. Torch-free.
 
-One connection is enough here: it opens a session, which holds nothing, and asks on it.
+One connection is enough here: it opens a session, which holds nothing, and sends its requests.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchSt
 from torchstore_core.machine.directories import runtime_directory
 from torchstore_core.wire import messages as m
 
-__all__ = ["Store", "choose", "given_address", "open_store"]
+__all__ = ["StoreConnection", "choose_address", "given_address", "open_store"]
 
 R = TypeVar("R", bound=m.Message)
 
 
-class Store:
+class StoreConnection:
     """A connection to one store."""
 
     def __init__(self, address: str, welcome: m.Welcome, lane: Lane, timeout: float) -> None:
@@ -40,23 +40,23 @@ class Store:
         self._timeout = timeout
 
     async def call(self, expect: type[R], request: type[m.Message], *args: object) -> R:
-        """Send ``request(id, *args)``; its reply. Raises what the server answers."""
+        """Send ``request(id, *args)`` and return the reply, or raise the error that comes."""
         make: type = request
         return await self._lane.call(make(self._lane.next_id(), *args), expect, self._timeout)
 
 
 def given_address(address: str | None) -> str | None:
-    """The address that the option or else the environment gives, as ``unix:/path``."""
+    """The address that the option gives, or else the environment, as ``unix:/path``."""
     return as_address(address) if address else inherited_address(DEFAULT_NAME)
 
 
-async def choose(address: str | None) -> str:
+async def choose_address(address: str | None) -> str:
     """The address to use: the given one, else that of the one server that is running.
 
     Raises:
         StoreClosedError: none is running.
-        ConfigurationError: several are; ``details["stores"]`` lists them. Or the given address is
-            none of a socket.
+        ConfigurationError: several are running, which ``details["stores"]`` lists; or the given
+            address is not that of a socket.
     """
     given = given_address(address)
     if given is not None:
@@ -85,17 +85,17 @@ async def choose(address: str | None) -> str:
 
 
 @asynccontextmanager
-async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store]:
-    """Connect to the chosen store; see :func:`choose`.
+async def open_store(address: str | None, timeout: float) -> AsyncIterator[StoreConnection]:
+    """Connect to the chosen store; see :func:`choose_address`.
 
     Args:
-        address: of the option, or None.
-        timeout: seconds, for connecting and for each call.
+        address: the value of the option, or None.
+        timeout: seconds that connecting may take, and each call.
 
     Raises:
         StoreClosedError, StoreTimeoutError, ProtocolError: see ``lane.handshake``.
     """
-    where = await choose(address)
+    where = await choose_address(address)
     try:
         sock, welcome = await discovery.look(where, timeout)
     except TorchStoreError as error:
@@ -105,6 +105,6 @@ async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store
     gone = f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}) is gone"
     lane = Lane(sock, asyncio.get_running_loop(), gone)
     try:
-        yield Store(where, welcome, lane, timeout)
+        yield StoreConnection(where, welcome, lane, timeout)
     finally:
         lane.close()

@@ -1,7 +1,7 @@
-"""A Monarch job whose actors are measured processes: they obey the commands of ``peers.py``.
+"""A Monarch job whose actors are measured processes: they obey commands as ``worker.py`` does.
 
 The root of the job is a measured process too (its part ``job``). Nothing of Monarch is imported
-before a job begins; this folder has no module of the name ``monarch``, which it would hide.
+before a job begins.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import echo
 import msgspec
 import torch
-import workload
-from dicts import Dicts
-from small import Small
-from watching import NO_REPLY, process_size, timed, until_quiet
+from measured.counting import NO_REPLY
+from measured.dicts import Dicts
 
 import torchstore_core as ts
+from torchstore_cli.bench import echo, workload
+from torchstore_cli.bench.measuring import process_size, timed, until_quiet
+from torchstore_cli.bench.small import SmallValues
 
-_HERE = str(Path(__file__).parent)
+_BENCHMARKS = str(Path(__file__).parents[1])
 _WORKER = (
     "import sys; from monarch.actor import run_worker_loop_forever; "
     "run_worker_loop_forever(address=sys.argv[1], ca='trust_all_connections')"
@@ -59,9 +59,9 @@ class Job:
         self._run(self._begin(actors, hosts))
 
     async def _begin(self, actors: int, hosts: int) -> None:
-        paths = [_HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [_BENCHMARKS, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # actors import this module
-        from job_actors import Measured
+        from measured.job_actors import Measured
         from monarch.actor import ChannelTransport, attach_to_workers, enable_transport, this_host
 
         if hosts:
@@ -129,7 +129,7 @@ class Job:
         """
 
         async def spawn() -> float:
-            from bare_actor import Bare
+            from measured.bare_actor import Bare
             from monarch.actor import this_host
 
             begun = time.perf_counter()
@@ -203,13 +203,13 @@ class StoreOfJob:
         return process_size(pid)
 
 
-class SmallInActor(Small):
+class SmallInActor(SmallValues):
     """Small values from an actor: on its event loop, which is not in the main thread."""
 
     def placed(
         self, count: int, nbytes: int, turn: int, server_pid: int, apart: bool
     ) -> dict[str, Any]:
-        """As :meth:`Small.one_by_one`, with all threads of both processes placed."""
+        """As :meth:`SmallValues.one_by_one`, with all threads of both processes placed."""
         cpus = echo.two_cpus()
         mine = sorted(os.sched_getaffinity(0))
         if cpus is None:
@@ -348,7 +348,7 @@ class Far:
 
 
 class Commands:
-    """What an actor does: the parts of ``peers.py`` on the actor's own event loop."""
+    """What an actor does: the commands of ``worker.py`` on the actor's own event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -4,7 +4,7 @@
 projections of hidden × hidden, three of the MLP, two norms). At full size they have 8.40 GB
 (7.82 GiB). Smaller sets keep the 327 tensors; hidden, intermediate and vocabulary shrink by one
 common factor, and are rounded to what models have, so that the large tensors keep their shares of
-the whole. Other sets: those of a named model (``models.py``), and many small tensors.
+the whole. Another set has many small tensors; ``benchmarks/`` has those of named models, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+
+__all__ = [
+    "DTYPE",
+    "FULL_GB",
+    "Shapes",
+    "experts",
+    "make",
+    "make_empty",
+    "nbytes",
+    "one_thread",
+    "random_tensor",
+    "received",
+    "shapes",
+    "sizes",
+    "stamp",
+    "wrong",
+]
 
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2560, 8960, 151936, 36
 FULL_GB = 8.398
@@ -116,8 +133,8 @@ def make_empty(of: Shapes) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch works in this thread alone: where others use the CPUs too, OpenMP's threads wait for
-    each other ten times longer than the work takes.
+    """Let torch work in this thread alone: where other processes use the CPUs too, the threads of
+    OpenMP wait for each other ten times longer than the work takes.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,31 +1,31 @@
-"""Measured in a second process: small values one by one, many in a batch, and many cycles."""
+"""Commands of any measured process: small values one at a time, in a batch, and many cycles."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import echo
-import floors
 import torch
-import workload
-from watching import process_size, timed, until_unleased
 
 import torchstore_core as ts
+from torchstore_cli.bench import echo, floors, workload
+from torchstore_cli.bench.measuring import process_size, timed, until_unleased
+
+__all__ = ["SmallValues"]
 
 
-class Small:
+class SmallValues:
     """Commands on small values; ``run`` runs a coroutine on the process's event loop."""
 
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self._run = run
         self._echoes: dict[str, echo.Echo] = {}
 
-    def start_echo(self) -> list[str]:
-        """Start the far ends of the echo floors; their kinds."""
-        self._echoes = {kind: echo.Echo(kind) for kind in echo.kinds()}
+    def start_echo(self, kinds: Sequence[str] = ()) -> list[str]:
+        """Start the far ends of the echo floors of these kinds (or all there are); their kinds."""
+        self._echoes = {kind: echo.Echo(kind) for kind in kinds or echo.kinds()}
         return list(self._echoes)
 
     def end_echo(self) -> None:
@@ -35,7 +35,13 @@ class Small:
         self._echoes = {}
 
     def one_by_one(
-        self, count: int, nbytes: int, turn: int, server_pid: int, apart: bool | None = None
+        self,
+        count: int,
+        nbytes: int,
+        turn: int,
+        server_pid: int,
+        apart: bool | None = None,
+        key: str = "small",
     ) -> dict[str, Any]:
         """One round of ``count`` puts and gets and ``count`` echoes of each kind, one operation
         at a time; seconds of each. The last value got is compared with what was put.
@@ -50,12 +56,12 @@ class Small:
             for pid in (server_pid, *(one.pid for one in self._echoes.values())):
                 os.sched_setaffinity(pid, cpus[1:] if apart else cpus[:1])
         try:
-            return self._one_by_one(count, nbytes, turn)
+            return self._one_by_one(count, nbytes, turn, key)
         finally:
             if cpus is not None:
                 os.sched_setaffinity(0, mine)
 
-    def _one_by_one(self, count: int, nbytes: int, turn: int) -> dict[str, Any]:
+    def _one_by_one(self, count: int, nbytes: int, turn: int, key: str) -> dict[str, Any]:
         value = workload.random_tensor((nbytes // 2,), turn).view(torch.uint8)
         samples: dict[str, list[float]] = {}
         wrong: list[str] = []
@@ -63,13 +69,13 @@ class Small:
         async def store() -> None:
             puts, gets, got = [], [], None
             for _ in range(count):
-                seconds, _ = await timed(ts.put("small", value))
+                seconds, _ = await timed(ts.put(key, value))
                 puts.append(seconds)
             for _ in range(count):
-                seconds, got = await timed(ts.get("small"))
+                seconds, got = await timed(ts.get(key))
                 gets.append(seconds)
             if got is None or not torch.equal(got, value):
-                wrong.append("small")
+                wrong.append(key)
             samples.update(put=puts, get=gets)
 
         def far(kind: str) -> float:
@@ -81,20 +87,27 @@ class Small:
         return {"samples": samples, "wrong": wrong}
 
     def batch(self, count: int, nbytes: int, turn: int) -> dict[str, Any]:
-        """One round: a put and a get of ``count`` tensors of ``nbytes`` bytes, compared."""
+        """One round: a put and a get of ``count`` tensors of ``nbytes`` bytes, compared; and
+        cloning the same tensors one by one.
+        """
         items = {
             f"batch/{i}": workload.random_tensor((nbytes // 2,), turn * count + i).view(torch.uint8)
             for i in range(count)
         }
+        times: dict[str, float] = {}
+        wrong: list[str] = []
 
-        async def both() -> tuple[float, float, dict[str, Any]]:
-            put, _ = await timed(ts.put_batch(items))
-            get, got = await timed(ts.get_batch(list(items)))
-            return put, get, got
+        async def store() -> None:
+            times["put"], _ = await timed(ts.put_batch(items))
+            times["get"], got = await timed(ts.get_batch(list(items)))
+            wrong.extend(key for key, value in items.items() if not torch.equal(got[key], value))
 
-        put, get, got = self._run(both())
-        wrong = [key for key, value in items.items() if not torch.equal(got[key], value)]
-        return {"times": {"put": put, "get": get}, "wrong": wrong}
+        measures: dict[str, Callable[[], float]] = {
+            "clone": lambda: floors.clone_each(items.values()),
+            "store": lambda: self._run(timed(store()))[0],
+        }
+        clone = floors.interleave(measures, turn)["clone"]
+        return {"times": {**times, "clone": clone}, "wrong": wrong}
 
     def cycles(self, count: int, server_pid: int) -> dict[str, Any]:
         """Cycles of put, get, delete; every fourth value is large enough to be mapped. Then the

@@ -1,12 +1,13 @@
-"""Scenarios: a whole set of weights between two processes, and what its time is compared with."""
+"""Scenarios: a whole set of weights from one process to another, beside copies in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import floors
-from plan import Bench
-from results import Metric, fastest
+from output.results import Metric, fastest
+from scenarios.run import Bench
+
+from torchstore_cli.bench import floors
 
 
 def rates(rounds: Sequence[Mapping[str, float]], kind: str, nbytes: int) -> list[float]:
@@ -34,7 +35,7 @@ def against_copies(
 
 def _first_puts(bench: Bench, prefault: int, floor: str) -> tuple[list[dict[str, float]], int]:
     """Rounds of one put into a fresh store each; the reader fetches and checks every one."""
-    publisher, reader = bench.crew.get("publisher"), bench.crew.get("reader")
+    publisher, reader = bench.workers.get("publisher"), bench.workers.get("reader")
     floor_nbytes = bench.make(publisher, reader)
     if floor == "cold":
         publisher.call("weights.make_cold_floor", bench.patience, nbytes=floor_nbytes)
@@ -47,7 +48,7 @@ def _first_puts(bench: Bench, prefault: int, floor: str) -> tuple[list[dict[str,
         put = publisher.call(
             "weights.put", bench.patience, stamp=turn, turn=turn, floor=floor, fresh=fresh
         )
-        reader.call("store.connect", address=bench.crew.opened(put))
+        reader.call("store.connect", address=bench.workers.opened(put))
         got = reader.call("weights.get", bench.patience, stamp=turn, turn=0, full=last, floor=False)
         bench.check(got, f"first put {turn}")
         reader.call("store.close")
@@ -85,9 +86,9 @@ def prefaulted(bench: Bench) -> list[Metric]:
 
 def warm(bench: Bench, omp: int | None = None) -> list[Metric]:
     """Repeated puts of the same keys; in-place and zero-copy gets of each version."""
-    publisher, reader = (bench.crew.get(role, omp=omp) for role in ("publisher", "reader"))
+    publisher, reader = (bench.workers.get(role, omp=omp) for role in ("publisher", "reader"))
     floor_nbytes = bench.make(publisher, reader)
-    address = bench.crew.opened(publisher.call("store.open", capacity=bench.capacity))
+    address = bench.workers.opened(publisher.call("store.open", capacity=bench.capacity))
     reader.call("store.connect", address=address)
     puts: list[dict[str, float]] = []
     gets: list[dict[str, float]] = []

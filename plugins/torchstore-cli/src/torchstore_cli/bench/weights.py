@@ -1,4 +1,4 @@
-"""Measured in a publisher or a reader: puts and gets of a whole set of weights."""
+"""Commands of a publisher or a reader: puts and gets of a whole set of weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import floors
 import torch
-import workload
-from watching import timed, until_unleased, until_warm
 
 import torchstore_core as ts
+from torchstore_cli.bench import floors, workload
+from torchstore_cli.bench.measuring import timed, until_unleased, until_warm
+
+__all__ = ["Weights"]
 
 
 class Weights:
@@ -37,26 +38,28 @@ class Weights:
         self, shapes: dict[str, list[int]], seed: int, filled: bool, limit: int
     ) -> dict[str, int]:
         """Make the set (``filled``) or destinations for it, and the warm-copy floors of at most
-        ``limit`` bytes, warmed up by one unmeasured round.
+        ``limit`` bytes (0: none), warmed up by one unmeasured round.
         """
         self.drop()
         of = workload.received(shapes)
         self._set = of, seed
         self._tensors = workload.make(of, seed) if filled else workload.make_empty(of)
         sizes = workload.sizes(of)
-        self._warm = floors.WarmCopy(min(sum(sizes), limit), sizes)
-        floors.interleave(self._warm.kinds, 0)
+        floor_nbytes = min(sum(sizes), limit)
+        if floor_nbytes:
+            self._warm = floors.WarmCopy(floor_nbytes, sizes)
+            floors.interleave(self._warm.kinds, 0)
         return {
             "tensors": len(sizes),
             "nbytes": sum(sizes),
-            "floor_nbytes": self._warm.nbytes,
+            "floor_nbytes": floor_nbytes,
             "omp_threads": torch.get_num_threads(),
         }
 
-    def make_cold_floor(self, nbytes: int) -> None:
-        """The cold-touch floors, warmed up by one unmeasured round."""
+    def make_cold_floor(self, nbytes: int) -> dict[str, float]:
+        """Make the cold-touch floors; the seconds of one round, which warms them up."""
         self._cold = floors.ColdTouch(nbytes)
-        floors.interleave(self._cold.kinds, 0)
+        return floors.interleave(self._cold.kinds, 0)
 
     def drop(self) -> None:
         """Forget set and floors."""
@@ -91,7 +94,7 @@ class Weights:
         return {**opened, "times": times}
 
     def get(self, stamp: int, turn: int, full: bool, floor: bool = True) -> dict[str, Any]:
-        """One round: an in-place get, a zero-copy get with reading it all, each floor once.
+        """One round: an in-place get, a zero-copy get and a read of all its bytes, each floor once.
 
         What came is compared with the set after each: by stamps, or (``full``) bit for bit. The
         destinations are zeroed before each in-place get.
@@ -105,7 +108,7 @@ class Weights:
                 tensor.view(torch.int16).zero_()
             seconds, _ = self._run(timed(ts.get_batch(self._tensors)))
             wrong.extend(check(self._tensors))
-            return seconds
+            return float(seconds)
 
         def zero_copy() -> float:
             nonlocal reading
@@ -116,7 +119,7 @@ class Weights:
             wrong.extend(check(got))
             del got
             self._run(until_unleased())
-            return seconds
+            return float(seconds)
 
         kinds = self._warm.kinds if self._warm is not None and floor else {}
         times = floors.interleave({**kinds, "in_place": in_place, "zero_copy": zero_copy}, turn)

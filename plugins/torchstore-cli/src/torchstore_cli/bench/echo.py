@@ -1,12 +1,13 @@
 """The echo floor: a 185-byte msgspec frame there and back between two processes, in three ways.
 
-As a program, the far end: ``python echo.py KIND FD`` echoes what comes over a Unix socket, until
-it closes. Imports no torch.
+``python -m torchstore_cli.bench.echo KIND FD`` is the far end: it echoes what comes over a Unix
+socket, until that closes. Torch-free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import socket
 import subprocess
@@ -17,10 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-try:
-    import uvloop
-except ImportError:  # not on this platform
-    uvloop = None  # type: ignore[assignment]
+__all__ = ["ASYNCIO", "FRAME", "RAW", "UVLOOP", "Echo", "kinds", "new_loop", "two_cpus"]
 
 FRAME = 185
 RAW, ASYNCIO, UVLOOP = "raw", "asyncio", "uvloop"
@@ -42,12 +40,16 @@ def frame() -> bytes:
 
 def kinds() -> list[str]:
     """The ways there are on this platform."""
-    return [RAW, ASYNCIO, *([UVLOOP] if uvloop is not None else [])]
+    return [RAW, ASYNCIO, *([UVLOOP] if importlib.util.find_spec("uvloop") else [])]
 
 
 def new_loop(kind: str) -> asyncio.AbstractEventLoop:
     """A fresh event loop, ``asyncio`` or ``uvloop``."""
-    return uvloop.new_event_loop() if kind == UVLOOP else asyncio.SelectorEventLoop()
+    if kind != UVLOOP:
+        return asyncio.SelectorEventLoop()
+    import uvloop
+
+    return uvloop.new_event_loop()
 
 
 def two_cpus() -> tuple[int, int] | None:
@@ -109,7 +111,14 @@ class Echo:
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with far:
             self._far = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), kind, str(far.fileno())],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "torchstore_cli.bench.echo",
+                    kind,
+                    str(far.fileno()),
+                ],
                 pass_fds=[far.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -17,16 +17,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that ``share`` of all values do not exceed.
-
-    >>> percentile([4, 1, 3, 2], 0.5), percentile(range(1, 101), 0.99)
-    (2, 99)
-    """
-    ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
-
-
 @dataclass
 class Comparison:
     """A measure beside one floor, round by round.

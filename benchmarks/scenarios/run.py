@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import workload
-from crew import Crew, Peer
-from results import Metric
+from output.results import Metric
+
+from torchstore_cli.bench import workload
+from torchstore_cli.bench.floors import FLOOR_MAX
+from torchstore_cli.bench.workers import Worker, Workers
 
 MIB = 1 << 20
-#: Floors are copies of at most this many bytes, however large the set is.
-FLOOR_MAX = 1 << 30
 _WARM_UPS = 3
 
 
@@ -26,7 +26,7 @@ class Bench:
     cycles: int
     entries: int
     quick: bool
-    crew: Crew
+    workers: Workers
     # Called with steps done, steps in all, and what is being done.
     progress: Callable[[int, int, str], None] = lambda done, total, what: None
     wrong: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Bench:
         """Note what came back different from what was put."""
         self.wrong.extend(f"{where}: {name}" for name in reply["wrong"])
 
-    def make(self, publisher: Peer, reader: Peer) -> int:
+    def make(self, publisher: Worker, reader: Worker) -> int:
         """The set in the publisher, destinations in the reader; bytes of their floors."""
         options = {"shapes": self.shapes, "seed": self.seed, "limit": FLOOR_MAX}
         publisher.start("weights.make", filled=True, **options)

@@ -1,39 +1,41 @@
-"""Scenarios: what a publish of a state dict costs beside its bytes: entries, parts, memory."""
+"""Scenarios: what publishing a state dict costs beyond its bytes: entries, parts, memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import workload
-from crew import Peer
-from plan import MIB, Bench
-from results import Metric
+from output.results import Metric
+from scenarios.run import MIB, Bench
+
+from torchstore_cli.bench import workload
+from torchstore_cli.bench.workers import Worker
 
 ENTRY_NBYTES = 4096
 #: A partial publish gives every hundredth entry.
 EVERY = 100
 _MESSAGES = 8.0  # control messages of a put or get, replies included
+_CLONES = 2.0  # the time of a put or get, as a multiple of cloning the same tensors one by one
 
 
 def _pair(
     bench: Bench, shapes: workload.Shapes, finite: bool = False, **store: Any
-) -> tuple[Peer, Peer, int]:
+) -> tuple[Worker, Worker, int]:
     """Publisher and reader of a set, at a new store; its server."""
-    publisher, reader = bench.crew.get("publisher"), bench.crew.get("reader")
+    publisher, reader = bench.workers.get("publisher"), bench.workers.get("reader")
     made = {"shapes": shapes, "seed": bench.seed, "finite": finite}
     publisher.start("dicts.make", filled=True, **made)
     reader.start("dicts.make", filled=False, **made)
     publisher.result(bench.patience)
     reader.result(bench.patience)
     opened = publisher.call("store.open", **store)
-    reader.call("store.connect", address=bench.crew.opened(opened))
+    reader.call("store.connect", address=bench.workers.opened(opened))
     return publisher, reader, int(opened["server_pid"])
 
 
-def _leave(publisher: Peer, reader: Peer) -> None:
-    for peer in (reader, publisher):
-        peer.call("store.close")
-        peer.call("dicts.drop")
+def _leave(publisher: Worker, reader: Worker) -> None:
+    for worker in (reader, publisher):
+        worker.call("store.close")
+        worker.call("dicts.drop")
 
 
 def entries(bench: Bench) -> list[Metric]:
@@ -58,7 +60,10 @@ def entries(bench: Bench) -> list[Metric]:
         times = [each["seconds"] * 1e3 for each in rounds]
         messages = [each["messages"] for each in rounds]
         limit = round(each_us * bench.entries / 1e3, 2)
-        metrics.append(Metric(title, "entries", "ms", times, limit))
+        metric = Metric(title, "entries", "ms", times, limit)
+        clones = [each["clone"] * 1e3 for each in rounds]
+        metric.against("cloning each", clones, _CLONES, at_most=True)
+        metrics.append(metric)
         metrics.append(Metric(f"… messages of a {name}", "entries", "", messages, _MESSAGES))
     return metrics
 
