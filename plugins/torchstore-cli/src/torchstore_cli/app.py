@@ -1,4 +1,4 @@
-"""The commands of ``torchstore``."""
+"""The commands of ``torchstore``: their options, how they answer, and how they end."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def serve(
     run_server(options, ready)
 
 
-# ---- ends ---------------------------------------------------------------------------------
+# ---- answers and errors -------------------------------------------------------------------
 
 
 def run(arguments: Sequence[str]) -> int:

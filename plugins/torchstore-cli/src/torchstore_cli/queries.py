@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import msgspec
+
 from torchstore_cli import reports
 from torchstore_cli.connection import open_store
 from torchstore_cli.doctor.plugin_check import check_plugins
@@ -20,26 +22,14 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
     """Everything about one store."""
     async with open_store(address, timeout) as store:
         status = await store.call(m.StatusReport, m.Status)
-    wrong = {**await _observer_errors(), **status.plugin_errors}
-    here = topology.probe()
-    return reports.StatusReport(
-        address=store.address,
-        store_name=status.store_name,
-        uptime_s=status.uptime_s,
-        strategy=status.strategy,
-        controller_pid=status.controller_pid,
-        volumes=status.volumes,
-        sessions=[
-            s for s in status.sessions if (s.pid, s.hostname) != (os.getpid(), here.hostname)
-        ],
-        keys=status.keys,
-        operations=dict(sorted(status.operations.items())),
-        operations_per_s=status.operations_per_s,
-        plugin_errors=dict(sorted(wrong.items())),
-        pending=status.pending,
-        pending_versions=status.pending_versions,
-        pending_bytes=status.pending_bytes,
-    )
+    errors = {**await _observer_errors(), **status.plugin_errors}
+    me = (os.getpid(), topology.probe().hostname)
+    fields = msgspec.structs.asdict(status)
+    del fields["id"]
+    fields["sessions"] = [s for s in status.sessions if (s.pid, s.hostname) != me]
+    fields["operations"] = dict(sorted(status.operations.items()))
+    fields["plugin_errors"] = dict(sorted(errors.items()))
+    return reports.StatusReport(address=store.address, **fields)
 
 
 async def _observer_errors() -> dict[str, str]:

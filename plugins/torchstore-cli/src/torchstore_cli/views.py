@@ -1,4 +1,4 @@
-"""The reports, for people."""
+"""The reports of the commands, for people."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
     screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
     _volumes(screen, report)
     if report.pending:
-        _waiting(screen, report)
+        _pending(screen, report)
     if report.sessions:
         _sessions(screen, report)
     if report.plugin_errors:
@@ -95,14 +95,14 @@ def _volumes(screen: Screen, report: reports.StatusReport) -> None:
 
 
 def _unfinished(versions: int, nbytes: int) -> str:
-    """What to say beside the number of keys."""
+    """Unfinished versions, to go after a number of keys; empty if there are none."""
     if not versions:
         return ""
     return f"; {versions:,} unfinished version{'s' * (versions != 1)}, {human_bytes(nbytes)}"
 
 
-def _waiting(screen: Screen, report: reports.StatusReport) -> None:
-    """Versions that are not whole, and whom they wait for."""
+def _pending(screen: Screen, report: reports.StatusReport) -> None:
+    """Versions that are not whole yet, and for whom they wait."""
     screen.heading("Unfinished", "versions that nobody can read yet")
     screen.table(
         ("KEY", "VERSION", "SIZE", "STATE"),
@@ -157,8 +157,8 @@ def _shape(entry: reports.KeyLine | reports.KeyDetails) -> str:
 
 
 def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
-    """One line a key; the key comes last, whole, whatever its length. A version that is not whole
-    has a line of its own, below that of the key.
+    """A line for each key, which comes last and is shown whole, whatever its length. A version that
+    is not whole yet has a line of its own, below that of the key.
     """
     if not report.entries and not report.pending:
         what = f"no key starts with {report.prefix!r}" if report.prefix else "no keys"
@@ -195,12 +195,12 @@ def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
     total = human_bytes(sum(e.nbytes for e in report.entries if e.entries is None))
     count = len(report.entries)
     screen.line()
-    waiting = _unfinished(len(report.pending), sum(p.nbytes for p in report.pending))
-    screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}{waiting}", "dim"))
+    unfinished = _unfinished(len(report.pending), sum(p.nbytes for p in report.pending))
+    screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}{unfinished}", "dim"))
 
 
 def _key(screen: Screen, e: reports.KeyDetails) -> None:
-    """All that is known of one key."""
+    """Everything about one key."""
     age = human_duration(time.time() - e.created)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.created))
     rank = "" if e.creator.rank is None else f", rank {e.creator.rank}"
@@ -232,14 +232,14 @@ def _key(screen: Screen, e: reports.KeyDetails) -> None:
 
 
 def _removed(screen: Screen, report: reports.Removed) -> None:
-    """How many, and which if they are few."""
+    """How many keys were deleted, and which if they are few."""
     few = len(report.keys) <= 5
     names = f": {', '.join(map(printable, report.keys))}" if report.keys and few else ""
     screen.line(f"deleted {report.deleted:,} key{'s' if report.deleted != 1 else ''}{names}")
 
 
 def _serving(screen: Screen, report: reports.Serving) -> None:
-    """How to use what was started."""
+    """How programs and commands find the store that was started."""
     volumes = report.num_storage_volumes
     screen.line(
         (report.store_name, "bold"),

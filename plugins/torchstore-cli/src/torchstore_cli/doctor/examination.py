@@ -60,7 +60,7 @@ class _Findings:
 
 
 async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
-    """Look at everything; raises nothing that the report can say."""
+    """Examine everything. What the report can say is not raised."""
     found = _Findings()
     here = topology.probe()
     policy = Policy.said()
@@ -70,13 +70,13 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
     fatal = [name for (_, name), outcome in outcomes.items() if outcome.ends_process]
     registry = Registry(block=(*policy.block, *fatal))
     limits = _limits()
-    link = _hypothetical(here, registry, policy, outcomes, found)
+    link = _link_to_this_host(here, registry, policy, outcomes, found)
     found.check("the default strategy", lambda: registry.strategy(ServerOptions().strategy))
     found.check("the local runtime", lambda: registry.runtime("local"))
     found.check("the runtime directory", runtime_directory)
     found.check("shared memory", _share_memory)
-    _look_at_environment(policy, installed, found)
-    _look_at_limits(limits, here, found)
+    _check_environment(policy, installed, found)
+    _check_limits(limits, here, found)
     plugins = [*_plugins(installed, policy, outcomes)]
     for p in plugins:
         if p.name in fatal and p.state == "error":
@@ -116,14 +116,14 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
 # ---- transports ---------------------------------------------------------------------------
 
 
-def _hypothetical(
+def _link_to_this_host(
     here: topology.Topology,
     registry: Registry,
     policy: Policy,
     outcomes: Mapping[tuple[str, str], Outcome],
     found: _Findings,
 ) -> reports.LinkReport:
-    """The link to a volume that another process of this host would have."""
+    """The link that a client would have to a volume of another process on this host."""
     try:
         specs = registry.transports()
     except PluginError as error:
@@ -144,7 +144,7 @@ def _hypothetical(
 
 
 def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
-    """A store that takes only small values is of no use."""
+    """A store that only takes small values is a problem."""
     if ranking.order(_LARGE, in_band=False):
         return
     reasons = [f"{name}: {reason}" for name, reason in sorted(ranking.refusals.items())]
@@ -178,7 +178,7 @@ def _link(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkReport:
 async def _stores(
     address: str | None, timeout: float, registry: Registry, policy: Policy, found: _Findings
 ) -> list[reports.StoreLinks]:
-    """The store that was named, which then must answer; else every one that is running."""
+    """Links to the store that was named, which must answer then; else to all that are running."""
     named = given_address(address)
     if named is not None:
         report = await _store(discovery.RunningStore(named), timeout, registry, policy, found)
@@ -249,7 +249,7 @@ def _plugins(
 
 
 def _share_memory() -> None:
-    """Make a segment, hand it over, and see the same bytes on the other side."""
+    """Make a segment, hand it over, and check that the other side sees the same bytes."""
     size = 1 << 16
     fd = open_memory("doctor", size)
     other = -1
@@ -293,7 +293,7 @@ def _finite(limit: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _look_at_limits(limits: reports.Limits, here: topology.Topology, found: _Findings) -> None:
+def _check_limits(limits: reports.Limits, here: topology.Topology, found: _Findings) -> None:
     if not hasattr(os, "memfd_create"):
         found.notes.append(
             f"no memfd on this platform: segments are unlinked files in {tempfile.gettempdir()}, "
@@ -317,7 +317,7 @@ def _look_at_limits(limits: reports.Limits, here: topology.Topology, found: _Fin
         )
 
 
-def _look_at_environment(policy: Policy, registry: Registry, found: _Findings) -> None:
+def _check_environment(policy: Policy, registry: Registry, found: _Findings) -> None:
     found.check(stores.ADDRESSES, lambda: stores.inherited_address("any other"))
     found.check("TORCHSTORE_ALLOW_PICKLE", stores.allow_pickle_default)
     found.check("the environment", lambda: policy.check_installed(registry))

@@ -16,7 +16,7 @@ __all__ = ["show_doctor"]
 
 
 def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
-    """The examination, verdict last."""
+    """What was found, and the verdict last."""
     host, limits = report.host, report.limits
     screen.line(("Host", "bold"))
     native = "compiled" if report.copy.native else "memmove (no compiled module)"
