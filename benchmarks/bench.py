@@ -4,8 +4,8 @@ Everything is compared with floors measured in the same process, in the same rou
 each floor and the operation once, in rotating order; ratios are made within a round, and their
 median over the rounds is what counts. Nothing is left out but the warm-up rounds.
 
-It ends with 0 when all came back right, targets met or not; with 1 when a tensor came back wrong,
-a process was left behind or a scenario failed.
+The exit status is 0 if every tensor came back right, whether targets were met or not; 1 if one came
+back wrong, a process was left behind or a scenario failed; 2 if the run could not start.
 """
 
 from __future__ import annotations

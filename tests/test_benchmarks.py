@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,17 @@ def _run(out: Path, *arguments: str, timeout: float = 110) -> subprocess.Complet
         timeout=timeout,
         check=False,
     )
+
+
+def test_the_readme_says_which_file_has_each_scenario() -> None:
+    text = (BENCHMARKS / "README.md").read_text()
+    file, listed = "", {}
+    for linked, names in re.findall(r"^\| (?:\[.*\]\((.*)\))? ?\| (`.*?`) \|", text, re.M):
+        file = linked or file
+        listed |= dict.fromkeys(re.findall(r"`([\w-]+)`", names), Path(file).stem)
+    entry = r'^    "([\w-]+)": (\w+)\.\w+,$'
+    assert listed == dict(re.findall(entry, (BENCHMARKS / "bench.py").read_text(), re.M))
+    assert all((BENCHMARKS / target).exists() for target in re.findall(r"\]\(([^)]+)\)", text))
 
 
 def test_shapes_are_those_of_qwen3_4b_at_every_size() -> None:

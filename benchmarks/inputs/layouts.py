@@ -1,8 +1,8 @@
-"""Who holds which box of a tensor, what is in it, and marks that tell one version from the next.
+"""Which rank holds which box of a tensor, what is in it, and marks that tell versions apart.
 
-Layouts are those of the usual meshes of one dimension: ``rows`` (``Shard(0)``, as FSDP),
-``columns`` (``Shard(1)``, as a tensor-parallel linear; what has one dimension is replicated) and
-``whole``. Uneven shards are cut as ``torch.chunk`` cuts them.
+The layouts are those of the usual one-dimensional meshes: ``rows`` (``Shard(0)``, as with FSDP),
+``columns`` (``Shard(1)``, as of a tensor-parallel linear layer; tensors of one dimension are
+replicated) and ``whole``. Uneven shards are cut as ``torch.chunk`` cuts them.
 """
 
 from __future__ import annotations

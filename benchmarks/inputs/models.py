@@ -1,7 +1,7 @@
 """Shapes of the weights of well-known models, by name, without weights and without network.
 
-A config's values come from the table below, or from a file or cache of this machine; transformers
-makes the model of it on the meta device, and its parameters tell the shapes.
+The values of a config come from the table below, or from a file or cache of this machine. Of such a
+config transformers makes the model on the meta device, and its parameters have the shapes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def shapes(name: str) -> tuple[dict[str, tuple[int, ...]], str]:
 
 
 def _folder(name: str) -> str | None:
-    """Where on this machine the config lies; None for what may be a model type."""
+    """The folder of this machine that has the config; None for what may be a model type."""
     if Path(name, "config.json").exists():
         return name
     if "/" not in name:

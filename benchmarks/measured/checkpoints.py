@@ -1,4 +1,4 @@
-"""Commands of a rank: the parts of a state dict through torch.distributed.checkpoint's files."""
+"""Commands of a rank: its parts of a state dict, through files of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

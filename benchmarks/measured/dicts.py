@@ -70,7 +70,7 @@ class Dicts:
         }
 
     def drop(self) -> None:
-        """Forget parts and floors."""
+        """Drop the parts and the floors."""
         if self._warm is not None:
             self._warm.close()
         if self._observer is not None:

@@ -25,16 +25,16 @@ class Measured(Actor):
 
     @endpoint
     async def meet(self, other: Any) -> None:
-        """The actor that bare calls go to."""
+        """Remember the actor that bare calls go to."""
         if self._commands is not None:
-            self._commands.far.other = other
+            self._commands.other_hosts.peer = other
 
     @concurrent_endpoint
     async def nothing(self, data: bytes | torch.Tensor) -> int:
-        """Take it."""
+        """Take bytes."""
         return len(data)
 
     @concurrent_endpoint
     async def give(self, nbytes: int, tensor: bool) -> bytes | torch.Tensor:
-        """So many bytes."""
+        """Give so many bytes."""
         return torch.zeros(nbytes, dtype=torch.uint8) if tensor else bytes(nbytes)

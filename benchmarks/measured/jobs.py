@@ -37,7 +37,7 @@ _WORKER = (
 
 
 class Job:
-    """Commands on the job whose root this process is.
+    """Commands on a job of which this process is the root client.
 
     Args:
         run: runs a coroutine on the process's event loop.
@@ -83,7 +83,7 @@ class Job:
         await asyncio.gather(*(actor.do.call_one("alive", "{}") for actor in self._actors))
 
     def pids(self) -> list[int]:
-        """Of the actors' processes."""
+        """Process ids of the actors."""
         for at in range(len(self._actors)):
             self.start(at, "alive", {})
         return [self.result(at) for at in range(len(self._actors))]
@@ -102,14 +102,14 @@ class Job:
         return reply["ok"]
 
     def introduce(self, one: int, other: int) -> None:
-        """Tell an actor of another one, which it is to call."""
+        """Tell an actor which other one its bare calls go to."""
         self._run(_done(self._actors[one].meet.call_one(self._actors[other])))
 
     # ---- stores ---------------------------------------------------------------------------
 
     def open(self, mesh: str = "", transport: str = "", **options: Any) -> dict[str, Any]:
-        """Start a store: on the ``hosts`` of the job, in its ``procs``, or where it likes; all
-        bytes by that ``transport``, or by the best.
+        """Start a store: on the ``hosts`` of the job, in its ``procs``, or (by default) where the
+        runtime places it. All bytes go through ``transport``, or through the best one.
         """
         where = {"hosts": self._hosts, "procs": self._procs}.get(mesh)
         if transport:
@@ -172,7 +172,7 @@ def _free_port() -> int:
 
 
 class StoreOfJob:
-    """Commands on the store of the job, which actors find by themselves."""
+    """Commands on the store of the job. Actors find it by themselves."""
 
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self._run = run
@@ -204,12 +204,12 @@ class StoreOfJob:
 
 
 class SmallInActor(SmallValues):
-    """Small values from an actor: on its event loop, which is not in the main thread."""
+    """Small values from an actor, whose event loop is not in the main thread."""
 
     def placed(
         self, count: int, nbytes: int, turn: int, server_pid: int, apart: bool
     ) -> dict[str, Any]:
-        """As :meth:`SmallValues.one_by_one`, with all threads of both processes placed."""
+        """As :meth:`SmallValues.one_by_one`, with every thread of all processes on its CPU."""
         cpus = echo.two_cpus()
         mine = sorted(os.sched_getaffinity(0))
         if cpus is None:
@@ -233,12 +233,14 @@ def _place(pid: int, cpus: Any) -> None:
             continue
 
 
-class Far:
-    """Commands that go to other hosts: the store's, and bare calls of another actor's endpoints."""
+class OtherHosts:
+    """Commands of an actor that go to other hosts: operations of the store, and for comparison bare
+    calls of the endpoints of another actor (``peer``).
+    """
 
     def __init__(self, run: Callable[[Any], Any]) -> None:
         self._run = run
-        self.other: Any = None
+        self.peer: Any = None
         self._calls: list[bool] = []  # of the controller; whether somebody waits for the answer
         self._counting = False
 
@@ -247,7 +249,7 @@ class Far:
         data = bytes(nbytes)
 
         async def calls() -> list[float]:
-            return [(await timed(self.other.nothing.call_one(data)))[0] for _ in range(count)]
+            return [(await timed(self.peer.nothing.call_one(data)))[0] for _ in range(count)]
 
         times: list[float] = self._run(calls())
         return times
@@ -257,17 +259,17 @@ class Far:
         data = bytes(nbytes)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         calls: dict[str, Callable[[], Any]] = {
-            "put bytes": lambda: self.other.nothing.call_one(data),
-            "get bytes": lambda: self.other.give.call_one(nbytes, False),
-            "put tensor": lambda: self.other.nothing.call_one(tensor),
-            "get tensor": lambda: self.other.give.call_one(nbytes, True),
+            "put bytes": lambda: self.peer.nothing.call_one(data),
+            "get bytes": lambda: self.peer.give.call_one(nbytes, False),
+            "put tensor": lambda: self.peer.nothing.call_one(tensor),
+            "get tensor": lambda: self.peer.give.call_one(nbytes, True),
         }
         names = list(calls)[turn % 4 :] + list(calls)[: turn % 4]
         return {name: self._run(timed(calls[name]()))[0] for name in names}
 
     def count_calls(self) -> None:
-        """From now on, count calls of the controller that a relay of this process makes for
-        clients. (A relay keeps no such count; the agents are in this process when the store is
+        """From now on, count the calls of the controller that a relay of this process makes for
+        clients. (A relay keeps no such count. The agents are in this process if the store was
         opened with ``mesh="procs"``.)
         """
         from torchstore_core.server.remote.uplinks import SaidList
@@ -326,7 +328,7 @@ class Far:
         return {"seconds": seconds, "calls": calls, "after": after, "wrong": wrong}
 
     async def _until_unleased(self) -> int:
-        """Wait until the server has back what was got; how many requests that took."""
+        """Wait until the server has all leases back; how many requests that took."""
         for asked in itertools.count(1):
             if not any(volume.leased_bytes for volume in (await ts.status()).volumes):
                 return asked
@@ -342,22 +344,22 @@ class Far:
         return {"times": {"put": put, "get": get}, "wrong": wrong}
 
     def transports(self, nbytes: int) -> list[str]:
-        """Those that reach the first volume with so many bytes, the best first."""
+        """The transports that reach the first volume with so many bytes, the best first."""
         first = self._run(ts.explain(nbytes))[0]
         return [bid["transport"] for bid in first["bids"] if bid["transport"] != "inline"]
 
 
 class Commands:
-    """What an actor does: the commands of ``worker.py`` on the actor's own event loop."""
+    """The commands of ``worker.py`` in an actor, on its own event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.far = Far(self._on_loop)
+        self.other_hosts = OtherHosts(self._on_loop)
         self._parts: dict[str, Any] = {
             "store": StoreOfJob(self._on_loop),
             "small": SmallInActor(self._on_loop),
             "dicts": Dicts(self._on_loop),
-            "far": self.far,
+            "other_hosts": self.other_hosts,
         }
 
     def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:

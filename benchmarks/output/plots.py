@@ -1,4 +1,4 @@
-"""The picture: throughput and latency beside their floors, the other targets, growth."""
+"""The picture of a run: throughput and latency beside floors, other targets, growth over time."""
 
 from __future__ import annotations
 

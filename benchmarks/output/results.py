@@ -1,4 +1,4 @@
-"""What was measured, beside its floors and targets: numbers, table, JSON."""
+"""Measurements beside their floors and targets: as numbers, as tables, as JSON."""
 
 from __future__ import annotations
 

@@ -137,14 +137,14 @@ def across_hosts(bench: Bench) -> list[Metric]:
 
 def _calls(bench: Bench, root: Worker, actor: Actor) -> list[Metric]:
     """Calls of the controller that each operation makes; agents are in the actors' processes."""
-    actor.call("far.count_calls")
+    actor.call("other_hosts.count_calls")
     root.call("job.open", mesh="procs", num_storage_volumes=2, strategy="host", capacity=256 * MIB)
     metrics: list[Metric] = []
     for step, (size, nbytes) in enumerate(_SIZES.items()):
         bench.progress(step, len(_SIZES), f"calls of {_KEYS} tensors, {size}")
         fields = {"nbytes": nbytes, "keys": _KEYS, "turn": 0}
-        actor.call("far.operations", count=1, **fields)  # connects
-        reply = actor.call("far.operations", count=bench.repeat, **fields)
+        actor.call("other_hosts.operations", count=1, **fields)  # connects
+        reply = actor.call("other_hosts.operations", count=bench.repeat, **fields)
         bench.check(reply, f"calls, {size}")
         for name in _OPERATIONS:
             title = f"calls, {name}, {size}"
@@ -167,9 +167,13 @@ def _latencies(bench: Bench, root: Worker, actor: Actor) -> list[Metric]:
     for turn in range(total):
         bench.progress(turn, total, "batches from another host, bare calls")
         times: dict[str, float] = {}
-        times["bare"] = statistics.median(actor.call("far.bare", count=10, nbytes=echo.FRAME))
+        times["bare"] = statistics.median(
+            actor.call("other_hosts.bare", count=10, nbytes=echo.FRAME)
+        )
         for size, nbytes in sizes:
-            reply = actor.call("far.operations", count=5, nbytes=nbytes, keys=_KEYS, turn=turn)
+            reply = actor.call(
+                "other_hosts.operations", count=5, nbytes=nbytes, keys=_KEYS, turn=turn
+            )
             bench.check(reply, f"latencies, {size}")
             for name in _OPERATIONS:
                 times[f"{name}, {size}"] = statistics.median(reply["seconds"][name])
@@ -193,7 +197,9 @@ def _bulk(bench: Bench, root: Worker, first: Actor, second: Actor) -> list[Metri
     """
     store = {"mesh": "hosts", "num_storage_volumes": 2, "capacity": 512 * MIB}
     root.call("job.open", **store)
-    names = second.call("far.transports", nbytes=_BULK)  # the first volume is on the first host
+    names = second.call(
+        "other_hosts.transports", nbytes=_BULK
+    )  # the first volume is on the first host
     metrics: list[Metric] = []
     for name in names:
         for worker in (first, second):
@@ -212,8 +218,8 @@ def _by(bench: Bench, actor: Actor, transport: str) -> list[Metric]:
     total = 1 + bench.repeat
     for turn in range(total):
         bench.progress(turn, total, f"{_BULK >> 20} MB by {transport}, bare calls")
-        bare = actor.call("far.bare_bytes", nbytes=_BULK, turn=turn)
-        reply = actor.call("far.rates", nbytes=_BULK, turn=turn)
+        bare = actor.call("other_hosts.bare_bytes", nbytes=_BULK, turn=turn)
+        reply = actor.call("other_hosts.rates", nbytes=_BULK, turn=turn)
         bench.check(reply, f"64 MB by {transport}")
         if turn:  # the first round is the warm-up
             rounds.append({**bare, **reply["times"]})

@@ -1,4 +1,4 @@
-"""Scenarios: what is paid whatever the bytes: small values, batches, imports, starts, leaks."""
+"""Scenarios: costs that do not depend on bytes: small values, batches, imports, starts, leaks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchstore_cli.bench.measuring import percentile
 def small(bench: Bench) -> list[Metric]:
     """1 KB values, one operation at a time, from a second process, beside echoes of a frame.
 
-    Where the scheduler puts two processes that wake each other decides more than anything else:
-    on one CPU an echo is a mere switch, on two it wakes an idle CPU. So echoes and store are
-    measured in both placements. The target is for two CPUs, which is what a job has.
+    Nothing matters more than where the scheduler places two processes that wake each other: on one
+    CPU an echo is a mere switch, on two it wakes an idle CPU. So echoes and store are measured in
+    both placements. The target is for two CPUs, as processes of a job have them.
     """
     publisher = bench.workers.get("publisher")
     opened = publisher.call("store.open", capacity=256 * MIB)
@@ -169,7 +169,7 @@ def start(bench: Bench) -> list[Metric]:
 
 
 def flat(bench: Bench) -> list[Metric]:
-    """Many put/get/delete cycles: what grows?"""
+    """Growth of client and server over many cycles of put, get and delete."""
     publisher, reader = bench.workers.get("publisher"), bench.workers.get("reader")
     opened = publisher.call("store.open", capacity=256 * MIB, prefault=0)
     reader.call("store.connect", address=bench.workers.opened(opened))

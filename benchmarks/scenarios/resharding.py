@@ -23,7 +23,7 @@ _CHECKPOINT_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Side:
-    """Who holds what: each process the parts of some ranks."""
+    """The ranks of a state dict's source or target: by process, those whose parts it holds."""
 
     layout: str
     ranks: tuple[tuple[int, ...], ...]
@@ -35,14 +35,14 @@ class Side:
 
 
 def ranks(layout: str, count: int, *, processes: int | None = None) -> Side:
-    """``count`` ranks, of which each process has the same number."""
+    """``count`` ranks, as many in each process (by default: one)."""
     each = count // (processes or count)
     return Side(layout, tuple(tuple(range(i, i + each)) for i in range(0, count, each)))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way of a state dict."""
+    """Where a state dict comes from and where it goes."""
 
     name: str
     source: Side
@@ -60,11 +60,11 @@ CASES = (
 )
 
 
-class Way:
-    """The processes of one case, with their parts, at one store.
+class Route:
+    """The processes of one case, which hold their parts and have joined one store.
 
     Args:
-        floor: the largest floor, in bytes; 0: none.
+        floor: bytes that the floors copy at most; 0: no floors.
     """
 
     def __init__(self, bench: Bench, case: Case, floor: int = FLOOR_MAX) -> None:
@@ -78,7 +78,7 @@ class Way:
         first = self.sources[0]
         address = bench.workers.opened(first.call("store.open", capacity=bench.capacity))
         others = [*self.sources[1:], *self.targets]
-        together(bench, others, "store.connect", address=address)
+        call_all(bench, others, "store.connect", address=address)
         self._kinds = first.call("dicts.kinds")
 
     def _make(self, role: str, side: Side, *, filled: bool) -> list[Worker]:
@@ -98,7 +98,7 @@ class Way:
         return workers
 
     def _made(self, workers: Sequence[Worker]) -> int:
-        """Bytes of their parts."""
+        """Bytes of the parts that the workers have made."""
         made = [worker.result(self._bench.patience) for worker in workers]
         self.floor_nbytes = int(made[0]["floor_nbytes"])
         return sum(each["nbytes"] for each in made)
@@ -109,7 +109,7 @@ class Way:
             worker.call("dicts.mark", self._bench.patience, number=number)
 
         def put() -> float:
-            return span(together(self._bench, self.sources, "dicts.put", number=number))
+            return span(call_all(self._bench, self.sources, "dicts.put", number=number))
 
         return self._beside_floors(self.sources[0], "put", put, turn)
 
@@ -119,7 +119,7 @@ class Way:
 
         def get() -> float:
             nonlocal moved
-            got = together(self._bench, self.targets, "dicts.get", number=number)
+            got = call_all(self._bench, self.targets, "dicts.get", number=number)
             moved = sum(each["moved"] for each in got)
             self.check(number, full=full)
             return span(got)
@@ -132,7 +132,7 @@ class Way:
 
     def check(self, number: int, *, full: bool) -> None:
         """Compare what the readers have with the set."""
-        for wrong in together(self._bench, self.targets, "dicts.wrong", number=number, full=full):
+        for wrong in call_all(self._bench, self.targets, "dicts.wrong", number=number, full=full):
             self._bench.check({"wrong": wrong}, f"{self._name}, version {number}")
 
     def _beside_floors(
@@ -147,18 +147,18 @@ class Way:
 
     def settle(self) -> None:
         """Wait until no background warming goes on."""
-        together(self._bench, [*self.sources, *self.targets], "store.settle")
+        call_all(self._bench, [*self.sources, *self.targets], "store.settle")
 
     def close(self) -> None:
         """Leave and end the store, forget the parts."""
         owner, *others = self.sources
-        together(self._bench, [*others, *self.targets], "store.close")
+        call_all(self._bench, [*others, *self.targets], "store.close")
         owner.call("store.close")
-        together(self._bench, [*self.sources, *self.targets], "dicts.drop")
+        call_all(self._bench, [*self.sources, *self.targets], "dicts.drop")
 
 
-def together(bench: Bench, workers: Sequence[Worker], op: str, **fields: Any) -> list[Any]:
-    """What the workers reply to one command that all of them obey at the same time."""
+def call_all(bench: Bench, workers: Sequence[Worker], op: str, **fields: Any) -> list[Any]:
+    """Send one command to all workers, which obey it at the same time; their results."""
     for worker in workers:
         worker.start(op, **fields)
     return [worker.result(bench.patience) for worker in workers]
@@ -172,35 +172,35 @@ def span(replies: Sequence[Mapping[str, float]]) -> float:
 Rounds = list[dict[str, float]]
 
 
-def _rounds(bench: Bench, case: Case, done: int, cases: int) -> tuple[Way, Rounds, Rounds]:
+def _rounds(bench: Bench, case: Case, done: int, cases: int) -> tuple[Route, Rounds, Rounds]:
     """The measured rounds of a case, puts and gets, after the unmeasured ones."""
-    way = Way(bench, case)
+    route = Route(bench, case)
     puts: Rounds = []
     gets: Rounds = []
     total = bench.warm_ups + bench.repeat
     for turn in range(total):
         bench.progress(done * total + turn, cases * total, case.name)
         if turn == bench.warm_ups:
-            way.settle()
-        put = way.put(turn + 1, turn)
-        got = way.get(turn + 1, turn, full=turn == total - 1)
+            route.settle()
+        put = route.put(turn + 1, turn)
+        got = route.get(turn + 1, turn, full=turn == total - 1)
         if turn >= bench.warm_ups:
             puts.append(put)
             gets.append(got)
-    way.close()
-    return way, puts, gets
+    route.close()
+    return route, puts, gets
 
 
 def state_dict(bench: Bench) -> list[Metric]:
     """put_state_dict and in-place get_state_dict of whole tensors, one publisher, one reader."""
     case = Case("put, get in place", ranks(WHOLE, 1), ranks(WHOLE, 1))
-    way, puts, gets = _rounds(bench, case, 0, 1)
-    note_floors(bench, puts, way.floor_nbytes, "state dict puts")
-    note_floors(bench, gets, way.floor_nbytes, "state dict gets")
-    put = Metric("put_state_dict", "state-dict", "GB/s", rates(puts, "put", way.put_nbytes))
-    against_copies(put, puts, way.floor_nbytes, 0.90)
-    get = Metric("get_state_dict in place", "state-dict", "GB/s", rates(gets, "get", way.nbytes))
-    against_copies(get, gets, way.floor_nbytes, 0.90)
+    route, puts, gets = _rounds(bench, case, 0, 1)
+    note_floors(bench, puts, route.floor_nbytes, "state dict puts")
+    note_floors(bench, gets, route.floor_nbytes, "state dict gets")
+    put = Metric("put_state_dict", "state-dict", "GB/s", rates(puts, "put", route.put_nbytes))
+    against_copies(put, puts, route.floor_nbytes, 0.90)
+    get = Metric("get_state_dict in place", "state-dict", "GB/s", rates(gets, "get", route.nbytes))
+    against_copies(get, gets, route.floor_nbytes, 0.90)
     return [put, get]
 
 
@@ -209,16 +209,16 @@ def layouts(bench: Bench) -> list[Metric]:
     metrics: list[Metric] = []
     cases = [case for case in CASES if len(case.target.ranks) <= 2 or not bench.quick]
     for at, case in enumerate(cases):
-        way, puts, gets = _rounds(bench, case, at, len(cases))
-        note_floors(bench, gets, way.floor_nbytes, f"gets, {case.name}")
-        put = Metric(f"put, {case.name}", "layouts", "GB/s", rates(puts, "put", way.put_nbytes))
-        against_copies(put, puts, way.floor_nbytes, None)
-        get = Metric(f"get, {case.name}", "layouts", "GB/s", rates(gets, "get", way.nbytes))
-        against_copies(get, gets, way.floor_nbytes, 0.60)
+        route, puts, gets = _rounds(bench, case, at, len(cases))
+        note_floors(bench, gets, route.floor_nbytes, f"gets, {case.name}")
+        put = Metric(f"put, {case.name}", "layouts", "GB/s", rates(puts, "put", route.put_nbytes))
+        against_copies(put, puts, route.floor_nbytes, None)
+        get = Metric(f"get, {case.name}", "layouts", "GB/s", rates(gets, "get", route.nbytes))
+        against_copies(get, gets, route.floor_nbytes, 0.60)
         moved = Metric(
             f"bytes moved, {case.name}", "layouts", "MB", [g["moved"] / 1e6 for g in gets]
         )
-        exact = [way.nbytes / 1e6] * len(gets)
+        exact = [route.nbytes / 1e6] * len(gets)
         moved.against("bytes of the destination", exact, 1.0, at_most=True)
         metrics += [put, get, moved]
     return metrics
@@ -227,28 +227,28 @@ def layouts(bench: Bench) -> list[Metric]:
 def checkpoint(bench: Bench) -> list[Metric]:
     """2 rows → 2 columns, beside torch.distributed.checkpoint doing it through local files."""
     source, target = ranks(ROWS, 2), ranks(COLUMNS, 2)
-    way = Way(bench, Case("2 rows → 2 columns", source, target), floor=0)
+    route = Route(bench, Case("2 rows → 2 columns", source, target), floor=0)
     times: Rounds = []
     total = 1 + min(bench.repeat, _CHECKPOINT_ROUNDS)
     with tempfile.TemporaryDirectory(prefix="torchstore-bench-") as folder:
-        _join(bench, way.sources, source.layout, folder)
-        _join(bench, way.targets, target.layout, folder)
+        _join(bench, route.sources, source.layout, folder)
+        _join(bench, route.targets, target.layout, folder)
         for turn in range(total):
             bench.progress(turn, total, "store, then files")
-            put = way.put(2 * turn + 1, 0)
-            got = way.get(2 * turn + 1, 0, full=turn == total - 1)
+            put = route.put(2 * turn + 1, 0)
+            got = route.get(2 * turn + 1, 0, full=turn == total - 1)
             number, files = 2 * turn + 2, f"{folder}/{turn}"
-            together(bench, way.sources, "dicts.mark", number=number)
-            saved = together(bench, way.sources, "checkpoints.save", folder=files)
-            loaded = together(bench, way.targets, "checkpoints.load", folder=files)
-            way.check(number, full=turn == total - 1)
+            call_all(bench, route.sources, "dicts.mark", number=number)
+            saved = call_all(bench, route.sources, "checkpoints.save", folder=files)
+            loaded = call_all(bench, route.targets, "checkpoints.load", folder=files)
+            route.check(number, full=turn == total - 1)
             shutil.rmtree(files)
             if turn:  # the first round is the warm-up
                 times.append({**put, **got, "save": span(saved), "load": span(loaded)})
-        together(bench, (*way.sources, *way.targets), "checkpoints.leave")
-    way.close()
+        call_all(bench, (*route.sources, *route.targets), "checkpoints.leave")
+    route.close()
     metrics: list[Metric] = []
-    for name, other, nbytes in (("put", "save", way.put_nbytes), ("get", "load", way.nbytes)):
+    for name, other, nbytes in (("put", "save", route.put_nbytes), ("get", "load", route.nbytes)):
         values = rates(times, name, nbytes)
         metric = Metric(f"{name}, 2 ranks: rows → columns", "checkpoint", "GB/s", values)
         metric.against(f"dcp.{other}", rates(times, other, nbytes), None, at_most=False)

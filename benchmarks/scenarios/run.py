@@ -1,4 +1,4 @@
-"""One run of the benchmarks: its sizes, its processes, and what came out beside the metrics."""
+"""One run of the benchmarks, which every scenario is given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WARM_UPS = 3
 
 @dataclass
 class Bench:
-    """One run: its sizes, its processes, and what came out beside the metrics."""
+    """One run: its sizes, its processes, and what it found besides the metrics."""
 
     shapes: workload.Shapes
     repeat: int
@@ -45,8 +45,8 @@ class Bench:
 
     @property
     def capacity(self) -> int:
-        """Capacity of the stores for weights: room for four versions, of which pages only cost
-        what is used.
+        """Capacity of the stores for weights: room for four versions. Only what is used costs
+        memory.
         """
         return 4 * self.nbytes + 64 * MIB
 
@@ -56,11 +56,11 @@ class Bench:
         return 60.0 + 60.0 * self.nbytes / 1e9
 
     def check(self, reply: Mapping[str, Any], where: str) -> None:
-        """Note what came back different from what was put."""
+        """Note the values that came back different from what was put."""
         self.wrong.extend(f"{where}: {name}" for name in reply["wrong"])
 
     def make(self, publisher: Worker, reader: Worker) -> int:
-        """The set in the publisher, destinations in the reader; bytes of their floors."""
+        """Make the set in the publisher and destinations in the reader; bytes of their floors."""
         options = {"shapes": self.shapes, "seed": self.seed, "limit": FLOOR_MAX}
         publisher.start("weights.make", filled=True, **options)
         reader.start("weights.make", filled=False, **options)
