@@ -4,8 +4,8 @@ Everything is compared with floors measured in the same process, in the same rou
 each floor and the operation once, in rotating order; ratios are made within a round, and their
 median over the rounds is what counts. Nothing is left out but the warm-up rounds.
 
-It ends with 0 when all came back right, targets met or not; with 1 when a tensor came back wrong,
-a process was left behind or a scenario failed.
+The exit status is 0 if every tensor came back right, whether targets were met or not; 1 if one came
+back wrong, a process was left behind or a scenario failed; 2 if the run could not start.
 """
 
 from __future__ import annotations
@@ -24,23 +24,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import actors
-import floors
-import models
-import overheads
-import publishing
-import resharding
 import torch
-import transfers
-import workload
-from crew import Crew, PeerError
-from plan import FLOOR_MAX, Bench
-from plots import plot
-from results import Metric, floors_table, table
+from inputs import models
+from output.plots import plot
+from output.results import Metric, floors_table, table
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from scenarios import monarch_jobs, overheads, placement, publishing, resharding, transfers
+from scenarios.run import Bench
 
+from torchstore_cli.bench import floors, workload
+from torchstore_cli.bench.floors import FLOOR_MAX
+from torchstore_cli.bench.workers import Workers
+from torchstore_core.errors import TorchStoreError
 from torchstore_core.machine import copying, topology
 
 SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
@@ -48,6 +45,8 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "prefaulted": transfers.prefaulted,
     "warm": transfers.warm,
     "warm-omp1": transfers.warm_omp1,
+    "mapped": placement.mapped,
+    "volumes": placement.volumes,
     "state-dict": resharding.state_dict,
     "layouts": resharding.layouts,
     "checkpoint": resharding.checkpoint,
@@ -59,10 +58,11 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "import": overheads.imports,
     "start": overheads.start,
     "flat": overheads.flat,
-    "actors": actors.in_actors,
-    "hosts": actors.across_hosts,
-    "job-start": actors.start,
+    "actors": monarch_jobs.in_actors,
+    "hosts": monarch_jobs.across_hosts,
+    "job-start": monarch_jobs.start,
 }
+_WORKER = Path(__file__).with_name("worker.py")
 #: Inside a Monarch job; left out where Monarch is not installed, unless asked for by name.
 MONARCH = ("actors", "hosts", "job-start")
 #: Left out by --quick, unless asked for by name.
@@ -195,13 +195,13 @@ def run(
     columns = (SpinnerColumn(), TextColumn("{task.fields[name]:<11}"), BarColumn(30))
     text = TextColumn("{task.fields[what]}")
     with (
-        Crew() as crew,
+        Workers([str(_WORKER)]) as workers,
         Progress(*columns, TimeElapsedColumn(), text, console=console) as progress,
     ):
         o = options
-        bench = Bench(shapes, o.repeat, o.seed, o.cycles, o.entries, o.quick, crew)
+        bench = Bench(shapes, o.repeat, o.seed, o.cycles, o.entries, o.quick, workers)
         for role in ("publisher", "reader"):  # import torch at the same time
-            crew.get(role)
+            workers.get(role)
         for name in options.scenarios:
             task = progress.add_task("", total=1, name=name, what="")
 
@@ -216,13 +216,13 @@ def run(
                 metrics.extend(made)
                 met = [m.ok for m in made if m.ok is not None]
                 step(1, 1, f"{sum(met)} of {len(met)} within target" if met else "done")
-            except (PeerError, subprocess.SubprocessError) as caught:
+            except (TorchStoreError, subprocess.SubprocessError) as caught:
                 error = str(caught)
                 step(0, 1, "[bold red]failed[/]")
             states[name] = {"seconds": time.perf_counter() - begin, "error": error}
             if error:
-                crew.close()  # whatever state they are in: the next scenario gets new ones
-    left = crew.leftovers()
+                workers.close()  # whatever state they are in: the next scenario gets new ones
+    left = workers.leftovers()
     report = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": time.time() - started,
@@ -237,8 +237,8 @@ def run(
         },
         "scenarios": states,
         "mismatches": bench.wrong,
-        "processes": [{"pid": pid, "name": name} for pid, name in crew.started.items()],
-        "servers": crew.servers,
+        "processes": [{"pid": pid, "name": name} for pid, name in workers.started.items()],
+        "servers": workers.servers,
         "left_behind": left,
         "metrics": [metric.plain() for metric in metrics],
         "floors": [floor.plain() for floor in bench.floors],

@@ -6,13 +6,13 @@ Never the numbers: those are for `make bench`.
 from __future__ import annotations
 
 import importlib.resources
-import importlib.util
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,8 @@ import torch
 from safetensors import safe_open
 from tests.support import until
 
+from torchstore_cli.bench import workload
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TARGETED = {"put, warm", "get in place", "get zero-copy, all tensors"}
 
@@ -30,23 +32,12 @@ MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 @pytest.fixture(scope="module")
-def workload() -> ModuleType:
-    return _module("workload")
-
-
-@pytest.fixture(scope="module")
-def layouts(workload: ModuleType) -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "workload", workload)
-        yield _module("layouts")
-
-
-def _module(name: str) -> ModuleType:
+def layouts() -> ModuleType:
     """A module of the benchmarks, which are programs and no package."""
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCHMARKS / f"{name}.py")
+    spec = spec_from_file_location("bench_layouts", BENCHMARKS / "inputs/layouts.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -61,7 +52,18 @@ def _run(out: Path, *arguments: str, timeout: float = 110) -> subprocess.Complet
     )
 
 
-def test_shapes_are_those_of_qwen3_4b_at_every_size(workload: ModuleType) -> None:
+def test_the_readme_says_which_file_has_each_scenario() -> None:
+    text = (BENCHMARKS / "README.md").read_text()
+    file, listed = "", {}
+    for linked, names in re.findall(r"^\| (?:\[.*\]\((.*)\))? ?\| (`.*?`) \|", text, re.M):
+        file = linked or file
+        listed |= dict.fromkeys(re.findall(r"`([\w-]+)`", names), Path(file).stem)
+    entry = r'^    "([\w-]+)": (\w+)\.\w+,$'
+    assert listed == dict(re.findall(entry, (BENCHMARKS / "bench.py").read_text(), re.M))
+    assert all((BENCHMARKS / target).exists() for target in re.findall(r"\]\(([^)]+)\)", text))
+
+
+def test_shapes_are_those_of_qwen3_4b_at_every_size() -> None:
     full = workload.shapes(workload.FULL_GB)
     assert len(full) == 327
     assert round(workload.nbytes(full) / 2**30, 2) == 7.82
@@ -74,7 +76,7 @@ def test_shapes_are_those_of_qwen3_4b_at_every_size(workload: ModuleType) -> Non
             assert size / workload.nbytes(scaled) == pytest.approx(share, rel=0.05, abs=1e-5)
 
 
-def test_verification_finds_a_single_wrong_bit(workload: ModuleType) -> None:
+def test_verification_finds_a_single_wrong_bit() -> None:
     of, seed = workload.shapes(0.002), 5
     made = workload.make(of, seed)
     workload.stamp(made, 7)
@@ -98,7 +100,7 @@ def test_verification_finds_a_single_wrong_bit(workload: ModuleType) -> None:
 
 @pytest.mark.parametrize(("layout", "world"), [("rows", 3), ("columns", 4), ("whole", 1)])
 def test_ranks_parts_are_the_set_and_a_stale_or_wrong_bit_in_any_is_found(
-    layouts: ModuleType, workload: ModuleType, layout: str, world: int
+    layouts: ModuleType, layout: str, world: int
 ) -> None:
     of = {"embed": (33, 18), "norm": (18,), "experts": (5, 7, 9), "scalar": ()}
     parts = [layouts.part(of, layout, rank, world, 3) for rank in range(world)]
@@ -130,7 +132,7 @@ def _running(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return b"torchstore_core.server" in command or b"peers.py" in command
+    return b"torchstore_core.server" in command or b"worker.py" in command
 
 
 def _report(
@@ -174,13 +176,18 @@ async def _check_nothing_is_left(report: dict[str, Any]) -> None:
 
 
 async def test_a_tiny_run_verifies_reports_and_cleans_up(tmp_path: Path) -> None:
-    chosen = ["batch", "warm", "flat"]
+    chosen = ["batch", "warm", "mapped", "flat"]
     sizes = ["--quick", "--gb", "0.004", "--repeat", "2"]
     done = _run(tmp_path, *sizes, "--only", *chosen, "--skip", "flat")
-    report, metrics = _report(done, tmp_path, ["warm", "batch"])
+    report, metrics = _report(done, tmp_path, ["warm", "mapped", "batch"])
     assert report["workload"]["tensors"] == 327
     assert metrics.keys() >= TARGETED | {"put 1000 × 4 KB", "get 1000 × 4 KB"}
     assert metrics["put, warm"]["comparisons"][0]["target"] == 0.9
+    for name, limit in (("put", 2.0), ("get", 2.5)):
+        (clones,) = metrics[f"{name} 1000 × 4 KB"]["comparisons"]
+        assert (clones["floor"], clones["target"]) == ("cloning each", limit)
+    floors = [one["floor"] for one in metrics["get zero-copy 36 × 1 MiB"]["comparisons"]]
+    assert floors[0] == "mmap and frombuffer of each"
     floors = {floor["name"] for floor in report["floors"]}
     assert floors >= {"copy_ of tensors", "memmove of tensors", "memmove of one share a thread"}
     # The strictest floor comes first, and it is the fastest.
@@ -228,7 +235,9 @@ async def test_what_a_publish_costs_beside_its_bytes_is_measured_and_verified(
     sizes = ["--quick", "--gb", "0.004", "--repeat", "1", "--entries", "300"]
     report, metrics = _report(_run(tmp_path, *sizes, "--only", *chosen), tmp_path, chosen)
     for name, limit in (("put", 10), ("get in place", 5)):
-        assert metrics[f"{name} 300 × 4 KB"]["target"] == limit
+        entries = metrics[f"{name} 300 × 4 KB"]
+        assert entries["target"] == limit
+        assert [one["target"] for one in entries["comparisons"]] == [2.0]  # of cloning each
         assert 2 <= max(metrics[f"… messages of a {name}"]["values"]) <= 8
     parts = [m for name, m in metrics.items() if name.startswith("partial publish")]
     assert [(m["comparisons"][0]["target"], m["comparisons"][0]["floor"]) for m in parts] == [
@@ -237,6 +246,19 @@ async def test_what_a_publish_costs_beside_its_bytes_is_measured_and_verified(
     memory = metrics["peak memory, cast publish"]["comparisons"][0]
     assert min(memory["values"]) * 1e6 >= report["workload"]["nbytes"]
     assert memory["target"] == 1.05
+    await _check_nothing_is_left(report)
+
+
+async def test_a_get_from_several_volumes_is_measured_where_the_transport_is_the_limit(
+    tmp_path: Path,
+) -> None:
+    done = _run(tmp_path, "--quick", "--gb", "0.004", "--repeat", "2", "--only", "volumes")
+    report, metrics = _report(done, tmp_path, ["volumes"])
+    (one,) = metrics["get 4 × 16 MiB, 4 volumes"]["comparisons"]
+    assert (one["floor"], one["target"], one["bound"]) == ("one volume's rate", 1.8, "at least")
+    # The budget of a volume, 0.2 GB/s, is what limits both.
+    assert max(one["values"]) <= 0.2
+    assert max(metrics["get 4 × 16 MiB, 4 volumes"]["values"]) <= 4 * 0.2
     await _check_nothing_is_left(report)
 
 

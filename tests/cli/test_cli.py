@@ -1,9 +1,12 @@
-"""The installed ``torchstore`` script, as a process, on stores of other processes."""
+"""The commands of ``torchstore``, on stores of other processes: in this process where that makes
+no difference, else as the installed script.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -12,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +35,8 @@ from tests.unit.plugins.test_plugins import (
 )
 
 import torchstore_core as ts
-from torchstore_cli.doctor import trying
+from torchstore_cli import main
+from torchstore_cli.doctor import plugin_check
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
 
@@ -68,7 +72,31 @@ def _environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 async def torchstore(*arguments: str, **environment: str) -> Result:
-    """Run the script; what this process has in TORCHSTORE_… it does not see."""
+    """Run a command in this process; what this process has in TORCHSTORE_… it does not see."""
+    return await asyncio.to_thread(_call, arguments, environment)
+
+
+def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> Result:
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        status = main(arguments)
+    return Result(status, *(_written(stream) for stream in (out, err)))
+
+
+def _written(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    stream.seek(0)
+    return stream.read()
+
+
+async def installed(*arguments: str, **environment: str) -> Result:
+    """Run the installed script, where it matters that it is a process of its own."""
     done = await asyncio.to_thread(
         subprocess.run,
         [SCRIPT, *arguments],
@@ -83,7 +111,8 @@ async def torchstore(*arguments: str, **environment: str) -> Result:
 
 async def fails(code: str, *arguments: str, status: int = 1, **environment: str) -> Any:
     """The command must fail with ``code``, in one line and in JSON; the JSON."""
-    result = await torchstore(*arguments, "--json", **environment)
+    run = installed if arguments[0] == "serve" else torchstore  # which sets up logging
+    result = await run(*arguments, "--json", **environment)
     assert result.status == status
     assert result.json["error"] == code
     assert result.err.splitlines()[0] == f"torchstore: {code}: {result.json['message']}"
@@ -119,7 +148,7 @@ async def test_status_in_json(store: ts.Client):
     await store.put("large", torch.zeros(2 * MB, dtype=torch.uint8))
     await store.put("small", torch.zeros(3))
     held = await store.get("large")
-    result = await torchstore("status", "--json")
+    result = await installed("status", "--json")
     assert (result.status, result.err) == (0, "")
     status = result.json
     truth = await store.status()
@@ -149,7 +178,7 @@ async def test_status_in_json(store: ts.Client):
 async def test_status_for_people(width: int, store: ts.Client):
     await store.put("large", torch.zeros(2 * MB, dtype=torch.uint8))
     held = await store.get("large")
-    result = await torchstore("status", COLUMNS=str(width))
+    result = await installed("status", COLUMNS=str(width))
     assert result.status == 0
     assert result.lines[0].startswith("torchstore  up ")
     assert result.lines[1] == store.address
@@ -685,15 +714,15 @@ def _distribution(where: Path, name: str, entry_points: str) -> None:
 
 async def test_doctor_names_broken_and_blocked_plugins(tmp_path: Path):
     _distribution(tmp_path, "acme-store", "[torchstore.transports]\nacme = no_such_module\n")
-    result = await torchstore("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
+    result = await installed("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
     assert (result.status, result.json["problems"]) == (0, [])
     (acme,) = [p for p in result.json["plugins"] if p["name"] == "acme"]
     assert (acme["group"], acme["distribution"]) == ("torchstore.transports", "acme-store")
     assert acme["state"] == "error"
     assert "no_such_module" in acme["error"]
-    human = await torchstore("doctor", PYTHONPATH=_python_path(tmp_path))
+    human = await installed("doctor", PYTHONPATH=_python_path(tmp_path))
     assert any("acme-store" in line and "no_such_module" in line for line in human.lines)
-    blocked = await torchstore(
+    blocked = await installed(
         "doctor", "--json", PYTHONPATH=_python_path(tmp_path), TORCHSTORE_BLOCK="acme"
     )
     (acme,) = [p for p in blocked.json["plugins"] if p["name"] == "acme"]
@@ -758,7 +787,7 @@ async def test_doctor_tries_what_plugins_name_and_outlives_it(tmp_path: Path):
         site.install("acme" if group == TRANSPORTS else f"acme-{group[11:]}", group, **plugins)
     (tmp_path / "site_crash.py").write_text(CRASHES)
     (tmp_path / "site_no_start.py").write_text(NO_START)
-    result = await torchstore("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
+    result = await installed("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
     report = result.json
     lines = {p["name"]: p for p in report["plugins"]}
     bids = {bid["transport"] for bid in report["link"]["bids"]}
@@ -783,11 +812,11 @@ async def test_doctor_gives_up_a_plugin_that_hangs(tmp_path: Path, monkeypatch: 
     hangs = "import threading\nthreading.Event().wait()"
     site.install("acme", TRANSPORTS, hangs=hangs, fine=TRANSPORT)
     monkeypatch.setenv("PYTHONPATH", _python_path(tmp_path))
-    monkeypatch.setattr(trying, "_LONGEST_S", 1.5)
+    monkeypatch.setattr(plugin_check, "_LONGEST_S", 1.5)
     one, other = (TRANSPORTS, "hangs"), (TRANSPORTS, "fine")
-    outcomes = await trying.try_plugins([one, other], [])
+    outcomes = await plugin_check.check_plugins([one, other], [])
     assert outcomes[one].error == "importing it did not end within 1.5 s"
-    assert outcomes[other] == trying.Outcome()
+    assert outcomes[other] == plugin_check.Outcome()
 
 
 def _python_path(first: Path) -> str:
@@ -796,7 +825,7 @@ def _python_path(first: Path) -> str:
 
 async def test_doctor_names_both_claimants_of_a_name(tmp_path: Path):
     _distribution(tmp_path, "acme-store", "[torchstore.transports]\nshm = acme.plugin\n")
-    result = await torchstore("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
+    result = await installed("doctor", "--json", PYTHONPATH=_python_path(tmp_path))
     assert result.status == 1
     (problem, *_) = result.json["problems"]
     assert "acme-store" in problem
@@ -811,9 +840,9 @@ def _positive(values: Mapping[str, Any]) -> bool:
 
 
 async def test_bench_in_a_store_of_its_own(runtime_directory: Path):
-    result = await torchstore("bench", "--size", "4MB", "--json")
-    assert result.status == 0, result.err
-    report = result.json
+    status, out, err = await asyncio.to_thread(_torch_free, TORCH_FREE, "bench --size 4MB --json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
     assert (report["address"], report["verified"]) == (None, True)
     assert report["large"]["nbytes"] == 4_000_000
     assert report["small"]["nbytes"] == 1024
@@ -849,29 +878,32 @@ async def test_bench_that_does_not_fit():
 # ---- what it needs ------------------------------------------------------------------------
 
 TORCH_FREE = """
-import sys
+import json, sys
 from torchstore_cli import main
-status = main(sys.argv[1:])
-heavy = {"torch", "numpy"} & set(sys.modules)
-sys.exit(f"imported {heavy}" if heavy else status)
+for command in json.loads(sys.argv[1]):
+    status = main(command.split())
+    heavy = {"torch", "numpy"} & set(sys.modules)
+    if status or heavy:
+        sys.exit(f"{command}: status {status}, imported {heavy}")
 """
 
 
-def _torch_free(source: str, *arguments: str) -> tuple[int, str]:
+def _torch_free(source: str, *commands: str) -> Result:
     done = subprocess.run(
-        [sys.executable, "-c", source, *arguments],
+        [sys.executable, "-c", source, json.dumps(commands)],
         env=_environment({}),
         capture_output=True,
         text=True,
         timeout=30,
     )
-    return done.returncode, done.stderr
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 async def test_torch_is_not_imported(store: ts.Client):
     await store.put("w", torch.zeros(MB))
-    for command in ("status", "ls --long", "stat w", "rm w", "doctor", "doctor --json"):
-        done = await asyncio.to_thread(_torch_free, TORCH_FREE, *command.split())
-        assert done == (0, ""), command
-    source = TORCH_FREE.replace("status = ", "import numpy\nstatus = ")
-    assert _torch_free(source, "--version") == (1, "imported {'numpy'}\n")  # so the check works
+    commands = ("status", "ls --long", "stat w", "rm w", "doctor", "doctor --json")
+    status, _, err = await asyncio.to_thread(_torch_free, TORCH_FREE, *commands)
+    assert (status, err) == (0, "")
+    source = TORCH_FREE.replace("status = ", "import numpy; status = ")
+    status, _, err = _torch_free(source, "--version")
+    assert (status, err) == (1, "--version: status 0, imported {'numpy'}\n")  # the check works

@@ -1,4 +1,4 @@
-"""The commands of ``torchstore``."""
+"""The commands of ``torchstore``: their options, how they answer, and how they end."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def doctor(settings: _Settings) -> int:
     Shows what every transport bids for a volume on this host and for the volumes of running
     stores, or why it refuses. Ends with 1 if something stops a store from working.
     """
-    from torchstore_cli.doctor.doctor import examine
+    from torchstore_cli.doctor.examination import examine
 
     report = asyncio.run(examine(settings.address, settings.timeout))
     _answer(settings, report)
@@ -186,9 +186,11 @@ def bench(settings: _Settings, size: int) -> None:
     """
     if not 0 < size <= _LARGEST_BENCH:
         raise click.BadParameter("from 1 byte to 4 GiB", param_hint="--size")
-    from torchstore_cli.bench.bench import measure
+    from torchstore_cli.bench.measurement import measure
+    from torchstore_cli.screen import Screen
 
-    report = asyncio.run(measure(settings.address, settings.timeout, size))
+    with Screen(stderr=True).progress("measuring") as progress:
+        report = measure(settings.address, settings.timeout, size, progress)
     _answer(settings, report)
 
 
@@ -255,7 +257,7 @@ def serve(
     run_server(options, ready)
 
 
-# ---- ends ---------------------------------------------------------------------------------
+# ---- answers and errors -------------------------------------------------------------------
 
 
 def run(arguments: Sequence[str]) -> int:

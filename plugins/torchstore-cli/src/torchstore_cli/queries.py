@@ -1,13 +1,15 @@
-"""What ``status``, ``ls``, ``stat`` and ``rm`` ask a store. Torch-free."""
+"""The requests behind ``status``, ``ls``, ``stat`` and ``rm``. Torch-free."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
+import msgspec
+
 from torchstore_cli import reports
-from torchstore_cli.connecting import open_store
-from torchstore_cli.doctor.trying import try_plugins
+from torchstore_cli.connection import open_store
+from torchstore_cli.doctor.plugin_check import check_plugins
 from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import OBSERVERS, Registry
@@ -20,38 +22,26 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
     """Everything about one store."""
     async with open_store(address, timeout) as store:
         status = await store.call(m.StatusReport, m.Status)
-    wrong = {**await _observer_errors(), **status.plugin_errors}
-    here = topology.probe()
-    return reports.StatusReport(
-        address=store.address,
-        store_name=status.store_name,
-        uptime_s=status.uptime_s,
-        strategy=status.strategy,
-        controller_pid=status.controller_pid,
-        volumes=status.volumes,
-        sessions=[
-            s for s in status.sessions if (s.pid, s.hostname) != (os.getpid(), here.hostname)
-        ],
-        keys=status.keys,
-        operations=dict(sorted(status.operations.items())),
-        operations_per_s=status.operations_per_s,
-        plugin_errors=dict(sorted(wrong.items())),
-        pending=status.pending,
-        pending_versions=status.pending_versions,
-        pending_bytes=status.pending_bytes,
-    )
+    errors = {**await _observer_errors(), **status.plugin_errors}
+    me = (os.getpid(), topology.probe().hostname)
+    fields = msgspec.structs.asdict(status)
+    del fields["id"]
+    fields["sessions"] = [s for s in status.sessions if (s.pid, s.hostname) != me]
+    fields["operations"] = dict(sorted(status.operations.items()))
+    fields["plugin_errors"] = dict(sorted(errors.items()))
+    return reports.StatusReport(address=store.address, **fields)
 
 
 async def _observer_errors() -> dict[str, str]:
-    """What clients of this environment find wrong with its observers, which no server loads."""
+    """Errors of the observers that are installed here: clients load them, servers do not."""
     block = Policy.said().block
     names = [(OBSERVERS, name) for name in Registry(block=block).names(OBSERVERS)]
-    tried = await try_plugins(names, block)
-    return {f"{group}:{n}": o.error for (group, n), o in tried.items() if o.error is not None}
+    checked = await check_plugins(names, block)
+    return {f"{group}:{n}": o.error for (group, n), o in checked.items() if o.error is not None}
 
 
 async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.KeyReport:
-    """What is known of all keys that start with ``prefix``."""
+    """Everything about the keys that start with ``prefix``, one page of the listing at a time."""
     entries: list[reports.KeyLine] = []
     pending: list[m.Pending] = []
     async with open_store(address, timeout) as store:

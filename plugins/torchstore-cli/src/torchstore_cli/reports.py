@@ -1,8 +1,8 @@
-"""What the commands answer, as data: with ``--json`` exactly these fields, so their names stay.
-What Python tells too has the same names there; ``docs/json.md`` lists them.
+"""What the commands answer, as data. ``--json`` writes exactly these fields, so their names stay:
+they are those that the Python API has for the same things, and ``docs/json.md`` lists them.
 
-Names ending in ``_bytes`` (and ``nbytes``) are exact bytes, in ``_s`` seconds; ``created`` is
-seconds since 1970.
+Names that end in ``_bytes`` (and ``nbytes``) are exact numbers of bytes, those in ``_s`` seconds;
+``created`` is in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True):
 class StatusReport(msgspec.Struct, frozen=True):
     """``torchstore status``: the fields of what ``ts.status()`` returns, and the address.
 
-    ``sessions`` leaves out the one that asked. ``plugin_errors``: of the server's plug-ins, and of
-    the observers of this environment, which clients load.
+    ``sessions`` leaves out that of the command itself. ``plugin_errors`` are those of the server's
+    plug-ins, and of the observers that are installed here, which clients load.
     """
 
     address: str
@@ -69,8 +69,8 @@ class StatusReport(msgspec.Struct, frozen=True):
 
 
 class KeyLine(msgspec.Struct, frozen=True):
-    """One key of ``torchstore ls``. ``codec`` is for objects, ``dtype`` and ``shape`` for tensors,
-    ``entries`` for state dicts.
+    """One key of ``torchstore ls``. Objects have a ``codec``, tensors a ``dtype`` and a ``shape``,
+    state dicts a number of ``entries``.
     """
 
     key: str
@@ -90,27 +90,12 @@ class KeyLine(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, found: m.Listed) -> KeyLine:
-        """From the wire."""
-        return cls(
-            found.key,
-            found.version,
-            found.kind,
-            found.dtype,
-            found.shape,
-            found.codec,
-            found.nbytes,
-            found.volume,
-            found.inline,
-            found.leases,
-            found.created,
-            found.creator_pid,
-            found.entries,
-            found.lost,
-        )
+        """From the wire, where the fields have the same names."""
+        return msgspec.convert(found, cls, from_attributes=True)
 
 
 class KeyReport(msgspec.Struct, frozen=True):
-    """``torchstore ls``: sorted by key. ``pending``: versions that are not whole, see ``stat``."""
+    """``torchstore ls``: sorted by key. ``pending`` are versions that are not whole yet."""
 
     address: str
     prefix: str
@@ -127,11 +112,12 @@ class Creator(msgspec.Struct, frozen=True):
 
 
 class KeyDetails(msgspec.Struct, frozen=True):
-    """``torchstore stat``. ``segment`` and ``offset`` are None for what is not one range of memory.
+    """``torchstore stat``. ``segment`` and ``offset`` are None where the value is not one range of
+    memory.
 
-    ``parts``: the shards that a tensor lies in. ``versions``: those that can be read; ``pending``:
-    those that wait for shards or participants. ``lost``: why some of it cannot be read any more;
-    ``copies``: in how many volumes it lies.
+    ``parts`` counts the shards of a tensor. ``versions`` can be read, ``pending`` ones wait for
+    shards or participants. ``lost`` says why some of the value cannot be read any more; ``copies``
+    in how many volumes it lies.
     """
 
     key: str
@@ -157,34 +143,15 @@ class KeyDetails(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, found: m.Found) -> KeyDetails:
-        """From the wire."""
-        placed = found.segment >= 0
-        return cls(
-            found.key,
-            found.version,
-            found.kind,
-            found.dtype,
-            found.shape,
-            found.codec,
-            found.nbytes,
-            found.volume,
-            found.inline,
-            found.segment if placed else None,
-            found.offset if placed else None,
-            found.leases,
-            found.created,
-            Creator(found.creator.pid, found.creator.hostname, found.creator.rank),
-            found.entries,
-            found.parts,
-            found.versions,
-            found.pending,
-            found.lost,
-            found.copies,
-        )
+        """From the wire, where the fields have the same names."""
+        details = msgspec.convert(found, cls, from_attributes=True)
+        if found.segment >= 0:
+            return details
+        return msgspec.structs.replace(details, segment=None, offset=None)
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """``torchstore rm``: how many keys are gone, and which were asked for."""
+    """``torchstore rm``: how many keys were deleted, and which ones were named or found."""
 
     address: str
     deleted: int
@@ -218,14 +185,16 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class CopyEngine(msgspec.Struct, frozen=True):
-    """``native``: the compiled copy is there. ``threads`` is None if its variable is no number."""
+    """``native``: the compiled copy module is there. ``threads`` is None where the environment
+    variable that sets their number is wrong.
+    """
 
     native: bool
     threads: int | None
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of this process; None means unlimited (or, for ``max_mappings``, unknown)."""
+    """Limits of this process; None means unlimited (for ``max_mappings``: unknown)."""
 
     memlock_bytes: int | None
     open_files: int | None
@@ -248,7 +217,7 @@ class BidLine(msgspec.Struct, frozen=True):
 class LinkReport(msgspec.Struct, frozen=True):
     """All bids and refusals for one volume; ``chosen`` moves large values.
 
-    ``inline_up_to``: up to this size values ride in the message; -1 means none does.
+    Values of up to ``inline_up_to`` bytes ride in the message; -1 means that none does.
     """
 
     volume: str
@@ -260,7 +229,7 @@ class LinkReport(msgspec.Struct, frozen=True):
 
 
 class StoreLinks(msgspec.Struct, frozen=True):
-    """One running store and the links to its volumes, or the error that keeps us out."""
+    """One running store and the links to its volumes, or the error that connecting ended with."""
 
     address: str
     store_name: str
@@ -280,8 +249,9 @@ class PluginLine(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """``torchstore doctor``. ``ok``: no ``problems``, which are what stops a store from working;
-    ``notes`` are worth knowing. ``link``: to a volume of another process on this host.
+    """``torchstore doctor``. ``ok`` means that there are no ``problems``, which stop a store from
+    working here; ``notes`` are worth knowing. ``link`` is the one that a client would have to a
+    volume of another process on this host.
     """
 
     ok: bool
@@ -303,9 +273,9 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """What the machine does without a store: the large value copied by all copy threads into warm
-    and into never touched memory, and a small message over a Unix socket from an asyncio loop to
-    another process and back (median).
+    """What the machine does without a store: the large value copied by a thread for each CPU into
+    warm and into never touched memory, and a small message over a Unix socket from an asyncio loop
+    to another process and back (median).
     """
 
     warm_copy_s: float
@@ -314,7 +284,7 @@ class Floors(msgspec.Struct, frozen=True):
 
 
 class Small(msgspec.Struct, frozen=True):
-    """A small value in one process, seconds of one operation."""
+    """Seconds that a put and a get of a small value take, in one process."""
 
     nbytes: int
     put_p50_s: float
@@ -324,7 +294,9 @@ class Small(msgspec.Struct, frozen=True):
 
 
 class Large(msgspec.Struct, frozen=True):
-    """A large value, put here, got in another process: the first put, else the best of a few."""
+    """Seconds that a large value takes, put by one process and got by another: the first put, and
+    else the best of a few.
+    """
 
     nbytes: int
     first_put_s: float
@@ -334,10 +306,10 @@ class Large(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """``torchstore bench``. ``address`` is None if the store was its own.
+    """``torchstore bench``. ``address`` is None if it started a store of its own.
 
-    ``ratios``: of large values to the rate of the warm copy (1 is the floor, more is better), of
-    small ones to the time of the echo (less is better).
+    The ``ratios`` of large values are to the rate of the warm copy (1 is as fast as that, more is
+    better), those of small values to the time of the echo (less is better).
     """
 
     address: str | None

@@ -2,24 +2,28 @@
 even there; FORCE_COLOR: elsewhere, too.)
 
 A line that is too long is left to the terminal, so that what one copies from it is whole; but the
-last column of a table that is prose is wrapped, under itself, and a table of many columns may be
+last column of a table that is prose is wrapped, under itself, and a listing of many columns may be
 folded. Into a pipe nothing is wrapped or folded.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Screen", "bar", "printable"]
+__all__ = ["Cell", "Screen", "bar", "printable"]
 
 _GAP = 2
 _LEAST_PROSE = 24
 _LEAST_CELL = 4
+_ANY_WIDTH = 1 << 20
 
 Cell = str | Text
 
@@ -57,7 +61,7 @@ class Screen:
             color_system=None if plain else "auto",
         )
         wraps = self.console.file.isatty() or "COLUMNS" in os.environ
-        self._width = self.console.width if wraps else None
+        self._width = self.console.width if wraps else _ANY_WIDTH
 
     def line(self, *parts: Cell | tuple[str, str]) -> None:
         """One line of plain strings, styled Texts and ``(text, style)`` pairs."""
@@ -68,6 +72,17 @@ class Screen:
         self.line()
         self.line((title, "bold"), (f"  {rest}" if rest else "", "dim"))
 
+    @contextmanager
+    def progress(self, text: str) -> Iterator[Callable[[str], None]]:
+        """While it lasts, a terminal shows ``text``, or what the function was called with since."""
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        hidden = not self.console.file.isatty()
+        with Progress(*columns, console=self.console, transient=True, disable=hidden) as shown:
+            task = shown.add_task(text)
+            yield lambda text: shown.update(task, description=text)
+
     def table(
         self,
         titles: Sequence[str],
@@ -75,7 +90,6 @@ class Screen:
         *,
         right: Sequence[int] = (),
         prose: bool = False,
-        folds: Sequence[int] = (),
         indent: int = 0,
     ) -> None:
         """Aligned columns.
@@ -85,75 +99,87 @@ class Screen:
             rows: cells.
             right: columns to align at the right.
             prose: wrap the last column under itself.
-            folds: columns that may be shortened. If the lines are too long, the last column goes on
-                a line of its own, whole, above the others; if they still are, these get shorter.
             indent: blanks before each line.
         """
-        lines: list[list[Cell]] = [[Text(title, "dim") for title in titles]] if titles else []
-        lines += [[c if isinstance(c, Text) else printable(c) for c in row] for row in rows]
+        lines = _lines(titles, rows)
         if not lines:
             return
-        sizes = [[cell_len(str(cell)) for cell in line] for line in lines]
-        widths = [max(column) for column in zip(*sizes, strict=True)]
-        if folds and self._width is not None and indent + _line(widths) > self._width:
-            self._folded(lines, widths, right, folds, indent)
-            return
-        gap = " " * _GAP
-        start = indent + sum(widths[:-1]) + _GAP * (len(widths) - 1)
-        out: list[list[Cell]] = []
-        for cells, taken in zip(lines, sizes, strict=True):
-            parts: list[Cell] = [" " * indent]
-            for i, cell in enumerate(cells):
-                blank = " " * (widths[i] - taken[i])
-                parts += (blank, cell, gap) if i in right else (cell, blank, gap)
-            if prose and self._width is not None and start + taken[-1] > self._width:
-                first, *others = self._wrapped(cells[-1], max(self._width - start, _LEAST_PROSE))
-                out += [[*parts[:-3], first], *([" " * start, more] for more in others)]
-            else:
-                out.append(parts)
-        self._print(out)
+        made = Table.grid(padding=(0, _GAP, 0, 0))
+        *others, _ = _widths(lines)
+        room = max(self._width - indent - sum(others) - _GAP * len(others), _LEAST_PROSE)
+        for i in range(len(others) + 1):
+            wrap = prose and i == len(others)
+            made.add_column(
+                justify="right" if i in right else "left",
+                overflow="fold",
+                no_wrap=not wrap,
+                max_width=room if wrap else None,
+            )
+        for line in lines:
+            made.add_row(*(Text.assemble(cell) for cell in line))  # so that blanks have no style
+        options = self.console.options.update(width=_ANY_WIDTH)
+        segments = self.console.render_lines(Padding(made, (0, 0, 0, indent)), options, pad=False)
+        self._print([Text.assemble(*((s.text, s.style or "") for s in line)) for line in segments])
 
-    def _folded(
+    def listing(
         self,
-        lines: Sequence[Sequence[Cell]],
-        widths: list[int],
+        titles: Sequence[str],
+        rows: Iterable[Sequence[Cell]],
+        *,
         right: Sequence[int],
         folds: Sequence[int],
-        indent: int,
     ) -> None:
-        widths = widths[:-1]
-        room = (self._width or 0) - indent - _GAP
-        while _line(widths) > room:
+        """A table of perhaps many thousand rows, whose last column is always shown whole. (With
+        rich's tables 18,000 rows take five seconds.)
+
+        Args:
+            titles, rows, right: as of :meth:`table`; only the last column is styled.
+            folds: columns that may be shortened. If the lines are too long, the last column goes on
+                a line of its own, above the others; if they still are, these get shorter.
+        """
+        lines = _lines(titles, rows)
+        *widths, last_width = _widths(lines)
+        folded = bool(folds) and sum(widths) + _GAP * len(widths) + last_width > self._width
+        while folded and sum(widths) + _GAP * len(widths) > self._width:
             widest = max(folds, key=lambda i: widths[i])
             if widths[widest] <= _LEAST_CELL:
                 break  # not even so
             widths[widest] -= 1
         gap = " " * _GAP
-        out: list[list[Cell]] = []
+        out: list[Text] = []
         for *cells, last in lines:
-            parts: list[Cell] = []
-            for i, cell in enumerate(cells):
-                text = cell.copy() if isinstance(cell, Text) else Text(cell)
-                text.truncate(widths[i], overflow="ellipsis")
-                blank = " " * (widths[i] - text.cell_len)
-                parts += (blank, text, gap) if i in right else (text, blank, gap)
-            out += [[" " * indent, last], [" " * (indent + _GAP), *parts]]
+            sized = (_sized(str(c), widths[i], right=i in right) for i, c in enumerate(cells))
+            text = (gap.join(sized), "" if out else "dim")
+            out += (
+                [Text.assemble(last), Text.assemble(gap, text)]
+                if folded
+                else [Text.assemble(text, gap, last)]
+            )
         self._print(out)
 
-    def _wrapped(self, cell: Cell, width: int) -> list[Text]:
-        text = cell if isinstance(cell, Text) else Text(cell)
-        return [*text.wrap(self.console, width)]
-
-    def _print(self, lines: Iterable[Sequence[Cell]]) -> None:
-        if self.console.color_system is None:  # many times faster, for many keys into a pipe
-            plain = ("".join(map(str, line)).rstrip() + "\n" for line in lines)
-            self.console.file.write("".join(plain))
-            return
-        styled = [Text.assemble(*line) for line in lines]
-        for text in styled:
-            text.rstrip()
-        self.console.print(Text("\n").join(styled), soft_wrap=True)
+    def _print(self, lines: Sequence[Text]) -> None:
+        for line in lines:
+            line.rstrip()
+        whole = Text("\n").join(lines)
+        if self.console.color_system is None:  # faster, for many keys into a pipe
+            self.console.file.write(f"{whole}\n")
+        else:
+            self.console.print(whole, soft_wrap=True)
 
 
-def _line(widths: Sequence[int]) -> int:
-    return sum(widths) + _GAP * (len(widths) - 1)
+def _lines(titles: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[list[Cell]]:
+    head: list[list[Cell]] = [[Text(title, "dim") for title in titles]] if titles else []
+    return head + [[c if isinstance(c, Text) else printable(c) for c in row] for row in rows]
+
+
+def _widths(lines: Sequence[Sequence[Cell]]) -> list[int]:
+    sizes = [[cell_len(str(cell)) for cell in line] for line in lines]
+    return [max(column) for column in zip(*sizes, strict=True)]
+
+
+def _sized(text: str, width: int, *, right: bool) -> str:
+    size = cell_len(text)
+    if size > width:
+        return set_cell_size(text, width - 1) + "…"
+    blank = " " * (width - size)
+    return blank + text if right else text + blank

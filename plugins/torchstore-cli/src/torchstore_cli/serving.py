@@ -1,4 +1,4 @@
-"""``torchstore serve``: a server in the foreground. Torch-free."""
+"""``torchstore serve``: runs a server in the foreground. Torch-free."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def serve(options: ServerOptions, ready: Callable[[Serving], None]) -> None:
     capacity = default_capacity() if options.capacity is None else options.capacity
     failure: dict[str, str] = {}
 
-    def say(what: Ready | dict[str, str]) -> None:
-        if not isinstance(what, Ready):
-            failure.update(what)
+    def started(outcome: Ready | dict[str, str]) -> None:
+        if not isinstance(outcome, Ready):
+            failure.update(outcome)
             return
         report = Serving(
-            address=what.address,
-            pid=what.pid,
+            address=outcome.address,
+            pid=outcome.pid,
             store_name=options.store_name,
             num_storage_volumes=options.num_storage_volumes,
             capacity_bytes=capacity,
@@ -49,14 +49,14 @@ def serve(options: ServerOptions, ready: Callable[[Serving], None]) -> None:
             ready(report)
 
     with _directory(options.directory):
-        run(options, say)
+        run(options, started)
     if failure:
         raise from_wire(failure["error"], failure["message"], None, {})
 
 
 @contextmanager
 def _directory(name: str | None) -> Iterator[None]:
-    """The user's own directory for the sockets: made if missing, left as it was found."""
+    """The directory that the user names for the sockets: made if missing, left as it was found."""
     if name is None:
         yield
         return
@@ -89,7 +89,7 @@ def _listening(path: Path) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # it is busy
+        except BlockingIOError:  # its backlog is full: it is busy
             return True
         except OSError:
             return False

@@ -1,19 +1,19 @@
-"""The reports, for people."""
+"""The reports of the commands, for people."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from typing import assert_never
 
-import msgspec
 from rich.text import Text
 
 from torchstore_cli import reports
+from torchstore_cli.bench.view import show_bench
+from torchstore_cli.doctor.view import show_doctor
 from torchstore_cli.screen import Cell, Screen, bar, printable
 from torchstore_core.reports.summaries import kind_text, pending_text, shape_text
-from torchstore_core.reports.units import human_bytes, human_duration, human_latency
+from torchstore_core.reports.units import human_bytes, human_duration
 from torchstore_core.wire import messages as m
 
 __all__ = ["show"]
@@ -35,9 +35,9 @@ def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
         case reports.Serving():
             _serving(screen, report)
         case reports.DoctorReport():
-            _doctor(screen, report)
+            show_doctor(screen, report)
         case reports.BenchReport():
-            _bench(screen, report)
+            show_bench(screen, report)
         case _:
             assert_never(report)
 
@@ -62,7 +62,7 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
     screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
     _volumes(screen, report)
     if report.pending:
-        _waiting(screen, report)
+        _pending(screen, report)
     if report.sessions:
         _sessions(screen, report)
     if report.plugin_errors:
@@ -95,14 +95,14 @@ def _volumes(screen: Screen, report: reports.StatusReport) -> None:
 
 
 def _unfinished(versions: int, nbytes: int) -> str:
-    """What to say beside the number of keys."""
+    """Unfinished versions, to go after a number of keys; empty if there are none."""
     if not versions:
         return ""
     return f"; {versions:,} unfinished version{'s' * (versions != 1)}, {human_bytes(nbytes)}"
 
 
-def _waiting(screen: Screen, report: reports.StatusReport) -> None:
-    """Versions that are not whole, and whom they wait for."""
+def _pending(screen: Screen, report: reports.StatusReport) -> None:
+    """Versions that are not whole yet, and for whom they wait."""
     screen.heading("Unfinished", "versions that nobody can read yet")
     screen.table(
         ("KEY", "VERSION", "SIZE", "STATE"),
@@ -157,8 +157,8 @@ def _shape(entry: reports.KeyLine | reports.KeyDetails) -> str:
 
 
 def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
-    """One line a key; the key comes last, whole, whatever its length. A version that is not whole
-    has a line of its own, below that of the key.
+    """A line for each key, which comes last and is shown whole, whatever its length. A version that
+    is not whole yet has a line of its own, below that of the key.
     """
     if not report.entries and not report.pending:
         what = f"no key starts with {report.prefix!r}" if report.prefix else "no keys"
@@ -185,7 +185,7 @@ def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
         row = [human_bytes(p.nbytes), "unfinished", "–", str(p.version), *["–"] * 4 * long]
         done = f"{len(p.committed)} of {p.participants or '?'} done"
         rows.append((p.key, p.version, [*row, Text(f"{printable(p.key)} ({done})", "yellow")]))
-    screen.table(
+    screen.listing(
         [*titles, "KEY"],
         [row for *_, row in sorted(rows, key=lambda row: row[:2])],
         right=(0, 3, 4, 5, 6) if long else (0, 3),
@@ -195,12 +195,12 @@ def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
     total = human_bytes(sum(e.nbytes for e in report.entries if e.entries is None))
     count = len(report.entries)
     screen.line()
-    waiting = _unfinished(len(report.pending), sum(p.nbytes for p in report.pending))
-    screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}{waiting}", "dim"))
+    unfinished = _unfinished(len(report.pending), sum(p.nbytes for p in report.pending))
+    screen.line((f"{count:,} key{'s' if count != 1 else ''}, {total}{unfinished}", "dim"))
 
 
 def _key(screen: Screen, e: reports.KeyDetails) -> None:
-    """All that is known of one key."""
+    """Everything about one key."""
     age = human_duration(time.time() - e.created)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.created))
     rank = "" if e.creator.rank is None else f", rank {e.creator.rank}"
@@ -232,14 +232,14 @@ def _key(screen: Screen, e: reports.KeyDetails) -> None:
 
 
 def _removed(screen: Screen, report: reports.Removed) -> None:
-    """How many, and which if they are few."""
+    """How many keys were deleted, and which if they are few."""
     few = len(report.keys) <= 5
     names = f": {', '.join(map(printable, report.keys))}" if report.keys and few else ""
     screen.line(f"deleted {report.deleted:,} key{'s' if report.deleted != 1 else ''}{names}")
 
 
 def _serving(screen: Screen, report: reports.Serving) -> None:
-    """How to use what was started."""
+    """How programs and commands find the store that was started."""
     volumes = report.num_storage_volumes
     screen.line(
         (report.store_name, "bold"),
@@ -255,165 +255,3 @@ def _serving(screen: Screen, report: reports.Serving) -> None:
         ],
     )
     screen.line(("Ctrl-C ends it; what it holds is gone then.", "dim"))
-
-
-# ---- doctor -------------------------------------------------------------------------------
-
-
-def _doctor(screen: Screen, report: reports.DoctorReport) -> None:
-    """The examination, verdict last."""
-    host, limits = report.host, report.limits
-    screen.line(("Host", "bold"))
-    native = "compiled" if report.copy.native else "memmove (no compiled module)"
-    threads = "?" if report.copy.threads is None else str(report.copy.threads)
-    devices = f"{host.cuda_devices} CUDA, {', '.join(host.rdma_devices) or 'no'} RDMA"
-    rows = [
-        ("host", f"{host.hostname} · {host.kernel} · boot id {host.host_id}"),
-        ("processors", f"{host.cpus} for this process · devices: {devices}"),
-        (
-            "memory",
-            f"{human_bytes(host.memory_bytes)} may be used; a store takes up to "
-            f"{human_bytes(report.default_capacity_bytes)} by default",
-        ),
-        ("copies", f"{native} · {threads} thread{'s' if threads != '1' else ''}"),
-        (
-            "limits",
-            f"memlock {_size(limits.memlock_bytes, 'unlimited')} · open files "
-            f"{limits.open_files or 'unlimited'} · mappings {limits.max_mappings or '?'}",
-        ),
-        (
-            "/dev/shm",  # noqa: S108 - only words
-            f"{_size(limits.dev_shm_bytes, 'missing')}; segments are memfds and need none of it",
-        ),
-        ("sockets", report.runtime_directory or "no usable directory"),
-        ("versions", " · ".join(f"{name}=={v}" for name, v in report.versions.items())),
-        *(("setting", f"{name}={value}") for name, value in report.environment.items()),
-    ]
-    screen.table((), [(Text(n, "dim"), t) for n, t in rows], prose=True, indent=2)
-    screen.heading("Transports", "to a volume of another process on this host")
-    _show_link(screen, report.link)
-    for store in report.stores:
-        _show_store(screen, store)
-    if not report.stores:
-        screen.heading("Stores", "none is running")
-    screen.heading("Plug-ins")
-    states = {"ok": ("ok", "green"), "error": ("error", "red"), "blocked": ("blocked", "yellow")}
-    screen.table(
-        ("GROUP", "NAME", "DISTRIBUTION", "STATE"),
-        [
-            (
-                p.group.removeprefix("torchstore."),
-                p.name,
-                p.distribution,
-                Text.assemble(states[p.state], f": {printable(p.error)}" if p.error else ""),
-            )
-            for p in report.plugins
-        ],
-        prose=True,
-        indent=2,
-    )
-    _verdict(screen, report)
-
-
-def _size(nbytes: int | None, otherwise: str) -> str:
-    return otherwise if nbytes is None else human_bytes(nbytes)
-
-
-def _show_link(screen: Screen, link: reports.LinkReport) -> None:
-    rows: list[Sequence[Cell]] = [
-        (
-            Text("✓", "green"),
-            Text(b.transport, "bold" if b.transport == link.chosen else ""),
-            human_latency(b.latency_s),
-            f"{b.bytes_per_s / 1e9:.1f} GB/s",
-            _size(b.max_bytes, "any size"),
-            b.reason + (" (preferred)" if b.preferred else ""),
-        )
-        for b in link.bids
-    ]
-    rows += [
-        (Text("✗", "red"), name, "–", "–", "–", Text(printable(reason), "dim"))
-        for name, reason in link.refusals.items()
-    ]
-    titles = ("", "TRANSPORT", "LATENCY", "SPEED", "UP TO", "WHY")
-    screen.table(titles, rows, right=(2, 3, 4), prose=True, indent=2)
-    if link.inline_up_to >= 0:
-        screen.line(
-            "  up to ",
-            (f"{link.inline_up_to:,} bytes", "bold"),
-            " values ride in the message; larger ones take ",
-            (link.chosen or "nothing", "bold" if link.chosen else "red"),
-        )
-
-
-def _show_store(screen: Screen, store: reports.StoreLinks) -> None:
-    screen.heading(f"Store {store.store_name}".rstrip(), store.address)
-    if store.error is not None:
-        screen.line(("  ✗ ", "red"), printable(store.error))
-    alike = itertools.groupby(store.links, lambda link: msgspec.structs.replace(link, volume=""))
-    for link, group in alike:
-        names = [one.volume for one in group]
-        where = "this host, proven" if link.same_host else "another host"
-        volumes = "volumes" if len(names) > 1 else "volume"
-        screen.line(f"  {volumes} ", (", ".join(names), "bold"), (f"  {where}", "dim"))
-        _show_link(screen, link)
-
-
-def _verdict(screen: Screen, report: reports.DoctorReport) -> None:
-    screen.line()
-    marks = [("✗", "red", text) for text in report.problems]
-    marks += [("!", "yellow", text) for text in report.notes]
-    screen.table((), [(Text(mark, style), text) for mark, style, text in marks], prose=True)
-    if report.ok:
-        screen.line(("✓ ", "green"), "a store works here")
-    else:
-        count = len(report.problems)
-        screen.line(("✗ ", "red"), f"{count} problem{'s' if count != 1 else ''}")
-
-
-# ---- bench --------------------------------------------------------------------------------
-
-
-def _bench(screen: Screen, report: reports.BenchReport) -> None:
-    floors, small, large, ratios = report.floors, report.small, report.large, report.ratios
-
-    def rate(seconds: float) -> str:
-        return f"{large.nbytes / seconds / 1e9:.2f} GB/s"
-
-    size, little = human_bytes(large.nbytes), human_bytes(small.nbytes)
-    threads = f"{report.copy_threads} copy thread{'s' if report.copy_threads != 1 else ''}"
-    screen.line((report.address or "a store of its own", "bold"), f" · {threads}")
-    screen.line(("put here, got by another process, which checked every byte", "dim"))
-    screen.line()
-    copy, echo = f"{rate(floors.warm_copy_s)} warm copy", f"{human_latency(floors.echo_s)} echo"
-    screen.table(
-        ("WHAT", "RESULT", "FLOOR", "RATIO"),
-        [
-            (f"put {size}, first", rate(large.first_put_s), copy, f"{ratios['first_put']:.2f}"),
-            (f"put {size}, again", rate(large.put_s), copy, f"{ratios['put']:.2f}"),
-            (
-                f"get {size} in place",
-                rate(large.get_in_place_s),
-                copy,
-                f"{ratios['get_in_place']:.2f}",
-            ),
-            (f"get {size} zero-copy", human_latency(large.get_zero_copy_s), "", ""),
-            (
-                f"put {little}, p50",
-                human_latency(small.put_p50_s),
-                echo,
-                f"{ratios['small_put_p50']:.1f} ×",
-            ),
-            (f"put {little}, p99", human_latency(small.put_p99_s), "", ""),
-            (
-                f"get {little}, p50",
-                human_latency(small.get_p50_s),
-                echo,
-                f"{ratios['small_get_p50']:.1f} ×",
-            ),
-            (f"get {little}, p99", human_latency(small.get_p99_s), "", ""),
-        ],
-        right=(1, 2, 3),
-    )
-    screen.line()
-    screen.line((f"floor of never touched memory: {rate(floors.cold_copy_s)}", "dim"))

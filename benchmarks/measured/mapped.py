@@ -1,0 +1,82 @@
+"""Commands of a measured process: a zero-copy get of many large tensors, beside bare mappings, and
+beside Ray where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import torchstore_core as ts
+from torchstore_cli.bench import floors, workload
+from torchstore_cli.bench.measuring import timed, timed_call, until_unleased
+
+BARE, RAY = "mmap and frombuffer of each", "ray.get"
+
+
+class MappedTensors:
+    """Commands on tensors that are got without a copy.
+
+    Args:
+        run: runs a coroutine on the process's event loop.
+    """
+
+    def __init__(self, run: Callable[[Any], Any]) -> None:
+        self._run = run
+        self._values: dict[str, torch.Tensor] = {}
+        self._bare: floors.Mappings | None = None
+        self._references: list[Any] = []
+
+    def make(self, count: int, nbytes: int, seed: int) -> list[str]:
+        """Put ``count`` tensors of ``nbytes`` bytes, into Ray as well where it is installed; what a
+        get is compared with.
+        """
+        self._values = {
+            f"mapped-{at}": workload.random_tensor((nbytes // 2,), seed + at).view(torch.uint8)
+            for at in range(count)
+        }
+        self._run(ts.put_batch(self._values))
+        self._bare = floors.Mappings(count, nbytes)
+        if not importlib.util.find_spec("ray"):
+            return [BARE]
+        import ray
+
+        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=2 * count * nbytes)
+        self._references = [ray.put(value.numpy()) for value in self._values.values()]
+        return [BARE, RAY]
+
+    def get(self, turn: int) -> dict[str, Any]:
+        """One round: a zero-copy get of all tensors, which are compared, and the others once."""
+        wrong: list[str] = []
+
+        def store() -> float:
+            seconds, got = self._run(timed(ts.get_batch(list(self._values))))
+            wrong.extend(n for n, value in self._values.items() if not torch.equal(got[n], value))
+            del got
+            self._run(until_unleased())
+            return float(seconds)
+
+        measures: dict[str, Callable[[], float]] = {"get": store}
+        if self._bare is not None:
+            measures[BARE] = self._bare.map_each
+        if self._references:
+            measures[RAY] = self._ray_get
+        return {"times": floors.interleave(measures, turn), "wrong": wrong}
+
+    def _ray_get(self) -> float:
+        import ray
+
+        return timed_call(lambda: ray.get(self._references))
+
+    def drop(self) -> None:
+        """Forget the tensors and what they were compared with."""
+        if self._bare is not None:
+            self._bare.close()
+        if self._references:
+            import ray
+
+            ray.shutdown()
+        self._values, self._bare, self._references = {}, None, []

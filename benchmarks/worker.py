@@ -1,0 +1,42 @@
+"""The program of a measured process: the commands of ``torchstore bench``, and more.
+
+``python worker.py LOOP``; see ``torchstore_cli.bench.worker_main``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from measured.checkpoints import Checkpoints
+from measured.dicts import Dicts
+from measured.jobs import Job
+from measured.mapped import MappedTensors
+from measured.several_volumes import SeveralVolumes
+
+from torchstore_cli.bench.worker_main import Stores, serve, standard_commands
+
+
+def main(loop: str) -> None:
+    """Serve all commands."""
+    stores = Stores(loop)
+    dicts = Dicts(stores.run)
+    job = Job(stores.run)
+    commands = standard_commands(stores)
+    serve(
+        commands
+        | {
+            "dicts": dicts,
+            "checkpoints": Checkpoints(dicts),
+            "mapped": MappedTensors(stores.run),
+            "volumes": SeveralVolumes(stores.run),
+            "job": job,
+        }
+    )
+    commands["small"].end_echo()
+    dicts.drop()
+    stores.close()
+    job.end()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,55 @@
+"""The report of ``torchstore bench``, for people."""
+
+from __future__ import annotations
+
+from torchstore_cli.reports import BenchReport
+from torchstore_cli.screen import Screen
+from torchstore_core.reports.units import human_bytes, human_latency
+
+__all__ = ["show_bench"]
+
+
+def show_bench(screen: Screen, report: BenchReport) -> None:
+    """Rates and latencies, each beside its floor."""
+    floors, small, large, ratios = report.floors, report.small, report.large, report.ratios
+
+    def rate(seconds: float) -> str:
+        return f"{large.nbytes / seconds / 1e9:.2f} GB/s"
+
+    size, little = human_bytes(large.nbytes), human_bytes(small.nbytes)
+    threads = f"{report.copy_threads} copy thread{'s' if report.copy_threads != 1 else ''}"
+    screen.line((report.address or "a store of its own", "bold"), f" · {threads}")
+    screen.line(("put here, got by another process, which checked every byte", "dim"))
+    screen.line()
+    copy, echo = f"{rate(floors.warm_copy_s)} warm copy", f"{human_latency(floors.echo_s)} echo"
+    screen.table(
+        ("WHAT", "RESULT", "FLOOR", "RATIO"),
+        [
+            (f"put {size}, first", rate(large.first_put_s), copy, f"{ratios['first_put']:.2f}"),
+            (f"put {size}, again", rate(large.put_s), copy, f"{ratios['put']:.2f}"),
+            (
+                f"get {size} in place",
+                rate(large.get_in_place_s),
+                copy,
+                f"{ratios['get_in_place']:.2f}",
+            ),
+            (f"get {size} zero-copy", human_latency(large.get_zero_copy_s), "", ""),
+            (
+                f"put {little}, p50",
+                human_latency(small.put_p50_s),
+                echo,
+                f"{ratios['small_put_p50']:.1f} ×",
+            ),
+            (f"put {little}, p99", human_latency(small.put_p99_s), "", ""),
+            (
+                f"get {little}, p50",
+                human_latency(small.get_p50_s),
+                echo,
+                f"{ratios['small_get_p50']:.1f} ×",
+            ),
+            (f"get {little}, p99", human_latency(small.get_p99_s), "", ""),
+        ],
+        right=(1, 2, 3),
+    )
+    screen.line()
+    screen.line((f"floor of never touched memory: {rate(floors.cold_copy_s)}", "dim"))

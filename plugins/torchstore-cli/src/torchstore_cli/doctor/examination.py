@@ -1,0 +1,348 @@
+"""``torchstore doctor``: what this host offers a store, and what stops one from working here.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from torchstore_cli import reports
+from torchstore_cli.connection import given_address, open_store
+from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
+from torchstore_core.clients.session.handshake import socket_path
+from torchstore_core.clients.session.volume_links import VolumeLinks
+from torchstore_core.clients.stores import discovery
+from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.contracts.transport import LinkContext
+from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
+from torchstore_core.machine import copying, topology
+from torchstore_core.machine.directories import runtime_directory
+from torchstore_core.machine.virtual_memory import map_shared, populate_write, unmap
+from torchstore_core.plugins.ranking import Policy, Ranking, rank
+from torchstore_core.plugins.registry import GROUPS, Registry
+from torchstore_core.server.memory.segment import open_memory
+from torchstore_core.server.memory.volume import default_capacity
+from torchstore_core.server.server import ServerOptions
+
+__all__ = ["examine"]
+
+_LARGE = 1 << 30
+_LOW_OPEN_FILES = 1024
+_LOW_MEMLOCK = 1 << 30
+_PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies", "torch")
+
+
+class _Findings:
+    """Problems and notes, in the order in which they were found."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+
+    def check(self, what: str, action: Callable[[], object]) -> None:
+        """A failing ``action`` is a problem."""
+        try:
+            action()
+        except (TorchStoreError, OSError) as error:
+            self.problems.append(f"{what}: {error}")
+
+
+async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
+    """Examine everything. What the report can say is not raised."""
+    found = _Findings()
+    here = topology.probe()
+    policy = Policy.said()
+    installed = Registry(block=policy.block)
+    names = [(group, name) for group in GROUPS for name in installed.names(group)]
+    outcomes = await check_plugins(names, policy.block)
+    fatal = [name for (_, name), outcome in outcomes.items() if outcome.ends_process]
+    registry = Registry(block=(*policy.block, *fatal))
+    limits = _limits()
+    link = _link_to_this_host(here, registry, policy, outcomes, found)
+    found.check("the default strategy", lambda: registry.strategy(ServerOptions().strategy))
+    found.check("the local runtime", lambda: registry.runtime("local"))
+    found.check("the runtime directory", runtime_directory)
+    found.check("shared memory", _share_memory)
+    _check_environment(policy, installed, found)
+    _check_limits(limits, here, found)
+    plugins = [*_plugins(installed, policy, outcomes)]
+    for p in plugins:
+        if p.name in fatal and p.state == "error":
+            found.problems.append(
+                f"the plug-in {p.name!r} of {p.group} takes processes down ({p.error}): block it "
+                f"(TORCHSTORE_BLOCK={p.name}) or uninstall {p.distribution}"
+            )
+        elif p.state == "error":
+            found.notes.append(f"the plug-in {p.name!r} of {p.group} does not load, the others do")
+    copy = reports.CopyEngine(copying.has_native(), _copy_threads(found))
+    running_stores = await _stores(address, timeout, registry, policy, found)
+    return reports.DoctorReport(
+        ok=not found.problems,
+        problems=found.problems,
+        notes=found.notes,
+        versions=_versions(),
+        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith("TORCHSTORE_")},
+        host=reports.Host(
+            here.hostname,
+            here.host_id,
+            here.kernel,
+            here.cpus,
+            here.memory_bytes,
+            here.cuda_devices,
+            here.rdma_devices,
+        ),
+        copy=copy,
+        limits=limits,
+        runtime_directory=_runtime_directory(),
+        default_capacity_bytes=default_capacity(),
+        link=link,
+        stores=running_stores,
+        plugins=plugins,
+    )
+
+
+# ---- transports ---------------------------------------------------------------------------
+
+
+def _link_to_this_host(
+    here: topology.Topology,
+    registry: Registry,
+    policy: Policy,
+    outcomes: Mapping[tuple[str, str], Outcome],
+    found: _Findings,
+) -> reports.LinkReport:
+    """The link that a client would have to a volume of another process on this host."""
+    try:
+        specs = registry.transports()
+    except PluginError as error:
+        found.problems.append(error.message)
+        specs = []
+    there = msgspec.structs.replace(here, pid=0)
+    offers = [spec.name for spec in specs if spec.server is not None]
+    ranking = rank(specs, LinkContext(here, there, same_host=True, offered=True), offers, policy)
+    for (group, name), outcome in outcomes.items():
+        reason = outcome.error or outcome.refusal
+        if group == "torchstore.transports" and reason is not None:
+            ranking.drop(name, reason)
+    for name in policy.block:
+        if registry.source("torchstore.transports", name):
+            ranking.refusals[name] = "blocked by configuration"
+    _check_reach("a volume on this host", ranking, found)
+    return _link("", True, ranking)
+
+
+def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
+    """A store that only takes small values is a problem."""
+    if ranking.order(_LARGE, in_band=False):
+        return
+    reasons = [f"{name}: {reason}" for name, reason in sorted(ranking.refusals.items())]
+    why = f" ({'; '.join(reasons)})" if reasons else ": pip install torchstore-transports"
+    found.problems.append(f"{what}: no transport moves large values{why}")
+
+
+def _link(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkReport:
+    order = ranking.order(_LARGE)
+    bids = sorted(ranking.candidates, key=lambda c: (not c.preferred, c.cost_s(_LARGE)))
+    return reports.LinkReport(
+        volume=volume,
+        same_host=same_host,
+        chosen=order[0].spec.name if order else None,
+        inline_up_to=ranking.inline_max(),
+        bids=[
+            reports.BidLine(
+                c.spec.name,
+                c.bid.latency_s,
+                c.bid.bytes_per_s,
+                c.spec.max_bytes,
+                c.preferred,
+                c.bid.reason,
+            )
+            for c in bids
+        ],
+        refusals=dict(sorted(ranking.refusals.items())),
+    )
+
+
+async def _stores(
+    address: str | None, timeout: float, registry: Registry, policy: Policy, found: _Findings
+) -> list[reports.StoreLinks]:
+    """Links to the store that was named, which must answer then; else to all that are running."""
+    named = given_address(address)
+    if named is not None:
+        report = await _store(discovery.RunningStore(named), timeout, registry, policy, found)
+        if report.error is not None:
+            found.problems.append(f"the store: {report.error}")
+        return [report]
+    try:
+        listening = await discovery.stores()
+    except ConfigurationError:  # a problem already
+        return []
+    return [await _store(server, timeout, registry, policy, found) for server in listening]
+
+
+async def _store(
+    server: discovery.RunningStore,
+    timeout: float,
+    registry: Registry,
+    policy: Policy,
+    found: _Findings,
+) -> reports.StoreLinks:
+    """Connect to each volume as a client would."""
+    if server.error is not None:
+        return reports.StoreLinks(server.address, "", 0, [], server.error)
+    here = topology.probe()
+    links: list[reports.LinkReport] = []
+    try:
+        async with open_store(server.address, timeout) as store:
+            welcome = store.welcome
+            for info in welcome.volumes:
+                reached = welcome.via or welcome.server
+                same_host = info.topology.host_id == reached.host_id == here.host_id
+                control = socket_path(server.address)
+                if info.lost:
+                    continue
+                word = policy.of_store(welcome.transport)
+                volume = VolumeLinks(info, here, same_host, registry, word, control)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the refusals say it
+                    await volume.connect_best()
+                volume.close()
+                links.append(_link(info.id, same_host, volume.ranking))
+                _check_reach(f"volume {info.id}", volume.ranking, found)
+    except TorchStoreError as error:
+        return reports.StoreLinks(
+            server.address, server.store_name, server.pid, links, error.message
+        )
+    return reports.StoreLinks(server.address, welcome.store_name, welcome.server.pid, links)
+
+
+# ---- plug-ins -----------------------------------------------------------------------------
+
+
+def _plugins(
+    registry: Registry, policy: Policy, outcomes: Mapping[tuple[str, str], Outcome]
+) -> Iterator[reports.PluginLine]:
+    for group in GROUPS:
+        blocked = {name for name in policy.block if registry.source(group, name)}
+        for name in sorted({*registry.names(group), *blocked}):
+            source = registry.source(group, name)
+            if name in blocked:
+                yield reports.PluginLine(group, name, source, "blocked")
+            else:
+                error = outcomes[group, name].error
+                yield reports.PluginLine(group, name, source, "error" if error else "ok", error)
+
+
+# ---- the host -----------------------------------------------------------------------------
+
+
+def _share_memory() -> None:
+    """Make a segment, hand it over, and check that the other side sees the same bytes."""
+    size = 1 << 16
+    fd = open_memory("doctor", size)
+    other = -1
+    try:
+        one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with one, two:
+            socket.send_fds(one, [b"x"], [fd])
+            _, fds, _, _ = socket.recv_fds(two, 1, 1)
+        if not fds:
+            raise OSError("a file descriptor sent over a Unix socket did not arrive")
+        other = fds[0]
+        address = map_shared(other, size)
+        try:
+            populate_write(address, size)
+            os.pwrite(fd, b"torchstore", 100)
+            if os.pread(other, 10, 100) != b"torchstore":
+                raise OSError("the two ends of a segment hold different bytes")
+        finally:
+            unmap(address, size)
+    finally:
+        os.close(fd)
+        if other >= 0:
+            os.close(other)
+
+
+def _limits() -> reports.Limits:
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        mappings: int | None = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        mappings = None
+    try:
+        dev_shm: int | None = shutil.disk_usage("/dev/shm").total  # noqa: S108 - only looked at
+    except OSError:
+        dev_shm = None
+    return reports.Limits(_finite(memlock), _finite(soft), _finite(hard), mappings, dev_shm)
+
+
+def _finite(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _check_limits(limits: reports.Limits, here: topology.Topology, found: _Findings) -> None:
+    if not hasattr(os, "memfd_create"):
+        found.notes.append(
+            f"no memfd on this platform: segments are unlinked files in {tempfile.gettempdir()}, "
+            "which should be in memory"
+        )
+    if not copying.has_native():
+        found.notes.append(
+            "the compiled copy module is missing (it was built without a C compiler): large "
+            "copies go through the cache and are slower"
+        )
+    if limits.open_files is not None and limits.open_files < _LOW_OPEN_FILES:
+        found.notes.append(
+            f"only {limits.open_files} open files: a server needs one for each connection and "
+            f"segment; raise it with `ulimit -n` (at most {limits.open_files_hard})"
+        )
+    memlock = limits.memlock_bytes
+    if here.cuda_devices and memlock is not None and memlock < _LOW_MEMLOCK:
+        found.notes.append(
+            f"memlock is {memlock} bytes: page-locking segments for CUDA may fail, and transfers "
+            "are slower then; raise it with `ulimit -l unlimited`"
+        )
+
+
+def _check_environment(policy: Policy, registry: Registry, found: _Findings) -> None:
+    found.check(stores.ADDRESSES, lambda: stores.inherited_address("any other"))
+    found.check("TORCHSTORE_ALLOW_PICKLE", stores.allow_pickle_default)
+    found.check("the environment", lambda: policy.check_installed(registry))
+
+
+def _copy_threads(found: _Findings) -> int | None:
+    try:
+        return copying.copy_threads()
+    except ConfigurationError as error:
+        found.problems.append(error.message)
+        return None
+
+
+def _runtime_directory() -> str | None:
+    try:
+        return str(runtime_directory())
+    except (ConfigurationError, OSError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions

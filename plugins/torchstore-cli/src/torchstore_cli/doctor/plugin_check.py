@@ -1,0 +1,209 @@
+"""Whether plug-ins can be used: each is tried in a separate process, which it may take down.
+
+``python -m torchstore_cli.doctor.plugin_check JSON`` is that process: for every plug-in it writes a
+line of JSON for each step, and one for the outcome. Torch-free, except for what plug-ins import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
+from torchstore_core.contracts.transport import (
+    Link,
+    Segment,
+    ServerContext,
+    TransportServer,
+    TransportSpec,
+)
+from torchstore_core.errors import PluginError, TransportUnavailableError
+from torchstore_core.machine import topology
+from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.server.memory.segment import open_memory
+
+__all__ = ["Outcome", "check_plugins"]
+
+# Longest time for one plug-in: importing a large library from a cold disk takes long.
+_LONGEST_S = 30.0
+_SEGMENT_BYTES = 1 << 16
+
+Named = tuple[str, str]  # group and name of a plug-in
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Whether one plug-in can be used.
+
+    Args:
+        error: why it cannot be used; None if it can.
+        ends_process: it took down the process that tried it.
+        refusal: why a volume in a process like that one would not offer the transport.
+    """
+
+    error: str | None = None
+    ends_process: bool = False
+    refusal: str | None = None
+
+
+class _Task(msgspec.Struct, frozen=True):
+    """What the separate process is to check. ``directory``: for the sockets of server halves."""
+
+    plugins: list[Named]
+    block: tuple[str, ...]
+    directory: str
+
+
+class _Progress(msgspec.Struct, frozen=True):
+    """What it reports: the step that comes next, or an outcome."""
+
+    step: str = ""
+    outcome: Outcome | None = None
+
+
+async def check_plugins(plugins: Sequence[Named], block: Sequence[str]) -> dict[Named, Outcome]:
+    """Load each of the plug-ins and the classes that it names, and start its server half.
+
+    Args:
+        plugins: group and name of each.
+        block: names of plug-ins that are not loaded.
+    """
+    outcomes: dict[Named, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="torchstore-") as directory:
+        while rest := [named for named in plugins if named not in outcomes]:
+            task = _Task(rest, tuple(block), directory)
+            outcomes.update(zip(rest, await _check_until_it_ends(task), strict=False))
+    return outcomes
+
+
+async def _check_until_it_ends(task: _Task) -> list[Outcome]:
+    """The outcomes of the first plug-ins: of all, or up to the one that ended the process."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "torchstore_cli.doctor.plugin_check",
+        msgspec.json.encode(task).decode(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    outcomes: list[Outcome] = []
+    step = "starting to try it"
+    how = f"did not end within {_LONGEST_S:g} s"
+    try:
+        async with asyncio.timeout(_LONGEST_S) as limit:
+            while process.stdout is not None and len(outcomes) < len(task.plugins):
+                data = await process.stdout.readline()
+                if not data.endswith(b"\n"):
+                    how = f"ended the process ({_end(await process.wait())})"
+                    break
+                line = msgspec.json.decode(data, type=_Progress)
+                step = line.step or step
+                if line.outcome is not None:
+                    outcomes.append(line.outcome)
+                    limit.reschedule(asyncio.get_running_loop().time() + _LONGEST_S)
+    except TimeoutError:
+        pass  # ``how`` says it
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if len(outcomes) < len(task.plugins):
+        outcomes.append(Outcome(f"{step} {how}", ends_process=True))
+    return outcomes
+
+
+def _end(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+# ---- the separate process -----------------------------------------------------------------
+
+
+async def _check_all(task: _Task, report: Callable[[_Progress], None]) -> None:
+    registry = Registry(block=task.block)
+
+    def step(text: str) -> None:
+        report(_Progress(text))
+
+    for group, name in task.plugins:
+        step("importing it")
+        try:
+            outcome = await _check(registry.load(group, name), task.directory, step)
+        except PluginError as error:
+            outcome = Outcome(error.message)
+        report(_Progress(outcome=outcome))
+
+
+async def _check(plugin: object, directory: str, step: Callable[[str], None]) -> Outcome:
+    """Import what a loaded plug-in names; of a transport, start the server half.
+
+    Raises:
+        PluginError: something that it names is not there, or not what it should be.
+    """
+    if isinstance(plugin, RuntimeSpec):
+        _class(plugin.factory, Runtime, step)
+        for path in (plugin.find, plugin.end, plugin.rank, plugin.spmd):
+            if path is not None:
+                step(f"importing {path}")
+                load_class(path)
+    if not isinstance(plugin, TransportSpec):
+        return Outcome()
+    if plugin.client is not None:
+        _class(plugin.client, Link, step)
+    if plugin.server is None:
+        return Outcome()
+    made = _class(plugin.server, TransportServer, step)
+    try:
+        reason = None if plugin.probe is None else plugin.probe()
+        if reason is None:
+            step(f"starting {plugin.server}")
+            await _start(made, directory)
+    except TransportUnavailableError as error:
+        reason = error.message
+    except Exception as error:
+        raise PluginError(f"{plugin.server} cannot be started: {error!r}") from error
+    return Outcome(refusal=reason)
+
+
+def _class(path: str, base: type, step: Callable[[str], None]) -> type:
+    step(f"importing {path}")
+    found = load_class(path)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise PluginError(f"{path} is no subclass of {base.__name__}")
+    return found
+
+
+async def _start(cls: type[TransportServer], directory: str) -> None:
+    """Start the server half as a volume of this process would."""
+    segment = Segment(0, open_memory("doctor", _SEGMENT_BYTES), _SEGMENT_BYTES)
+    half = cls()
+    try:
+        await half.start(
+            ServerContext("doctor", "doctor-0", directory, topology.probe()), [segment]
+        )
+    finally:
+        await half.close()
+        os.close(segment.fd)
+
+
+def main() -> None:
+    """Check the plug-ins that the argument names. What they print is discarded."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    task = msgspec.json.decode(sys.argv[1].encode(), type=_Task)
+
+    def report(line: _Progress) -> None:
+        os.write(answers, msgspec.json.encode(line) + b"\n")
+
+    asyncio.run(_check_all(task, report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The report of ``torchstore doctor``, for people."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+from rich.text import Text
+
+from torchstore_cli import reports
+from torchstore_cli.screen import Cell, Screen, printable
+from torchstore_core.reports.units import human_bytes, human_latency
+
+__all__ = ["show_doctor"]
+
+
+def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
+    """What was found, and the verdict last."""
+    host, limits = report.host, report.limits
+    screen.line(("Host", "bold"))
+    native = "compiled" if report.copy.native else "memmove (no compiled module)"
+    threads = "?" if report.copy.threads is None else str(report.copy.threads)
+    devices = f"{host.cuda_devices} CUDA, {', '.join(host.rdma_devices) or 'no'} RDMA"
+    rows = [
+        ("host", f"{host.hostname} · {host.kernel} · boot id {host.host_id}"),
+        ("processors", f"{host.cpus} for this process · devices: {devices}"),
+        (
+            "memory",
+            f"{human_bytes(host.memory_bytes)} may be used; a store takes up to "
+            f"{human_bytes(report.default_capacity_bytes)} by default",
+        ),
+        ("copies", f"{native} · {threads} thread{'s' if threads != '1' else ''}"),
+        (
+            "limits",
+            f"memlock {_size(limits.memlock_bytes, 'unlimited')} · open files "
+            f"{limits.open_files or 'unlimited'} · mappings {limits.max_mappings or '?'}",
+        ),
+        (
+            "/dev/shm",  # noqa: S108 - only words
+            f"{_size(limits.dev_shm_bytes, 'missing')}; segments are memfds and need none of it",
+        ),
+        ("sockets", report.runtime_directory or "no usable directory"),
+        ("versions", " · ".join(f"{name}=={v}" for name, v in report.versions.items())),
+        *(("setting", f"{name}={value}") for name, value in report.environment.items()),
+    ]
+    screen.table((), [(Text(n, "dim"), t) for n, t in rows], prose=True, indent=2)
+    screen.heading("Transports", "to a volume of another process on this host")
+    _show_link(screen, report.link)
+    for store in report.stores:
+        _show_store(screen, store)
+    if not report.stores:
+        screen.heading("Stores", "none is running")
+    screen.heading("Plug-ins")
+    states = {"ok": ("ok", "green"), "error": ("error", "red"), "blocked": ("blocked", "yellow")}
+    screen.table(
+        ("GROUP", "NAME", "DISTRIBUTION", "STATE"),
+        [
+            (
+                p.group.removeprefix("torchstore."),
+                p.name,
+                p.distribution,
+                Text.assemble(states[p.state], f": {printable(p.error)}" if p.error else ""),
+            )
+            for p in report.plugins
+        ],
+        prose=True,
+        indent=2,
+    )
+    _verdict(screen, report)
+
+
+def _size(nbytes: int | None, otherwise: str) -> str:
+    return otherwise if nbytes is None else human_bytes(nbytes)
+
+
+def _show_link(screen: Screen, link: reports.LinkReport) -> None:
+    rows: list[Sequence[Cell]] = [
+        (
+            Text("✓", "green"),
+            Text(b.transport, "bold" if b.transport == link.chosen else ""),
+            human_latency(b.latency_s),
+            f"{b.bytes_per_s / 1e9:.1f} GB/s",
+            _size(b.max_bytes, "any size"),
+            b.reason + (" (preferred)" if b.preferred else ""),
+        )
+        for b in link.bids
+    ]
+    rows += [
+        (Text("✗", "red"), name, "–", "–", "–", Text(printable(reason), "dim"))
+        for name, reason in link.refusals.items()
+    ]
+    titles = ("", "TRANSPORT", "LATENCY", "SPEED", "UP TO", "WHY")
+    screen.table(titles, rows, right=(2, 3, 4), prose=True, indent=2)
+    if link.inline_up_to >= 0:
+        screen.line(
+            "  up to ",
+            (f"{link.inline_up_to:,} bytes", "bold"),
+            " values ride in the message; larger ones take ",
+            (link.chosen or "nothing", "bold" if link.chosen else "red"),
+        )
+
+
+def _show_store(screen: Screen, store: reports.StoreLinks) -> None:
+    screen.heading(f"Store {store.store_name}".rstrip(), store.address)
+    if store.error is not None:
+        screen.line(("  ✗ ", "red"), printable(store.error))
+    alike = itertools.groupby(store.links, lambda link: msgspec.structs.replace(link, volume=""))
+    for link, group in alike:
+        names = [one.volume for one in group]
+        where = "this host, proven" if link.same_host else "another host"
+        volumes = "volumes" if len(names) > 1 else "volume"
+        screen.line(f"  {volumes} ", (", ".join(names), "bold"), (f"  {where}", "dim"))
+        _show_link(screen, link)
+
+
+def _verdict(screen: Screen, report: reports.DoctorReport) -> None:
+    screen.line()
+    marks = [("✗", "red", text) for text in report.problems]
+    marks += [("!", "yellow", text) for text in report.notes]
+    screen.table((), [(Text(mark, style), text) for mark, style, text in marks], prose=True)
+    if report.ok:
+        screen.line(("✓ ", "green"), "a store works here")
+    else:
+        count = len(report.problems)
+        screen.line(("✗ ", "red"), f"{count} problem{'s' if count != 1 else ''}")
