@@ -578,8 +578,8 @@ class ControllerMachine(RuleBasedStateMachine):
         ]
         assert not more
         for key, value in self.live.items():
-            found = looking.stat(controller.catalog, controller.volumes, m.Stat(7, key))
-            assert (found.id, found.key, found.version) == (7, key, value.version)
+            found = looking.stat(controller.catalog, controller.volumes, key)
+            assert (found.key, found.version) == (key, value.version)
             assert found.leases == value.pins
             assert found.offset == (-1 if value.offset is None else value.offset)
 

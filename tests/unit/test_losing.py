@@ -457,9 +457,9 @@ def test_a_lost_key_says_everything_and_can_be_put_again() -> None:
         assert get(controller, session, "small") == b"xy", "it lies with the controller"
         assert controller.exists(["k", "other", "small", "none"]) == [False, True, True, False]
         assert controller.keys("") == ["k", "other", "small"]
-        found = looking.stat(controller.catalog, controller.volumes, m.Stat(1, "k"))
+        found = looking.stat(controller.catalog, controller.volumes, "k")
         assert "process 7 was killed" in found.lost
-        assert not looking.stat(controller.catalog, controller.volumes, m.Stat(1, "other")).lost
+        assert not looking.stat(controller.catalog, controller.volumes, "other").lost
         listed, *_ = looking.listing(controller.catalog, controller.volumes, "", "")
         assert [bool(one.lost) for one in listed] == [True, False, False]
 

@@ -80,7 +80,7 @@ def test_the_error_says_which_boxes_and_who_are_missing(store: Controller) -> No
     with pytest.raises(PartialPutError):
         store.fetch(one.session, m.Fetch(1, 1, "k", 0, None, 0))
     with pytest.raises(PartialPutError):
-        looking.stat(store.catalog, store.volumes, m.Stat(1, "k"))
+        looking.stat(store.catalog, store.volumes, "k")
     with pytest.raises(KeyNotFoundError) as other:
         content(store, "kk")
     assert other.type is KeyNotFoundError
@@ -102,11 +102,11 @@ def test_stat_tells_of_versions_on_their_way(store: Controller) -> None:
         assert [rows(rank, number, keep=2) for rank in (first, second)] == [number, number]
     rows(first, 3)
     second.begin(tensor("all", 64), tensor("mine"))
-    found = looking.stat(store.catalog, store.volumes, m.Stat(9, "k"))
+    found = looking.stat(store.catalog, store.volumes, "k")
     assert (found.version, found.versions, found.parts) == (2, [1, 2], 4)
     missing = [("w", (100,), (100,)), ("mine", (0,), (640,))]
     assert found.pending == [m.Pending(3, 2, ["0"], ["1"], missing, "k", 165)]
-    entry = looking.stat(store.catalog, store.volumes, m.Stat(9, "k/w"))
+    entry = looking.stat(store.catalog, store.volumes, "k/w")
     assert (entry.version, entry.versions, entry.parts, entry.offset) == (2, [1, 2], 2, -1)
 
 

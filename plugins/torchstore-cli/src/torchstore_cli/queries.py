@@ -19,7 +19,7 @@ __all__ = ["ask_key", "ask_keys", "ask_status", "remove"]
 async def ask_status(address: str | None, timeout: float) -> reports.StatusReport:
     """Everything about one store."""
     async with open_store(address, timeout) as store:
-        status = await store.call(m.StatusReport, m.Status)
+        status = (await store.call(m.StatusReply, m.Status)).status
     wrong = {**await _observer_errors(), **status.plugin_errors}
     here = topology.probe()
     return reports.StatusReport(
@@ -69,7 +69,7 @@ async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.
 async def ask_key(address: str | None, timeout: float, key: str) -> reports.KeyDetails:
     """What is known of one key. Raises KeyNotFoundError."""
     async with open_store(address, timeout) as store:
-        return reports.KeyDetails.make(await store.call(m.Found, m.Stat, key))
+        return reports.KeyDetails.make((await store.call(m.StatReply, m.Stat, key)).found)
 
 
 async def remove(

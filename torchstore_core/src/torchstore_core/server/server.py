@@ -23,6 +23,7 @@ from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.machine.processes import Watcher
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
+from torchstore_core.reports.status import SessionStatus, StatusReport, VolumeStatus
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index import inspection as looking
 from torchstore_core.server.index.records import SessionRecord, VolumeRecord
@@ -422,13 +423,13 @@ class Server:
         self.controller.trim(self.options.trim_after, self._keep)
         self._loop.call_later(1.0, self._sample_rate)
 
-    def status(self, request_id: int) -> m.StatusReport:
-        """Everything ``torchstore status`` shows."""
+    def status(self) -> StatusReport:
+        """What is known of the store."""
         controller = self.controller
         pid = os.getpid()
         now = time.monotonic()
         volumes = [
-            m.VolumeStatus(
+            VolumeStatus(
                 id=v.info.id,
                 pid=v.info.pid,
                 host_id=v.info.topology.host_id,
@@ -450,7 +451,7 @@ class Server:
             leased, unfinished = session_bytes(s)
             facts = s.facts
             sessions.append(
-                m.SessionStatus(
+                SessionStatus(
                     pid=facts.pid,
                     hostname=facts.hostname,
                     rank=facts.rank,
@@ -464,8 +465,7 @@ class Server:
                 )
             )
         pending, pending_versions, pending_bytes = looking.unfinished(controller.catalog)
-        return m.StatusReport(
-            id=request_id,
+        return StatusReport(
             store_name=self.options.store_name,
             controller_pid=pid,
             uptime_s=now - self._started,

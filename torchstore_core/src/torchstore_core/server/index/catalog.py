@@ -17,6 +17,7 @@ from torchstore_core.errors import (
     PartialPutError,
     VersionGoneError,
 )
+from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.groups import Group, Slot
 from torchstore_core.server.index.key_order import KeyOrder
@@ -137,7 +138,7 @@ class Catalog:
         stored = self.newest.get(key)
         return found if stored is None else [*found, (stored.version, stored)]
 
-    def pending(self, key: str, *, brief: bool = False) -> list[m.Pending]:
+    def pending(self, key: str, *, brief: bool = False) -> list[Pending]:
         """The versions of a key that are on their way; ``brief``: see ``Generation.state``."""
         group = self.groups.get(key)
         if group is None:
@@ -581,7 +582,7 @@ def _some(words: list[str]) -> str:
     return ", ".join(words[:5]) + (", ..." if len(words) > 5 else "")
 
 
-def _partial_error(key: str, base: str, state: m.Pending) -> PartialPutError:
+def _partial_error(key: str, base: str, state: Pending) -> PartialPutError:
     boxes = [f"{name}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
     parts: list[str] = []
     if state.participants:

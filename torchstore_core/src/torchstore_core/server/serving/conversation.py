@@ -264,14 +264,15 @@ class Conversation:
             case m.Versions():
                 return m.Committed(request.id, controller.catalog.versions(request.key))
             case m.Stat():
-                return looking.stat(controller.catalog, controller.volumes, request)
+                found = looking.stat(controller.catalog, controller.volumes, request.key)
+                return m.StatReply(request.id, found)
             case m.List():
                 listed, pending, more = looking.listing(
                     controller.catalog, controller.volumes, request.prefix, request.after
                 )
                 return m.Listing(request.id, listed, more, pending)
             case m.Status():
-                return self._server.status(request.id)
+                return m.StatusReply(request.id, self._server.status())
             case m.Shutdown():
                 self._server.stop_soon()
                 return m.Done(request.id)
