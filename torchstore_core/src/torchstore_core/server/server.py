@@ -20,7 +20,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
-from torchstore_core.machine.processes import Watcher
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
 from torchstore_core.reports.status import SessionStatus, StatusReport, VolumeStatus
@@ -32,6 +31,7 @@ from torchstore_core.server.memory.placement import session_bytes
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.remote.attached import AttachedMemory
 from torchstore_core.server.remote.orphans import Orphans
+from torchstore_core.server.remote.process_watches import Watcher
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.serving.journal import Refusals, journal, undone, who
