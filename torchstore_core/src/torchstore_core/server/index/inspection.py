@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from torchstore_core.reports.stat import Found, Listed, Pending
+from torchstore_core.reports.status import SessionStatus, VolumeStatus
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.records import Shards, Stored, Value, VolumeRecord, all_values
+from torchstore_core.server.index.records import (
+    SessionRecord,
+    Shards,
+    Stored,
+    Value,
+    VolumeRecord,
+    all_values,
+)
 from torchstore_core.server.memory.lost_volumes import lost_reason
+from torchstore_core.server.memory.placement import session_bytes
 from torchstore_core.wire import messages as m
 
-__all__ = ["listing", "stat", "unfinished"]
+__all__ = ["listing", "session_status", "stat", "unfinished", "volume_status"]
 
 
 def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str) -> Found:
@@ -52,7 +62,7 @@ def listing(
     """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted; their
     versions that are not whole; and whether there are more.
     """
-    names = catalog.page(prefix, after, m.MAX_LISTED + 1)
+    names = catalog.names.page(prefix, after, m.MAX_LISTED + 1)
     waiting = {key for key in catalog.unfinished(prefix) if key > after}
     if waiting:
         names = sorted({*names, *waiting})
@@ -75,6 +85,42 @@ def _chars(state: Pending) -> int:
     """About what it takes in a message."""
     who = (state.committed, state.writing, state.missing_participants)
     return len(state.key) + sum(len(name) + 2 for names in who for name in names)
+
+
+def volume_status(volume: VolumeRecord) -> VolumeStatus:
+    """The memory of a volume."""
+    info = volume.info
+    return VolumeStatus(
+        id=info.id,
+        pid=info.pid,
+        host_id=info.topology.host_id,
+        hostname=info.topology.hostname,
+        capacity_bytes=info.capacity_bytes,
+        used_bytes=volume.used,
+        leased_bytes=volume.leased,
+        unfinished_bytes=volume.unfinished,
+        free_bytes=volume.free,
+        warm_bytes=volume.memory.warm,
+        transports=sorted(info.offers),
+        lost=volume.lost,
+    )
+
+
+def session_status(session: SessionRecord, role: str) -> SessionStatus:
+    """What a client process holds."""
+    leased, unfinished = session_bytes(session)
+    return SessionStatus(
+        pid=session.facts.pid,
+        hostname=session.facts.hostname,
+        rank=session.facts.rank,
+        lanes=session.lanes,
+        leases=len(session.leases),
+        leased_bytes=leased,
+        unfinished_puts=len(session.txns),
+        unfinished_bytes=unfinished,
+        age_s=time.monotonic() - session.opened,
+        role=role,
+    )
 
 
 def unfinished(catalog: Catalog) -> tuple[list[Pending], int, int]:

@@ -22,6 +22,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.unix_sockets import connect, opening
 from torchstore_core.server.memory.allocator import Allocator
+from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.remote.process_watches import Watcher
 from torchstore_core.server.serving.frames import FrameProtocol
@@ -207,10 +208,7 @@ class VolumeLine(FrameProtocol):
             self._attached.set_exception(error)
 
     def _warmed_in_thread(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._tell)
-        except RuntimeError:  # the loop has closed: nobody is left to tell
-            log.debug("prefault ended after the volume")
+        call_from_thread(self._loop, self._tell)
 
     def _tell(self, *, trimmed: bool = False) -> None:
         self._send(m.Warm(self._volume.memory.warm, trimmed))
