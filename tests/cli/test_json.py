@@ -90,9 +90,8 @@ def test_every_report_has_a_section() -> None:
 
 
 def test_names_are_those_of_python() -> None:
-    status = _fields(m.StatusReport) - {"id"}
-    assert _fields(reports.StatusReport) == status | {"address"}
-    assert _fields(reports.KeyDetails) == _told(m.Found) - {"id", "meta"}
+    assert _fields(reports.StatusReport) == _fields(m.StatusReport) | {"address"}
+    assert _fields(reports.KeyDetails) == _told(m.Found) - {"meta"}
     assert _fields(reports.KeyLine) == _told(m.Listed) - {"meta", "segment"}
     assert _fields(reports.KeyLine) - _told(m.Found) == {"creator_pid"}
     assert _fields(reports.Creator) < _fields(ClientFacts)
@@ -146,7 +145,7 @@ def test_what_is_lost_is_printed_too() -> None:
     volume = m.VolumeStatus("v-0", 1, "h", "host", 4096, 0, 0, 0, 0, 0, [], "its process died")
     alive = m.VolumeStatus("v-1", 1, "h", "host", 4096, 0, 0, 0, 4096, 0, [])
     many = [volume, *[alive] * 7]
-    report = m.StatusReport(1, "s", 2, 3.0, 0, many, [], {}, 0.0, "hash", {"x": "is broken"})
+    report = m.StatusReport("s", 2, 3.0, 0, many, [], {}, 0.0, "hash", {"x": "is broken"})
     lines = str(report).splitlines()
     assert "and 2 volumes more" in lines
     assert "volume v-0 is lost: its process died" in lines

@@ -133,7 +133,7 @@ class Target:
         with Raw(self.address) as raw:
             raw.send(encode(HELLO), encode(m.Status(2)))
             _, status = raw.finish()
-        assert isinstance(status, m.StatusReport)
+        assert isinstance(status, m.StatusReply)
         assert {s.pid for s in status.sessions} == {os.getpid()}
         (volume,) = status.volumes
         return (

@@ -168,7 +168,7 @@ def test_a_second_hello_is_refused(target: Target) -> None:
         raw.send(encode(HELLO), encode(m.Status(2)), encode(HELLO), encode(m.Status(3)))
         welcome, status, failure = raw.finish()
         assert isinstance(welcome, m.Welcome)
-        assert isinstance(status, m.StatusReport)
+        assert isinstance(status, m.StatusReply)
         assert (failure.id, failure.code) == (0, "protocol")
         assert "one Hello" in failure.message
 

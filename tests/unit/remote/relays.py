@@ -139,7 +139,7 @@ class Relayed:
         """Sessions; leased and unfinished bytes."""
 
         def look() -> tuple[int, int, int]:
-            status = self.server.status(0)
+            status = self.server.status()
             (volume,) = status.volumes
             return len(status.sessions), volume.leased_bytes, volume.unfinished_bytes
 

@@ -338,7 +338,7 @@ class _Orphaned:
 
     def books(self) -> tuple[int, list[int], int]:
         """Sessions of that process; leased bytes of each volume; unfinished ones of all."""
-        status = self._stage.call(self._made.server.status, 0)
+        status = self._stage.call(self._made.server.status)
         pids = [session.pid for session in status.sessions]
         volumes = status.volumes
         unfinished = sum(v.unfinished_bytes for v in volumes)

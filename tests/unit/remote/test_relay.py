@@ -270,7 +270,7 @@ async def test_a_silent_relay_frees_what_its_clients_cannot_have_mapped(
         await until(lambda: not impatient.relay.valid)
         assert impatient.books() == (1, MB, 2 * MB)  # the relay gives up first
         await until(lambda: impatient.books() == (1, MB, 0))
-        (session,) = impatient.stage.call(impatient.server.status, 0).sessions
+        (session,) = impatient.stage.call(impatient.server.status).sessions
         assert (session.pid, session.role, session.leased_bytes) == (holder.pid, "orphan", MB)
         holder.kill()
         await until(lambda: impatient.books() == (0, 0, 0))
@@ -339,7 +339,7 @@ async def _turns(stage: Backstage) -> None:
 
 
 def _sessions(relayed: Relayed) -> list[m.SessionStatus]:
-    return relayed.stage.call(relayed.server.status, 0).sessions
+    return relayed.stage.call(relayed.server.status).sessions
 
 
 @asynccontextmanager

@@ -27,8 +27,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import catalog
-from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index import catalog, inspection
 from torchstore_core.server.index.records import SessionRecord, VolumeRecord, Waiter
 from torchstore_core.server.memory.allocator import ALIGNMENT
 from torchstore_core.server.memory.placement import session_bytes
@@ -571,14 +570,14 @@ class ControllerMachine(RuleBasedStateMachine):
         assert set(controller.catalog.newest) == set(self.live)
         assert controller.keys("") == sorted(self.live)
         assert controller.keys("ab") == sorted(k for k in self.live if k.startswith("ab"))
-        listed, _, more = looking.listing(controller.catalog, controller.volumes, "", "")
+        listed, _, more = inspection.listing(controller.catalog, controller.volumes, "", "")
         assert [(e.key, e.version, e.nbytes) for e in listed] == [
             (k, self.live[k].version, len(self.live[k].data)) for k in sorted(self.live)
         ]
         assert not more
         for key, value in self.live.items():
-            found = looking.stat(controller.catalog, controller.volumes, m.Stat(7, key))
-            assert (found.id, found.key, found.version) == (7, key, value.version)
+            found = inspection.stat(controller.catalog, controller.volumes, key)
+            assert (found.key, found.version) == (key, value.version)
             assert found.leases == value.pins
             assert found.offset == (-1 if value.offset is None else value.offset)
 

@@ -18,7 +18,7 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 from torchstore_core.errors import ObjectLostError, PluginError, StoreFullError
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index import inspection
 from torchstore_core.server.index.records import SessionRecord, VolumeRecord
 from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.segment import SegmentMemory
@@ -455,10 +455,10 @@ def test_a_lost_key_says_everything_and_can_be_put_again() -> None:
         assert get(controller, session, "small") == b"xy", "it lies with the controller"
         assert controller.exists(["k", "other", "small", "none"]) == [False, True, True, False]
         assert controller.keys("") == ["k", "other", "small"]
-        found = looking.stat(controller.catalog, controller.volumes, m.Stat(1, "k"))
+        found = inspection.stat(controller.catalog, controller.volumes, "k")
         assert "process 7 was killed" in found.lost
-        assert not looking.stat(controller.catalog, controller.volumes, m.Stat(1, "other")).lost
-        listed, *_ = looking.listing(controller.catalog, controller.volumes, "", "")
+        assert not inspection.stat(controller.catalog, controller.volumes, "other").lost
+        listed, *_ = inspection.listing(controller.catalog, controller.volumes, "", "")
         assert [bool(one.lost) for one in listed] == [True, False, False]
 
         seen: list[list[int]] = []

@@ -12,8 +12,8 @@ from tests.unit.server.ranks import Rank, a_store, obj
 from tests.unit.server.test_controller import HERE, facts, inline
 
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import inspection as looking
-from torchstore_core.server.index.key_order import KeyOrder
+from torchstore_core.server.index import inspection
+from torchstore_core.server.index.key_names import KeyOrder
 from torchstore_core.server.index.records import Manifest
 from torchstore_core.wire import messages as m
 
@@ -62,7 +62,7 @@ def test_names_are_those_of_a_look_at_everything(
                 store.delete([key], strict=False)
         names = all_names(store)
         found = sorted(name for name in names if name.startswith(prefix) and name > after)
-        assert store.catalog.page(prefix, after, limit or 100) == found[: limit or 100]
+        assert store.catalog.names.page(prefix, after, limit or 100) == found[: limit or 100]
         assert store.keys(prefix) == sorted(name for name in names if name.startswith(prefix))
 
 
@@ -85,9 +85,11 @@ def test_a_prefix_costs_what_it_finds() -> None:
             items = [inline(f"model/{i:05}", b"") for i in range(start, start + 500)]
             store.put(session, m.Put(1, 1, items))
         Rank(store, "", 1, "model/00077x").put(obj("w"), obj("v"))
-        monkeypatch.setattr(store.catalog, "newest", Unlooked(store.catalog.newest))
+        unlooked = Unlooked(store.catalog.newest)
+        monkeypatch.setattr(store.catalog, "newest", unlooked)
+        monkeypatch.setattr(store.catalog.names, "_newest", unlooked)
         looked: list[str] = []
-        order = store.catalog._order._keys
+        order = store.catalog.names._order._keys
         compare = order.irange
 
         def irange(*bounds: Any) -> Iterator[str]:
@@ -103,11 +105,11 @@ def test_a_prefix_costs_what_it_finds() -> None:
         ]
         assert len(looked) == 11
         looked.clear()
-        page, _, more = looking.listing(store.catalog, store.volumes, "model/", "model/00098")
+        page, _, more = inspection.listing(store.catalog, store.volumes, "model/", "model/00098")
         assert (len(page), more) == (4901, False)
         monkeypatch.setattr(m, "MAX_LISTED", 10)
         looked.clear()
-        page, _, more = looking.listing(store.catalog, store.volumes, "model/", "model/00098")
+        page, _, more = inspection.listing(store.catalog, store.volumes, "model/", "model/00098")
         assert ([one.key for one in page][:2], len(page), more) == (
             ["model/00099", "model/00100"],
             10,

@@ -27,8 +27,7 @@ from torchstore_core.errors import (
     StoreFullError,
 )
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import inspection as looking
-from torchstore_core.server.index import participants
+from torchstore_core.server.index import inspection, participants
 from torchstore_core.wire import messages as m
 
 
@@ -80,7 +79,7 @@ def test_the_error_says_which_boxes_and_who_are_missing(store: Controller) -> No
     with pytest.raises(PartialPutError):
         store.fetch(one.session, m.Fetch(1, 1, "k", 0, None, 0))
     with pytest.raises(PartialPutError):
-        looking.stat(store.catalog, store.volumes, m.Stat(1, "k"))
+        inspection.stat(store.catalog, store.volumes, "k")
     with pytest.raises(KeyNotFoundError) as other:
         content(store, "kk")
     assert other.type is KeyNotFoundError
@@ -102,11 +101,11 @@ def test_stat_tells_of_versions_on_their_way(store: Controller) -> None:
         assert [rows(rank, number, keep=2) for rank in (first, second)] == [number, number]
     rows(first, 3)
     second.begin(tensor("all", 64), tensor("mine"))
-    found = looking.stat(store.catalog, store.volumes, m.Stat(9, "k"))
+    found = inspection.stat(store.catalog, store.volumes, "k")
     assert (found.version, found.versions, found.parts) == (2, [1, 2], 4)
     missing = [("w", (100,), (100,)), ("mine", (0,), (640,))]
     assert found.pending == [m.Pending(3, 2, ["0"], ["1"], missing, "k", 165)]
-    entry = looking.stat(store.catalog, store.volumes, m.Stat(9, "k/w"))
+    entry = inspection.stat(store.catalog, store.volumes, "k/w")
     assert (entry.version, entry.versions, entry.parts, entry.offset) == (2, [1, 2], 2, -1)
 
 
@@ -118,14 +117,14 @@ def test_tools_are_told_of_versions_on_their_way(store: Controller) -> None:
     a, b = (Rank(store, who, 2, key="known") for who in "ab")
     for rank in (a, b, b):
         rank.put(tensor(rank.who, 3))
-    first, count, nbytes = looking.unfinished(store.catalog)
+    first, count, nbytes = inspection.unfinished(store.catalog)
     assert {p.key: p for p in first} == {
         "k": m.Pending(1, 4, ["0"], ["3"], [], "k", 50, ["1", "2"]),  # ranks have numbers
         "t": m.Pending(1, 0, first[1].committed, [], [("t", (5,), (5,))], "t", 5),
         "known": m.Pending(2, 2, ["b"], [], [], "known", 3, ["a"]),  # it has put before
     }
     assert (count, nbytes) == (3, 58)
-    listed, pending_versions, more = looking.listing(store.catalog, store.volumes, "", "")
+    listed, pending_versions, more = inspection.listing(store.catalog, store.volumes, "", "")
     assert sorted(pending_versions, key=lambda p: p.key) == sorted(first, key=lambda p: p.key)
     assert ({e.key.partition("/")[0] for e in listed}, more) == ({"known"}, False)
     for prefix, after, keys in (
@@ -133,21 +132,21 @@ def test_tools_are_told_of_versions_on_their_way(store: Controller) -> None:
         ("", "k", ["known", "t"]),
         ("x", "", []),
     ):
-        _, found, _ = looking.listing(store.catalog, store.volumes, prefix, after)
+        _, found, _ = inspection.listing(store.catalog, store.volumes, prefix, after)
         assert [p.key for p in found] == keys
 
 
 def test_tools_are_told_a_page_at_a_time(store: Controller) -> None:
     for number in range(m.MAX_PENDING + 1):
         Rank(store).put(piece(f"{number:04}".ljust(m.MAX_KEY, "-"), 0, 1, 2))
-    first, count, _ = looking.unfinished(store.catalog)
+    first, count, _ = inspection.unfinished(store.catalog)
     assert (len(first), count) == (m.MAX_PENDING, m.MAX_PENDING + 1)
     for number in range(100):
         who = [f"{i:02}".ljust(m.MAX_KEY, "=") for i in range(3)]
         Rank(store, who[number % 3], 4, key=f"k{number}").put(tensor("w", 1))
     pages, after, more = [], "", True
     while more:
-        listed, found, more = looking.listing(store.catalog, store.volumes, "", after)
+        listed, found, more = inspection.listing(store.catalog, store.volumes, "", after)
         assert not listed
         assert sum(len(p.key) + sum(map(len, p.committed)) for p in found) <= m.MAX_LISTED_CHARS
         pages.append([p.key for p in found])

@@ -183,24 +183,14 @@ def test_what_is_left_out_at_the_end_has_its_default() -> None:
     assert shortened(m.Located(1, [entry], True), 2, 0, to=4).entries == [
         m.Entry(1, ITEM.meta, 4, None, None, None)
     ]
-    found = m.Found(
-        1,
-        "k",
-        2,
-        StateDictMeta(3),
-        4,
-        "",
-        -1,
-        -1,
-        0,
-        0.0,
-        ClientFacts(1, "", ""),
-        5,
-        [1, 2],
-        [m.Pending(3, 4, ["0"], ["1"], [("w", (0,), (1,))])],
-    )
-    short = shortened(found, to=12)
-    assert (short.parts, short.versions, short.pending) == (1, [], [])
+    pending = [m.Pending(3, 4, ["0"], ["1"], [("w", (0,), (1,))])]
+    creator = ClientFacts(1, "", "")
+    whole = m.Found("k", 2, StateDictMeta(3), 4, "", -1, -1, 0, 0.0, creator, 5, [1, 2], pending)
+    stated = msgspec.msgpack.decode(body_of(m.StatReply(1, whole)))
+    for name in ("parts", "versions", "pending", "lost", "copies"):
+        del stated[2][name]
+    found = decode_reply(msgspec.msgpack.encode(stated)).found
+    assert (found.parts, found.versions, found.pending) == (1, [], [])
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_page_is_encoded_when_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        m.Found(5, "k", 1, META, 1, "v", 0, 0, 0, 0.0, None, versions=list(range(1000))),  # type: ignore[arg-type]
+        m.Committed(5, list(range(1000))),
         m.KeyList(5, ["k" * 1000]),
         m.Located(5, [m.Entry(1, META, 1000, bytes(1000))], False),
     ],

@@ -22,8 +22,9 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
+from torchstore_core.reports.stat import Found
+from torchstore_core.reports.status import StatusReport
 from torchstore_core.values import ObjectRef, Request, TensorSlice
-from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
     import torch
@@ -595,14 +596,12 @@ async def wait(
     return await _client(store_name).wait(keys, min_version=min_version, timeout=timeout)
 
 
-async def stat(
-    key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None
-) -> m.Found:
+async def stat(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> Found:
     """See :meth:`Client.stat`; raises the same."""
     return await _client(store_name).stat(key, timeout=timeout)
 
 
-async def status(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> m.StatusReport:
+async def status(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> StatusReport:
     """See :meth:`Client.status`; raises the same."""
     return await _client(store_name).status(timeout=timeout)
 

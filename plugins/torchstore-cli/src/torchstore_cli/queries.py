@@ -21,11 +21,10 @@ __all__ = ["ask_key", "ask_keys", "ask_status", "remove"]
 async def ask_status(address: str | None, timeout: float) -> reports.StatusReport:
     """Everything about one store."""
     async with open_store(address, timeout) as store:
-        status = await store.call(m.StatusReport, m.Status)
+        status = (await store.call(m.StatusReply, m.Status)).status
     errors = {**await _observer_errors(), **status.plugin_errors}
     me = (os.getpid(), topology.probe().hostname)
     fields = msgspec.structs.asdict(status)
-    del fields["id"]
     fields["sessions"] = [s for s in status.sessions if (s.pid, s.hostname) != me]
     fields["operations"] = dict(sorted(status.operations.items()))
     fields["plugin_errors"] = dict(sorted(errors.items()))
@@ -59,7 +58,7 @@ async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.
 async def ask_key(address: str | None, timeout: float, key: str) -> reports.KeyDetails:
     """What is known of one key. Raises KeyNotFoundError."""
     async with open_store(address, timeout) as store:
-        return reports.KeyDetails.make(await store.call(m.Found, m.Stat, key))
+        return reports.KeyDetails.make((await store.call(m.StatReply, m.Stat, key)).found)
 
 
 async def remove(

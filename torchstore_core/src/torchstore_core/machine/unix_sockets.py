@@ -1,4 +1,5 @@
-"""Connecting to Unix sockets of this host: waits while whoever listens is too busy to accept.
+"""Connecting to Unix sockets of this host, which waits while whoever listens is too busy to accept;
+and who is at the other end of one.
 
 A connect that finds the queue of the listener full ends at once with EAGAIN when it does not block,
 which ``loop.sock_connect`` takes for success. That is a store that is busy, not one that is gone.
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["connect", "connect_blocking", "opening"]
+__all__ = ["connect", "connect_blocking", "opening", "peer"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
@@ -81,3 +82,14 @@ def connect_blocking(path: str, timeout: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def peer(sock: socket.socket) -> tuple[int, int | None]:
+    """Pid and uid at the other end; (0, None) where the platform cannot tell (the directory's mode
+    guards).
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0, None
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(pid), int(uid)

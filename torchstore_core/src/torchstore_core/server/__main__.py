@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
+from torchstore_core.machine.processes import DeathWatch
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
 from torchstore_core.server.serving.members import Members
 
 _M_MMAP_THRESHOLD = -3
-_OWNER_POLL_S = 0.2
 
 
 class ProcessOptions(ServerOptions, frozen=True):
@@ -101,7 +101,7 @@ async def _watch(options: ServerOptions, server: Server, address: str) -> Ready:
     else:
         server.owner = options.owner
     if options.owner:
-        _when_ended(options.owner, owner_ended)
+        DeathWatch(options.owner, owner_ended, is_parent=True)
     return ready
 
 
@@ -111,37 +111,6 @@ def _say(line: object) -> None:
         sys.stdout.buffer.flush()
     except OSError:
         logging.getLogger(__name__).debug("nobody reads the ready line")
-
-
-def _when_ended(owner: int, ended: Callable[[], None]) -> None:
-    """Call ``ended`` when ``owner`` ends, however it ends: the kernel tells through a pidfd."""
-    loop = asyncio.get_running_loop()
-    try:
-        pidfd = os.pidfd_open(owner)
-    except ProcessLookupError:
-        ended()
-        return
-    except (OSError, AttributeError):  # an old kernel: look every now and then
-        _poll_owner(owner, ended)
-        return
-
-    def over() -> None:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-        ended()
-
-    if os.getppid() != owner:  # it died before the pidfd was open, or its pid is another's now
-        os.close(pidfd)
-        ended()
-        return
-    loop.add_reader(pidfd, over)
-
-
-def _poll_owner(owner: int, ended: Callable[[], None]) -> None:
-    if os.getppid() != owner:
-        ended()
-        return
-    asyncio.get_running_loop().call_later(_OWNER_POLL_S, _poll_owner, owner, ended)
 
 
 def main() -> int:

@@ -43,6 +43,7 @@ from torchstore_core.server.memory.placement import (
     most_bytes,
     values_in_runs,
 )
+from torchstore_core.server.remote.detached import DetachedSessions
 from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]
@@ -58,6 +59,7 @@ class Controller:
         strategy: decides which volume.
         prefault: keep this kind of look-ahead: after a put of n bytes, n more are kept warm.
         warmed: called (from a thread) when a background prefault ended.
+        watch: asks a volume, which lives, to say when a process of its host has ended.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class Controller:
         *,
         prefault: bool = True,
         warmed: Callable[[], None] = lambda: None,
+        watch: Callable[[VolumeRecord, m.Watch], None] = lambda volume, wanted: None,
     ) -> None:
         self.volumes = list(volumes)
         self.strategy = strategy
         self.sessions: dict[bytes, SessionRecord] = {}
-        self.orphans: dict[bytes, SessionRecord] = {}  # see ``server.remote.orphans``
-        self._holders = ChainMap(self.sessions, self.orphans)
+        self.detached = DetachedSessions(self, watch)
+        self._holders = ChainMap(self.sessions, self.detached.sessions)
         self.catalog = Catalog(self.sessions)
         #: Requests so far, by message class; for status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
@@ -443,7 +446,7 @@ class Controller:
 
     def keys(self, prefix: str) -> list[str]:
         """Sorted keys, and entries of state dicts, that start with ``prefix``; lost ones, too."""
-        return self.catalog.names(prefix)
+        return self.catalog.names.page(prefix)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Whether each key, or entry, has a whole version, and no part of it is lost."""
@@ -473,6 +476,7 @@ class Controller:
         if self.volumes[index].lost:
             return
         self._apply(self.losses.lose(index, why, self.catalog, self._holders.values()))
+        self.detached.volume_lost()
 
     def _remember(self, session: SessionRecord, given_back: int) -> None:
         if len(session.given_back) < _MAX_GIVEN_BACK:

@@ -20,20 +20,21 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
-from torchstore_core.machine.processes import Watcher
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
+from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index import inspection
 from torchstore_core.server.index.records import SessionRecord, VolumeRecord
 from torchstore_core.server.memory.allocator import Allocator
-from torchstore_core.server.memory.placement import session_bytes
+from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.remote.attached import AttachedMemory
-from torchstore_core.server.remote.orphans import Orphans
+from torchstore_core.server.remote.process_watches import Watcher
+from torchstore_core.server.serving import journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
-from torchstore_core.server.serving.journal import Refusals, journal, undone, who
+from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.wire import messages as m
 
@@ -104,7 +105,6 @@ class Server:
         self._all_attached = asyncio.Event()
         self._when_trimmed: list[Callable[[], None]] = []
         self._controller: Controller | None = None
-        self._orphans: Orphans | None = None
         self._watcher = Watcher(self.process_ended)
         self.refusals = Refusals()
         self._listener = Listener(speaking(functools.partial(Connection, self)))
@@ -132,34 +132,24 @@ class Server:
         try:
             if not options.attached:
                 self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
-            path = self._directory.control
-            self._listener.open(path)
+            self._listener.open(self._directory.control)
         except BaseException:
             await self.close()
             raise
         if not options.attached:
             self._say_started()
-        return f"unix:{path}"
+        return self._address
+
+    @property
+    def _address(self) -> str:
+        return f"unix:{self._directory.control if self._directory is not None else ''}"
 
     def _say_started(self) -> None:
         volumes = self.controller.volumes
-        journal.info(
-            "started: store %r at unix:%s, pid %d; %d volume(s), %s bytes; strategy %s",
-            self.options.store_name,
-            self._directory.control if self._directory is not None else "",
-            os.getpid(),
-            len(volumes),
-            f"{sum(volume.info.capacity_bytes for volume in volumes):,}",
-            self.options.strategy,
-        )
-        if self.options.owner:  # it has been warned where its user sees it
-            return
-        hosts = {volume.info.topology.host_id: volume.info.topology for volume in volumes}
-        for ident, host in hosts.items():
-            there = [v.info for v in volumes if v.info.topology.host_id == ident]
-            capacity = sum(info.capacity_bytes for info in there)
-            if text := topology.beyond_memory(capacity, host.memory_bytes, host.hostname):
-                journal.warning("%s", text)
+        options = self.options
+        journal.started(options.store_name, self._address, options.strategy, volumes)
+        if not options.owner:  # it has been warned where its user sees it
+            journal.more_than_memory(volumes)
 
     async def attached(self, timeout: float) -> None:
         """Wait until all volumes are attached; only then clients are let in.
@@ -188,26 +178,15 @@ class Server:
             raise StoreClosedError(f"store {self.options.store_name!r} is still starting")
         return self._controller
 
-    @property
-    def orphans(self) -> Orphans:
-        """Sessions whose relay is gone.
-
-        Raises:
-            StoreClosedError: not all volumes are attached yet.
-        """
-        if self._orphans is None:
-            raise StoreClosedError(f"store {self.options.store_name!r} is still starting")
-        return self._orphans
-
     def _begin(self, volumes: list[VolumeRecord]) -> None:
         """All volumes are there."""
         self._controller = Controller(
             volumes,
             self._strategy,
             prefault=self.options.prefault != 0,
-            warmed=lambda: self._from_thread(self._broadcast_warm),
+            warmed=self._warmed_in_thread,
+            watch=self._watch,
         )
-        self._orphans = Orphans(self._controller, self._watch)
         self._start_prefault()
         self._loop.call_later(1.0, self._sample_rate)
 
@@ -240,7 +219,7 @@ class Server:
             self._directory.remove()
         if self._controller is not None:
             ran_s = time.monotonic() - self._started
-            journal.info("stopped: store %r, after %.0f s", self.options.store_name, ran_s)
+            journal.stopped(self.options.store_name, ran_s)
 
     async def _volume(self, index: int) -> VolumeRecord:
         options = self.options
@@ -317,39 +296,15 @@ class Server:
             return
         self._trimmed()
         if not self._stopping:
-            lost = self._controller.volumes[index].info
-            journal.warning(
-                "lost: volume %s on %s is gone (%s), with what was there alone",
-                *(lost.id, lost.topology.hostname, why),
-            )
+            journal.volume_lost(self._controller.volumes[index], why)
             self._controller.lose_volume(index, why)
-            self.orphans.volume_lost()
             self._to_anchors(m.Lost(index, why))
-
-    def joined(self, session: SessionRecord) -> None:
-        """A client has opened a session."""
-        level = logging.DEBUG if session.facts.role else logging.INFO  # a tool looks and leaves
-        journal.log(level, "joined: %s; now %d", who(session), len(self.controller.sessions))
-
-    def died(self, session: SessionRecord) -> None:
-        """A session's process has died, and what it has half done is about to be undone."""
-        if half_done := undone(session):
-            journal.info("died: %s. Undone: %s", who(session), half_done)
 
     def left(self, session: SessionRecord, why: str) -> None:
         """A session is about to end."""
-        if self._stopping:
-            return
-        half_done = undone(session)
-        level = logging.DEBUG if session.facts.role and not half_done else logging.INFO
-        journal.log(
-            level,
-            "left: %s (%s); now %d%s",
-            who(session),
-            why,
-            len(self.controller.sessions.keys() - {session.token}),
-            f". Undone: {half_done}" if half_done else "",
-        )
+        if not self._stopping:
+            others = self.controller.sessions.keys() - {session.token}
+            journal.client_left(session, why, len(others))
 
     def _watch(self, volume: VolumeRecord, wanted: m.Watch) -> None:
         """Have a process of a volume's host watched, there."""
@@ -359,8 +314,8 @@ class Server:
             self._watcher.watch(wanted)
 
     def process_ended(self, message: m.Died) -> None:
-        """A process of which an orphan is left has ended."""
-        self.orphans.died(message.orphan)
+        """The process of a session whose relay is gone has ended."""
+        self.controller.detached.process_ended(message.orphan)
 
     def _start_prefault(self) -> None:
         wanted = self.options.prefault
@@ -369,13 +324,10 @@ class Server:
             wanted = default_prefault(capacity)
         self._keep = share = wanted // len(self.controller.volumes)
         for volume in self.controller.volumes:
-            volume.memory.prefault(share, lambda: self._from_thread(self._broadcast_warm))
+            volume.memory.prefault(share, self._warmed_in_thread)
 
-    def _from_thread(self, call: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # the loop has closed: nobody is left to tell
-            log.debug("prefault ended after the server")
+    def _warmed_in_thread(self) -> None:
+        call_from_thread(self._loop, self._broadcast_warm)
 
     def _broadcast_warm(self) -> None:
         self._to_anchors(m.Warmed(self._warm()))
@@ -422,55 +374,22 @@ class Server:
         self.controller.trim(self.options.trim_after, self._keep)
         self._loop.call_later(1.0, self._sample_rate)
 
-    def status(self, request_id: int) -> m.StatusReport:
-        """Everything ``torchstore status`` shows."""
+    def status(self) -> StatusReport:
+        """What is known of the store."""
         controller = self.controller
-        pid = os.getpid()
-        now = time.monotonic()
-        volumes = [
-            m.VolumeStatus(
-                id=v.info.id,
-                pid=v.info.pid,
-                host_id=v.info.topology.host_id,
-                hostname=v.info.topology.hostname,
-                capacity_bytes=v.info.capacity_bytes,
-                used_bytes=v.used,
-                leased_bytes=v.leased,
-                unfinished_bytes=v.unfinished,
-                free_bytes=v.free,
-                warm_bytes=v.memory.warm,
-                transports=sorted(v.info.offers),
-                lost=v.lost,
-            )
-            for v in controller.volumes
+        sessions = [
+            inspection.session_status(s, s.facts.role) for s in controller.sessions.values()
         ]
-        sessions = []
-        orphans = list(controller.orphans.values())
-        for s in [*controller.sessions.values(), *orphans]:
-            leased, unfinished = session_bytes(s)
-            facts = s.facts
-            sessions.append(
-                m.SessionStatus(
-                    pid=facts.pid,
-                    hostname=facts.hostname,
-                    rank=facts.rank,
-                    lanes=s.lanes,
-                    leases=len(s.leases),
-                    leased_bytes=leased,
-                    unfinished_puts=len(s.txns),
-                    unfinished_bytes=unfinished,
-                    age_s=now - s.opened,
-                    role="orphan" if s in orphans else facts.role,
-                )
-            )
-        pending, pending_versions, pending_bytes = looking.unfinished(controller.catalog)
-        return m.StatusReport(
-            id=request_id,
+        sessions += [
+            inspection.session_status(s, "orphan") for s in controller.detached.sessions.values()
+        ]
+        pending, pending_versions, pending_bytes = inspection.unfinished(controller.catalog)
+        return StatusReport(
             store_name=self.options.store_name,
-            controller_pid=pid,
-            uptime_s=now - self._started,
+            controller_pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started,
             keys=len(controller.catalog.newest),
-            volumes=volumes,
+            volumes=list(map(inspection.volume_status, controller.volumes)),
             sessions=sessions,
             operations={kind.__name__: n for kind, n in controller.operations.items()},
             operations_per_s=self._rate,

@@ -16,15 +16,15 @@ import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.machine.topology import Topology
-from torchstore_core.reports.summaries import found_text, pretty, status_text
+from torchstore_core.reports.stat import Found as Found
+from torchstore_core.reports.stat import Listed as Listed
+from torchstore_core.reports.stat import Pending as Pending
+from torchstore_core.reports.status import SessionStatus as SessionStatus
+from torchstore_core.reports.status import StatusReport as StatusReport
+from torchstore_core.reports.status import VolumeStatus as VolumeStatus
 from torchstore_core.values import TensorSlice, ValueMeta
-from torchstore_core.wire.facts import Described as Described
-from torchstore_core.wire.facts import Listed as Listed
 from torchstore_core.wire.facts import Message as Message
-from torchstore_core.wire.facts import Pending as Pending
-from torchstore_core.wire.facts import SessionStatus as SessionStatus
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
-from torchstore_core.wire.facts import VolumeStatus as VolumeStatus
 from torchstore_core.wire.memory import Attach as Attach
 from torchstore_core.wire.memory import Died as Died
 from torchstore_core.wire.memory import Lost as Lost
@@ -48,7 +48,7 @@ MAX_INLINE = 1 << 20
 #: Most entries of one Listing, and most characters of keys in it: keeps the reply at a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
-#: Most unfinished versions of one StatusReport.
+#: Most unfinished versions of one StatusReply.
 MAX_PENDING = 100
 
 
@@ -240,7 +240,7 @@ class Versions(Message, frozen=True, tag="versions"):
 
 
 class Stat(Message, frozen=True, tag="stat"):
-    """Reply :class:`Found`: what is known of one key."""
+    """Reply :class:`StatReply`."""
 
     id: int
     key: str
@@ -259,7 +259,7 @@ class List(Message, frozen=True, tag="list"):
 
 
 class Status(Message, frozen=True, tag="status"):
-    """Reply :class:`StatusReport`."""
+    """Reply :class:`StatusReply`."""
 
     id: int
 
@@ -426,36 +426,11 @@ class KeyList(Message, frozen=True, tag="keylist"):
     continued: bool = False
 
 
-class Found(Described, Message, frozen=True, tag="found"):
-    """One key, for ``torchstore stat``; printed, some lines for people.
-
-    ``segment`` is -1 for an inline value, -2 for what is in several places (shards, a state dict);
-    ``offset`` is -1 for both. ``parts``: the shards it lies in, or entries it has. ``versions``:
-    what can be read; ``pending``: what is on its way. ``lost``: why some or all of it cannot be
-    read any more; empty if it can. ``copies``: in how many volumes each byte lies, at least.
-    """
+class StatReply(Message, frozen=True, tag="stat-reply"):
+    """What is known of one key."""
 
     id: int
-    key: str
-    version: int
-    meta: ValueMeta
-    nbytes: int
-    volume: str
-    segment: int
-    offset: int
-    leases: int
-    created: float
-    creator: ClientFacts
-    parts: int = 1
-    versions: list[int] = []
-    pending: list[Pending] = []
-    lost: str = ""
-    copies: int = 1
-
-    def __str__(self) -> str:
-        return found_text(self)
-
-    _repr_pretty_ = pretty
+    found: Found
 
 
 class Listing(Message, frozen=True, tag="listing"):
@@ -471,32 +446,11 @@ class Listing(Message, frozen=True, tag="listing"):
     pending: list[Pending] = []
 
 
-class StatusReport(Message, frozen=True, tag="status-report"):
-    """Everything ``torchstore status`` shows; printed, some lines for people.
-
-    ``operations`` counts by name since the start. ``pending``: the first versions that are not
-    whole yet, of ``pending_versions``; what is done of all of them takes ``pending_bytes``.
-    """
+class StatusReply(Message, frozen=True, tag="status-reply"):
+    """What is known of the store."""
 
     id: int
-    store_name: str
-    controller_pid: int
-    uptime_s: float
-    keys: int
-    volumes: list[VolumeStatus]
-    sessions: list[SessionStatus]
-    operations: dict[str, int]
-    operations_per_s: float
-    strategy: str
-    plugin_errors: dict[str, str]
-    pending: list[Pending] = []
-    pending_versions: int = 0
-    pending_bytes: int = 0
-
-    def __str__(self) -> str:
-        return status_text(self)
-
-    _repr_pretty_ = pretty
+    status: StatusReport
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -542,10 +496,10 @@ Reply = (
     | Deleted
     | Flags
     | KeyList
-    | Found
+    | StatReply
     | UnmetKeys
     | Listing
-    | StatusReport
+    | StatusReply
     | Done
     | Warmed
     | Prefault

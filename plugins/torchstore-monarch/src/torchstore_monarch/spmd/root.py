@@ -84,8 +84,8 @@ async def _connect(found: FoundStore) -> Lane:
 
 async def _members(lane: Lane) -> int:
     """Ranks that hold the store."""
-    status = await lane.call(m.Status(lane.next_id()), m.StatusReport, _END_S)
-    return sum(session.role == MEMBER for session in status.sessions)
+    reply = await lane.call(m.Status(lane.next_id()), m.StatusReply, _END_S)
+    return sum(session.role == MEMBER for session in reply.status.sessions)
 
 
 async def _until_unused(lane: Lane, left: asyncio.Event) -> None:

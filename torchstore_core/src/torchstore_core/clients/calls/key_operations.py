@@ -13,6 +13,8 @@ from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.base import ClientBase
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
+from torchstore_core.reports.stat import Found
+from torchstore_core.reports.status import StatusReport
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
@@ -136,7 +138,7 @@ class KeyOperations(ClientBase):
 
     # ---- looking --------------------------------------------------------------------------
 
-    async def stat(self, key: str, *, timeout: float | None = None) -> m.Found:
+    async def stat(self, key: str, *, timeout: float | None = None) -> Found:
         """What the store knows of a key: version, kind, bytes, place, leases, creator.
 
         Raises:
@@ -144,21 +146,21 @@ class KeyOperations(ClientBase):
         """
         with self._watch("stat", timeout, key) as clock:
             check_key(key)
-            found = await self._call(clock, m.Found, m.Stat, key)
+            found = (await self._call(clock, m.StatReply, m.Stat, key)).found
             clock.version = found.version
             return found
 
-    async def status(self, *, timeout: float | None = None) -> m.StatusReport:
+    async def status(self, *, timeout: float | None = None) -> StatusReport:
         """Volumes, memory, sessions, operations; ``plugin_errors`` of the server's plug-ins, and of
         this process's. Raises what every operation does.
         """
         with self._watch("status", timeout) as clock:
-            reply = await self._call(clock, m.StatusReport, m.Status)
+            status = (await self._call(clock, m.StatusReply, m.Status)).status
             session = self._membership.session_here()
             if session is None:
-                return reply
-            wrong = {**observing.errors(session.registry), **reply.plugin_errors}
-            return msgspec.structs.replace(reply, plugin_errors=wrong)
+                return status
+            wrong = {**observing.errors(session.registry), **status.plugin_errors}
+            return msgspec.structs.replace(status, plugin_errors=wrong)
 
     async def explain(
         self, nbytes: int = 1 << 30, *, timeout: float | None = None

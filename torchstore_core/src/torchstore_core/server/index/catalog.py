@@ -6,20 +6,22 @@ Knows nothing of memory: every transition returns the values that nobody holds a
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from heapq import merge
-from itertools import chain
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from torchstore_core.errors import (
-    KeyNotFoundError,
-    ObjectLostError,
-    PartialPutError,
-    VersionGoneError,
+from torchstore_core.errors import KeyNotFoundError
+from torchstore_core.reports.stat import Pending
+from torchstore_core.server.index.errors import (
+    entry_error,
+    gone_error,
+    missing_error,
+    no_base_error,
+    partial_error,
+    used_error,
+    version_lost_error,
 )
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.groups import Group, Slot
-from torchstore_core.server.index.key_order import KeyOrder
+from torchstore_core.server.index.key_names import KeyNames, splits
 from torchstore_core.server.index.participants import Contribution, Line
 from torchstore_core.server.index.records import (
     Change,
@@ -32,7 +34,7 @@ from torchstore_core.server.index.records import (
 )
 from torchstore_core.wire import messages as m
 
-__all__ = ["Catalog", "version_lost_error"]
+__all__ = ["Catalog"]
 
 # Deleted keys whose last version is remembered.
 _MAX_DELETED = 4096
@@ -54,8 +56,7 @@ class Catalog:
     def __init__(self, sessions: Mapping[bytes, SessionRecord]) -> None:
         self._sessions = sessions
         self.newest: dict[str, Stored] = {}
-        self._order = KeyOrder()  # of the newest
-        self._dicts = KeyOrder()  # of those that are state dicts
+        self.names = KeyNames(self.newest)
         self.groups: dict[str, Group] = {}
         self.unsettled: set[str] = set()
         # A key that is put again after a delete goes on above its last version, so no (key,
@@ -76,19 +77,19 @@ class Catalog:
         if stored is None:
             entry = self._entry(key, version)
             if entry is None and version:
-                raise _gone(key, version, self.versions(key))
+                raise gone_error(key, version, self.versions(key))
             return entry
         if not version or stored.version == version:
             return stored, stored.version
         group = self.groups.get(key)
         old = None if group is None else group.history.get(version)
         if old is None:
-            raise _gone(key, version, self.versions(key))
+            raise gone_error(key, version, self.versions(key))
         return old, version
 
     def _entry(self, key: str, version: int) -> tuple[Stored, int] | None:
         """The entry of a state dict that a key names."""
-        for base, name in _splits(key):
+        for base, name in splits(key):
             stored = self.newest.get(base)
             if version and stored is not None and stored.version != version:
                 group = self.groups.get(base)
@@ -100,20 +101,13 @@ class Catalog:
     def missing_error(self, keys: list[str]) -> KeyNotFoundError:
         """The error for keys of which no version is whole, or that only name an entry."""
         for key in keys:
-            for base in (key, *(base for base, _ in _splits(key))):
-                group = self.groups.get(base)
-                if base not in self.newest and group is not None and group.pending:
-                    return _partial_error(key, base, next(iter(group.pending.values())).state(base))
+            for base in (key, *(base for base, _ in splits(key))):
+                pending = self.pending(base)
+                if base not in self.newest and pending:
+                    return partial_error(key, base, pending[0])
             if self._entry(key, 0) is not None:
-                return KeyNotFoundError(
-                    f"{key!r} is an entry of a state dict, no key of its own; the state dict is "
-                    "deleted as a whole",
-                    key=key,
-                    details={"missing": keys},
-                )
-        shown = _some([repr(k) for k in keys])
-        what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
-        return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
+                return entry_error(key, keys)
+        return missing_error(keys)
 
     def newest_version(self, key: str) -> int:
         """The newest version of a key or entry; 0 if there is none."""
@@ -124,7 +118,7 @@ class Catalog:
         """The versions of a key, or of an entry, that can be read; ascending."""
         found = [v for v, _ in self._all_versions(key)]
         if not found:
-            for base, name in _splits(key):
+            for base, name in splits(key):
                 there = self._all_versions(base)
                 found = [v for v, s in there if type(s) is Manifest and name in s.entries]
                 if found:
@@ -137,7 +131,7 @@ class Catalog:
         stored = self.newest.get(key)
         return found if stored is None else [*found, (stored.version, stored)]
 
-    def pending(self, key: str, *, brief: bool = False) -> list[m.Pending]:
+    def pending(self, key: str, *, brief: bool = False) -> list[Pending]:
         """The versions of a key that are on their way; ``brief``: see ``Generation.state``."""
         group = self.groups.get(key)
         if group is None:
@@ -148,71 +142,6 @@ class Catalog:
         """Keys that start with ``prefix`` and have versions on their way."""
         groups = self.groups.items()
         return [key for key, group in groups if group.pending and key.startswith(prefix)]
-
-    def names(self, prefix: str) -> list[str]:
-        """Sorted keys and entries of state dicts that start with ``prefix``."""
-        found = self._order.starting(prefix)
-        keys = len(found)
-        for key, rest in [*_splits(prefix), *((key, "") for key in self._dicts.starting(prefix))]:
-            if type(stored := self.newest.get(key)) is Manifest:
-                found += [f"{key}/{name}" for name in stored.entries if name.startswith(rest)]
-        # A key may have the name of an entry.
-        return sorted(set(found)) if len(found) > keys else found
-
-    def page(self, prefix: str, after: str, limit: int) -> list[str]:
-        """The first ``limit`` of :meth:`names` above ``after``: takes what it finds, whatever there
-        is besides.
-        """
-        found: list[str] = []
-        for name in self._from(prefix, after, limit):
-            if not found or name != found[-1]:
-                found.append(name)
-                if len(found) == limit:
-                    break
-        return found
-
-    def _from(self, prefix: str, after: str, limit: int) -> Iterator[str]:
-        """Keys, at most ``limit`` of them, and the entries between them, in order."""
-        # A state dict whose own key is not above the bound may have entries that are.
-        bound, most = (after, len(after)) if after >= prefix else (prefix, len(prefix) - 1)
-        before = [bound[:n] for n in range(1, min(most, m.MAX_KEY) + 1)]
-        entries = merge(*[self._entries_from(key, prefix, after) for key in before])
-        following = next(entries, None)
-        for key in self._order.starting(prefix, after, limit):
-            while following is not None and following < key:
-                yield following
-                following = next(entries, None)
-            yield key
-            if type(self.newest[key]) is Manifest:
-                rest = entries if following is None else chain((following,), entries)
-                entries = merge(rest, self._entries_from(key, prefix, after))
-                following = next(entries, None)
-        if following is not None:
-            yield following
-            yield from entries
-
-    def _entries_from(self, key: str, prefix: str, after: str) -> Iterator[str]:
-        """The entries of a state dict, if the key is one, as :meth:`names` has them."""
-        stored = self.newest.get(key)
-        base = f"{key}/"
-        if type(stored) is not Manifest:
-            return
-        names = stored.ordered()
-        start = 0
-        rest = ""
-        if prefix.startswith(base):
-            rest = prefix[len(base) :]
-            start = bisect_left(names, rest)
-        elif not base.startswith(prefix):
-            return
-        if after.startswith(base):
-            start = max(start, bisect_right(names, after[len(base) :]))
-        elif after > base:
-            return
-        for at in range(start, len(names)):
-            if not names[at].startswith(rest):
-                return
-            yield base + names[at]
 
     # ---- plain versions -------------------------------------------------------------------
 
@@ -242,11 +171,9 @@ class Catalog:
                         freed.append(old)
                 else:
                     freed += release(all_values(old))
-                    if type(old) is Manifest:
-                        self._dicts.remove(key)
             newest[key] = value
         if fresh:
-            self._order.add(fresh)
+            self.names.add(fresh)
         return freed
 
     def _next_version(self, key: str) -> int:
@@ -270,12 +197,7 @@ class Catalog:
         old = self.newest.get(key)
         self.newest[key] = stored
         if old is None:
-            self._order.add((key,))
-        if (type(old) is Manifest) != (type(stored) is Manifest):
-            if type(stored) is Manifest:
-                self._dicts.add((key,))
-            else:
-                self._dicts.remove(key)
+            self.names.add((key,))
         self._deleted.pop(key, None)
         return freed + group.shelve(old)
 
@@ -324,37 +246,17 @@ class Catalog:
         elif version < self._lowest_version(key):
             if version in line.versions and line.last_of(who) < version:
                 return Slot(key, who, layout, line, version, None)
-            raise self._used_error(key, version)
+            used = self._lowest_version(key) - 1
+            raise used_error(key, version, used, self.newest_version(key))
         behind: list[Generation] = []
         if generation is None:
             version = version or max(self._next_version(key), line.next_version())
             generation = Generation(line, version, participants, publication)
             behind = group.far_behind(line, without=left_over)
-        if publication is not None and publication.partial:
-            self._check_base(key, version, without=left_over + behind)
+        partial = publication is not None and publication.partial
+        if partial and not self._has_base(key, version, without=left_over + behind):
+            raise no_base_error(key)
         return Slot(key, who, layout, line, version, generation, left_over, behind, replaced)
-
-    def _used_error(self, key: str, version: int) -> VersionGoneError:
-        used = self._lowest_version(key) - 1
-        now = f"it is at {used}" if key in self.newest else f"all up to {used} were used before"
-        return VersionGoneError(
-            f"version {version} of {key!r} cannot be put: {now}, and versions only grow, also "
-            "after a delete. Who goes back to an older checkpoint puts without version= and "
-            "carries the step as an entry of the state dict, or takes a new key for each run",
-            key=key,
-            details={"current": self.newest_version(key)},
-        )
-
-    def _check_base(self, key: str, version: int, without: Collection[Generation]) -> None:
-        """Raises KeyNotFoundError if there is nothing that a partial put can be based on."""
-        if self._has_base(key, version, without):
-            return
-        raise KeyNotFoundError(
-            f"a partial put of {key!r} takes the other entries from the version before, and there "
-            "is none; put the whole state dict first",
-            key=key,
-            details={"missing": [key]},
-        )
 
     def _has_base(self, key: str, version: int, without: Collection[Generation] = ()) -> bool:
         """Whether a state dict is there, or on its way, that a partial version can build on."""
@@ -524,9 +426,7 @@ class Catalog:
         last = self._lowest_version(key) - 1
         if stored is not None:
             del self.newest[key]
-            self._order.remove(key)
-            if type(stored) is Manifest:
-                self._dicts.remove(key)
+            self.names.remove(key)
             freed += release(all_values(stored))
         if group is not None:
             del self.groups[key]
@@ -543,59 +443,3 @@ class Catalog:
         if len(self._deleted) > _MAX_DELETED:
             forgotten = next(iter(self._deleted))
             self._version_floor = max(self._version_floor, self._deleted.pop(forgotten))
-
-
-def _splits(key: str) -> Iterator[tuple[str, str]]:
-    """Every way to read a key as ``<state dict>/<entry>``."""
-    at = key.find("/")
-    while at > 0:
-        yield key[:at], key[at + 1 :]
-        at = key.find("/", at + 1)
-
-
-def _gone(key: str, version: int, there: Iterable[int]) -> VersionGoneError:
-    versions = list(there)
-    if versions and version > versions[-1]:
-        text = f"there is no version {version} of {key!r} yet: it is at {versions[-1]}; wait for it"
-        return VersionGoneError(text, key=key, details={"current": versions[-1]})
-    now = "no such key" if not versions else f"it is at {versions[-1]} now"
-    details: dict[str, object] = {"current": versions[-1] if versions else 0}
-    if len(versions) > 1:
-        now += f", and {', '.join(map(str, versions[:-1]))} are kept"
-        details["versions"] = versions
-    text = f"version {version} of {key!r} is gone: {now}"
-    return VersionGoneError(text, key=key, details=details)
-
-
-def version_lost_error(key: str, version: int, why: str) -> ObjectLostError:
-    """The error for a participant of a version that was lost before it was whole."""
-    return ObjectLostError(
-        f"version {version} of {key!r} was lost before it was whole: {why}, and parts of it were "
-        "there. Nothing of it is visible; all participants go on with their next put",
-        key=key,
-        details={"version": version, "reason": why},
-    )
-
-
-def _some(words: list[str]) -> str:
-    return ", ".join(words[:5]) + (", ..." if len(words) > 5 else "")
-
-
-def _partial_error(key: str, base: str, state: m.Pending) -> PartialPutError:
-    boxes = [f"{name}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
-    parts: list[str] = []
-    if state.participants:
-        done = f"{len(state.committed)} of {state.participants} participants have put theirs"
-        parts.append(f"{done} ({_some(state.committed) or 'none'})")
-    if state.writing:
-        parts.append(f"{len(state.writing)} writing ({_some(state.writing)})")
-    if state.missing_participants:
-        parts.append(f"nothing from {_some(state.missing_participants)}")
-    if boxes:
-        parts.append(f"boxes (offset+shape) still missing: {_some(boxes)}")
-    return PartialPutError(
-        f"{key!r} is not whole yet: of version {state.version}, {'; '.join(parts)}. Wait for it "
-        f"with `await ts.wait({base!r})`",
-        key=key,
-        details=state.plain(),
-    )

@@ -19,6 +19,7 @@ from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import LayoutMismatchError
+from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.participants import Contribution, Line
 from torchstore_core.server.index.records import (
     Manifest,
@@ -236,12 +237,12 @@ class Generation:
         entry = self.entries.get(name)
         return type(entry) is Shards and not entry.parts
 
-    def state(self, key: str, *, brief: bool = False) -> m.Pending:
+    def state(self, key: str, *, brief: bool = False) -> Pending:
         """What of it is there, for people. ``brief``: without the boxes of a state dict, which take
         long to find.
         """
         boxes_of = () if brief and self.publication is not None else self.missing()
-        return m.Pending(
+        return Pending(
             self.version,
             self.participants,
             [who for who, c in self.contributions.items() if c.committed],

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from torchstore_core.reports.stat import Found, Listed, Pending
+from torchstore_core.reports.status import SessionStatus, VolumeStatus
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.records import Shards, Stored, Value, VolumeRecord, all_values
+from torchstore_core.server.index.records import (
+    SessionRecord,
+    Shards,
+    Stored,
+    Value,
+    VolumeRecord,
+    all_values,
+)
 from torchstore_core.server.memory.lost_volumes import lost_reason
+from torchstore_core.server.memory.placement import session_bytes
 from torchstore_core.wire import messages as m
 
-__all__ = ["listing", "stat", "unfinished"]
+__all__ = ["listing", "session_status", "stat", "unfinished", "volume_status"]
 
 
-def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], request: m.Stat) -> m.Found:
+def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str) -> Found:
     """What is known of one key.
 
     Raises:
         KeyNotFoundError, PartialPutError: there is no whole version of it.
     """
-    key = request.key
     found = catalog.find(key)
     if found is None:
         raise catalog.missing_error([key])
@@ -27,8 +37,7 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], request: m.Stat) -> 
     values = list(all_values(stored))
     parts = len(values) if isinstance(stored, Shards) else 1
     entries = getattr(stored.meta, "entries", None)
-    return m.Found(
-        request.id,
+    return Found(
         key,
         version,
         stored.meta,
@@ -49,16 +58,16 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], request: m.Stat) -> 
 
 def listing(
     catalog: Catalog, volumes: Sequence[VolumeRecord], prefix: str, after: str
-) -> tuple[list[m.Listed], list[m.Pending], bool]:
+) -> tuple[list[Listed], list[Pending], bool]:
     """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted; their
     versions that are not whole; and whether there are more.
     """
-    names = catalog.page(prefix, after, m.MAX_LISTED + 1)
+    names = catalog.names.page(prefix, after, m.MAX_LISTED + 1)
     waiting = {key for key in catalog.unfinished(prefix) if key > after}
     if waiting:
         names = sorted({*names, *waiting})
-    entries: list[m.Listed] = []
-    pending: list[m.Pending] = []
+    entries: list[Listed] = []
+    pending: list[Pending] = []
     room = m.MAX_LISTED_CHARS
     for at, key in enumerate(names[: m.MAX_LISTED]):
         states = catalog.pending(key, brief=True) if key in waiting else []
@@ -72,19 +81,55 @@ def listing(
     return entries, pending, len(names) > m.MAX_LISTED
 
 
-def _chars(state: m.Pending) -> int:
+def _chars(state: Pending) -> int:
     """About what it takes in a message."""
     who = (state.committed, state.writing, state.missing_participants)
     return len(state.key) + sum(len(name) + 2 for names in who for name in names)
 
 
-def unfinished(catalog: Catalog) -> tuple[list[m.Pending], int, int]:
+def volume_status(volume: VolumeRecord) -> VolumeStatus:
+    """The memory of a volume."""
+    info = volume.info
+    return VolumeStatus(
+        id=info.id,
+        pid=info.pid,
+        host_id=info.topology.host_id,
+        hostname=info.topology.hostname,
+        capacity_bytes=info.capacity_bytes,
+        used_bytes=volume.used,
+        leased_bytes=volume.leased,
+        unfinished_bytes=volume.unfinished,
+        free_bytes=volume.free,
+        warm_bytes=volume.memory.warm,
+        transports=sorted(info.offers),
+        lost=volume.lost,
+    )
+
+
+def session_status(session: SessionRecord, role: str) -> SessionStatus:
+    """What a client process holds."""
+    leased, unfinished = session_bytes(session)
+    return SessionStatus(
+        pid=session.facts.pid,
+        hostname=session.facts.hostname,
+        rank=session.facts.rank,
+        lanes=session.lanes,
+        leases=len(session.leases),
+        leased_bytes=leased,
+        unfinished_puts=len(session.txns),
+        unfinished_bytes=unfinished,
+        age_s=time.monotonic() - session.opened,
+        role=role,
+    )
+
+
+def unfinished(catalog: Catalog) -> tuple[list[Pending], int, int]:
     """Versions that are not whole: the first of them, how many there are, and the bytes that are
     done of all.
     """
     keys = catalog.unfinished()
     generations = [g for key in keys for g in catalog.groups[key].pending.values()]
-    first: list[m.Pending] = []
+    first: list[Pending] = []
     room = m.MAX_LISTED_CHARS
     for state in (state for key in keys for state in catalog.pending(key, brief=True)):
         room -= _chars(state)
@@ -94,7 +139,7 @@ def unfinished(catalog: Catalog) -> tuple[list[m.Pending], int, int]:
     return first, len(generations), sum(g.nbytes for g in generations)
 
 
-def _listed(volumes: Sequence[VolumeRecord], key: str, stored: Stored, version: int) -> m.Listed:
+def _listed(volumes: Sequence[VolumeRecord], key: str, stored: Stored, version: int) -> Listed:
     values = list(all_values(stored))
     places = {volumes[v.volume].info.id: None for v in values}
     places |= {volumes[at].info.id: None for v in values for at, _ in v.more}
@@ -102,7 +147,7 @@ def _listed(volumes: Sequence[VolumeRecord], key: str, stored: Stored, version: 
     segment = -2
     if isinstance(stored, Value):
         segment = 0 if stored.data is None else -1
-    return m.Listed(
+    return Listed(
         key,
         version,
         stored.meta,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.records import Stored, Waiter
 from torchstore_core.wire import messages as m
@@ -82,7 +83,7 @@ class Waiting:
                     break
         return found
 
-    def _pending(self, key: str) -> list[m.Pending]:
+    def _pending(self, key: str) -> list[Pending]:
         """What is on its way of a key, or of the state dict that it may be an entry of."""
         bases = [key, *(key[:at] for at, character in enumerate(key) if character == "/")]
         for base in bases:
@@ -100,7 +101,7 @@ class Waiting:
         return versions
 
 
-def _in_short(pending: m.Pending) -> m.Pending:
+def _in_short(pending: Pending) -> Pending:
     """Without what may be thousands of names."""
     return msgspec.structs.replace(
         pending,

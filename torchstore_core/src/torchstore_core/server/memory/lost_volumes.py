@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchstore_core.errors import ObjectLostError
-from torchstore_core.server.index.catalog import Catalog, version_lost_error
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.errors import version_lost_error
 from torchstore_core.server.index.records import (
     Change,
     SessionRecord,

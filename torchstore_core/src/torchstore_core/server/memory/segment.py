@@ -5,6 +5,7 @@ No name in any file system, so nothing can be left behind and nobody can open it
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import logging
@@ -22,7 +23,7 @@ from torchstore_core.machine.virtual_memory import (
     unmap,
 )
 
-__all__ = ["SegmentMemory", "open_memory"]
+__all__ = ["SegmentMemory", "call_from_thread", "open_memory"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,14 @@ def open_memory(name: str, nbytes: int) -> int:
         os.close(fd)
         raise StoreFullError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
     return fd
+
+
+def call_from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Call something on an event loop when a background prefault has ended, in its thread."""
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:  # the loop has closed: nobody is left to tell
+        log.debug("prefault ended after whoever wanted it")
 
 
 class SegmentMemory:

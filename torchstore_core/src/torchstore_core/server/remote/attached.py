@@ -10,24 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import cast
 
 import msgspec
 
 from torchstore_core.errors import (
-    ProtocolError,
     StoreClosedError,
     StoreTimeoutError,
     TorchStoreError,
     from_wire,
     in_seconds,
 )
-from torchstore_core.machine.processes import Watcher
 from torchstore_core.machine.unix_sockets import connect, opening
 from torchstore_core.server.memory.allocator import Allocator
+from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
+from torchstore_core.server.remote.process_watches import Watcher
+from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+from torchstore_core.wire.framing import decode_reply, encode
 
 __all__ = ["AttachedMemory", "VolumeLine"]
 
@@ -97,7 +97,7 @@ class AttachedMemory:
             self._reserved = None
 
 
-class VolumeLine(asyncio.Protocol):
+class VolumeLine(FrameProtocol):
     """The volume's end; made by :meth:`open`.
 
     Args:
@@ -107,13 +107,12 @@ class VolumeLine(asyncio.Protocol):
     """
 
     def __init__(self, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None]) -> None:
+        super().__init__(m.MAX_FRAME)
         self._volume = volume
         self._info = info
         self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self._reader = FrameReader(m.MAX_FRAME)
         self._attached: asyncio.Future[None] = self._loop.create_future()
-        self._transport: asyncio.Transport | None = None
         self._watcher = Watcher(self._send)
         self._wanted = False
         self._closing = False
@@ -150,26 +149,29 @@ class VolumeLine(asyncio.Protocol):
         """Leave the server; ``lost`` is not called any more."""
         self._closing = True
         self._watcher.close()
-        if self._transport is not None:
-            self._transport.close()
+        super().close()
 
-    # ---- asyncio.Protocol -----------------------------------------------------------------
+    # ---- FrameProtocol --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         self._send(m.Attach(1, m.PROTOCOL_VERSION, self._info))
 
-    def data_received(self, data: bytes) -> None:
+    def received(self, bodies: list[bytes]) -> None:
+        """The server has sent these."""
         try:
-            for body in self._reader.feed(data):
+            for body in bodies:
                 self._handle(decode_reply(body))
-        except (ProtocolError, msgspec.DecodeError) as error:
-            log.warning("volume %s: its server sent something unreadable: %s", self._info.id, error)
-            if self._transport is not None:
-                self._transport.abort()
+        except msgspec.DecodeError as error:
+            self.unreadable(error)
+
+    def unreadable(self, error: Exception) -> None:
+        """A server that cannot be understood is none."""
+        log.warning("volume %s: its server sent something unreadable: %s", self._info.id, error)
+        self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        super().connection_lost(exc)
         self._watcher.close()
         self._fail(StoreClosedError(f"volume {self._info.id}: its server is gone"))
         if self._wanted and not self._closing:
@@ -179,8 +181,7 @@ class VolumeLine(asyncio.Protocol):
     # ---- inside ---------------------------------------------------------------------------
 
     def _send(self, message: m.Message) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode(message))
+        self.write(encode(message))
 
     def _handle(self, message: m.Reply) -> None:
         memory = self._volume.memory
@@ -207,10 +208,7 @@ class VolumeLine(asyncio.Protocol):
             self._attached.set_exception(error)
 
     def _warmed_in_thread(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._tell)
-        except RuntimeError:  # the loop has closed: nobody is left to tell
-            log.debug("prefault ended after the volume")
+        call_from_thread(self._loop, self._tell)
 
     def _tell(self, *, trimmed: bool = False) -> None:
         self._send(m.Warm(self._volume.memory.warm, trimmed))

@@ -7,17 +7,17 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.directories import PrivateDirectory
-from torchstore_core.machine.processes import DeathWatch, Process, pid_namespace
+from torchstore_core.machine.processes import Process, pid_namespace
 from torchstore_core.server.remote.uplinks import EXPIRE_S, Said, Told, ToldList
+from torchstore_core.server.serving.frames import ClientSocket
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import FrameReader
 
 __all__ = ["Relay", "Uplink"]
 
@@ -115,16 +115,10 @@ class Relay:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(said)
 
-    def gone(self, conn: int, pid: int) -> None:
+    def ended(self, conn: int) -> None:
         """A connection has closed."""
         self._pipes.pop(conn, None)
         self._listener.freed()
-        if not self._closed:
-            self._spawn(self._say_closed(conn, pid))
-
-    async def _say_closed(self, conn: int, pid: int) -> None:
-        if self.before_close is not None and pid:
-            await self.before_close(pid)
         self.say(Said(conn, closed=True))
 
     # ---- the uplink -----------------------------------------------------------------------
@@ -160,7 +154,7 @@ class Relay:
         if pipe is None:
             return
         if one.frame:
-            pipe.send(one.frame)
+            pipe.write(one.frame)
         if one.close:
             pipe.close()
 
@@ -176,51 +170,36 @@ class Relay:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Pipe(asyncio.Protocol):
+class _Pipe(ClientSocket):
     """A client's connection to the relay."""
 
     def __init__(self, relay: Relay, pid: int) -> None:
+        super().__init__(m.MAX_FRAME, pid, relay)
         self._relay = relay
-        self._reader = FrameReader(m.MAX_FRAME)
-        self._transport: asyncio.Transport | None = None
         self._conn = 0
-        self._pid = pid
-        self._watch: DeathWatch | None = None
         self._process: Process | None = None  # until the server knows it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         self._conn = self._relay.opened(self)
-        self._process = Process(self._pid, pid_namespace()) if self._pid else None
-        self._watch = DeathWatch(self._pid, self._process_died)
+        self._process = Process(self.pid, pid_namespace()) if self.pid else None
+        self.watch()
 
-    def data_received(self, data: bytes) -> None:
-        if not self._conn:
-            return
-        try:
-            for body in self._reader.feed(data):
-                self._relay.say(Said(self._conn, body, process=self._process))
-                self._process = None
-        except ProtocolError as error:
-            log.warning("a client sent something unreadable: %s", error)
-            self.close()
+    def received(self, bodies: list[bytes]) -> None:
+        """Have them carried."""
+        for body in bodies:
+            self._relay.say(Said(self._conn, body, process=self._process))
+            self._process = None
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        self._transport = None
-        if self._conn:
-            self._relay.gone(self._conn, self._pid)
+    def unreadable(self, error: ProtocolError) -> None:
+        """Close."""
+        log.warning("a client sent something unreadable: %s", error)
+        self.close()
 
-    def send(self, frame: bytes) -> None:
-        """Send unless the connection is gone."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame)
-
-    def close(self) -> None:
-        """Send what is buffered, then close."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def _process_died(self) -> None:
+    def process_died(self) -> None:
+        """Have the server told."""
         self._relay.say(Said(self._conn, died=True))
+
+    def ended(self) -> None:
+        """Have the server told."""
+        self._relay.ended(self._conn)

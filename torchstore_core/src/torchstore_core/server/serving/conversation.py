@@ -19,8 +19,9 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
-from torchstore_core.server.index import inspection as looking
+from torchstore_core.server.index import inspection
 from torchstore_core.server.index.records import SessionRecord, Waiter
+from torchstore_core.server.serving import journal
 from torchstore_core.server.serving.sending import Sender
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_request
@@ -105,7 +106,7 @@ class Conversation:
         """
         session = self._session
         if session is not None:
-            self._server.died(session)
+            journal.process_died(session)
             self._server.controller.end_session(session)
             if session.facts.role:  # it reads nothing, so its forked children do not, either
                 self._server.controller.close_session(session)
@@ -116,7 +117,9 @@ class Conversation:
 
     def cut_off(self, why: str) -> None:
         """The relay is gone; the client may live, and read what it has mapped. Idempotent."""
-        self._end(why, lambda session: self._server.orphans.take(session, self._process))
+        self._end(
+            why, lambda session: self._server.controller.detached.detach(session, self._process)
+        )
 
     def _end(self, why: str, close_session: Callable[[SessionRecord], None]) -> None:
         if self not in self._server.conversations:
@@ -195,7 +198,7 @@ class Conversation:
             else:
                 session = controller.open_session(hello.facts, hello.topology)
                 self._anchor = True
-                self._server.joined(session)
+                journal.client_joined(session, len(controller.sessions))
         except TorchStoreError as error:
             self.send(m.Failure(hello.id, error.code, error.message))
             self.end()
@@ -264,14 +267,15 @@ class Conversation:
             case m.Versions():
                 return m.Committed(request.id, controller.catalog.versions(request.key))
             case m.Stat():
-                return looking.stat(controller.catalog, controller.volumes, request)
+                found = inspection.stat(controller.catalog, controller.volumes, request.key)
+                return m.StatReply(request.id, found)
             case m.List():
-                listed, pending, more = looking.listing(
+                listed, pending, more = inspection.listing(
                     controller.catalog, controller.volumes, request.prefix, request.after
                 )
                 return m.Listing(request.id, listed, more, pending)
             case m.Status():
-                return self._server.status(request.id)
+                return m.StatusReply(request.id, self._server.status())
             case m.Shutdown():
                 self._server.stop_soon()
                 return m.Done(request.id)

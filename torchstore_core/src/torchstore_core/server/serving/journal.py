@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 from torchstore_core.errors import ConfigurationError, StoreFullError
-from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.machine import topology
+from torchstore_core.server.index.records import SessionRecord, VolumeRecord
 
-__all__ = ["LOG_LEVEL", "Refusals", "journal", "log_to_stderr", "undone", "who"]
+__all__ = ["LOG_LEVEL", "Refusals", "client_joined", "client_left", "journal", "log_to_stderr"]
+__all__ += ["more_than_memory", "process_died", "started", "stopped", "volume_lost"]
 
 #: Its name does not change, so that a logging configuration can name it.
 journal = logging.getLogger("torchstore.server")
@@ -39,7 +42,60 @@ def log_to_stderr(level: str, prefix: str) -> None:
         raise ConfigurationError(f"{LOG_LEVEL}: {error}") from error
 
 
-def who(session: SessionRecord) -> str:
+def started(store: str, address: str, strategy: str, volumes: Sequence[VolumeRecord]) -> None:
+    """A server can be connected to."""
+    journal.info(
+        "started: store %r at %s, pid %d; %d volume(s), %s bytes; strategy %s",
+        *(store, address, os.getpid(), len(volumes)),
+        f"{sum(volume.info.capacity_bytes for volume in volumes):,}",
+        strategy,
+    )
+
+
+def stopped(store: str, ran_s: float) -> None:
+    """A server has ended."""
+    journal.info("stopped: store %r, after %.0f s", store, ran_s)
+
+
+def more_than_memory(volumes: Sequence[VolumeRecord]) -> None:
+    """Warn if the volumes of a host may get larger than its memory."""
+    hosts = {volume.info.topology.host_id: volume.info.topology for volume in volumes}
+    for ident, host in hosts.items():
+        there = [v.info for v in volumes if v.info.topology.host_id == ident]
+        capacity = sum(info.capacity_bytes for info in there)
+        if text := topology.beyond_memory(capacity, host.memory_bytes, host.hostname):
+            journal.warning("%s", text)
+
+
+def client_joined(session: SessionRecord, count: int) -> None:
+    """A client has opened a session; there are ``count`` now."""
+    level = logging.DEBUG if session.facts.role else logging.INFO  # a tool looks and leaves
+    journal.log(level, "joined: %s; now %d", _client(session), count)
+
+
+def client_left(session: SessionRecord, why: str, count: int) -> None:
+    """A session is about to end, and ``count`` others stay."""
+    undone = _undone(session)
+    level = logging.DEBUG if session.facts.role and not undone else logging.INFO
+    more = f". Undone: {undone}" if undone else ""
+    journal.log(level, "left: %s (%s); now %d%s", _client(session), why, count, more)
+
+
+def process_died(session: SessionRecord) -> None:
+    """A session's process has died, and what it has half done is about to be undone."""
+    if undone := _undone(session):
+        journal.info("died: %s. Undone: %s", _client(session), undone)
+
+
+def volume_lost(volume: VolumeRecord, why: str) -> None:
+    """The memory of a volume is gone."""
+    journal.warning(
+        "lost: volume %s on %s is gone (%s), with what was there alone",
+        *(volume.info.id, volume.info.topology.hostname, why),
+    )
+
+
+def _client(session: SessionRecord) -> str:
     """A client in words."""
     facts = session.facts
     rank = "" if facts.rank is None else f", rank {facts.rank}"
@@ -47,7 +103,7 @@ def who(session: SessionRecord) -> str:
     return f"pid {facts.pid} on {facts.hostname}{rank}{role}"
 
 
-def undone(session: SessionRecord) -> str:
+def _undone(session: SessionRecord) -> str:
     """In words, what a session that ends now leaves half done; empty if nothing."""
     puts = list(session.txns.values())
     if not puts:
@@ -74,4 +130,4 @@ class Refusals:
             return
         more = f" ({self._unsaid} more since the last such line)" if self._unsaid else ""
         self._silent_until, self._unsaid = now + _REFUSALS_EVERY_S, 0
-        journal.info("full: refused %s%s: %s", who(session), more, error.message)
+        journal.info("full: refused %s%s: %s", _client(session), more, error.message)

@@ -15,12 +15,12 @@ import os
 import resource
 import socket
 import stat
-import struct
 from collections.abc import Callable
 
+from torchstore_core.machine.unix_sockets import peer
 from torchstore_core.server.serving.journal import journal
 
-__all__ = ["Listener", "Take", "peer", "raise_descriptor_limit", "speaking"]
+__all__ = ["Listener", "Take", "raise_descriptor_limit", "speaking"]
 
 log = logging.getLogger(__name__)
 
@@ -204,17 +204,6 @@ async def _connect(accepted: socket.socket, make: Callable[[], asyncio.BaseProto
     except OSError as error:
         log.debug("a connection was lost as it began: %s", error)
         accepted.close()
-
-
-def peer(sock: socket.socket) -> tuple[int, int | None]:
-    """Pid and uid at the other end; (0, None) where the platform cannot tell (the directory's mode
-    guards).
-    """
-    if not hasattr(socket, "SO_PEERCRED"):
-        return 0, None
-    size = struct.calcsize("3i")
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(pid), int(uid)
 
 
 def raise_descriptor_limit() -> None:

@@ -1,0 +1,158 @@
+"""What a store knows of its keys, as values for users: what `stat` returns, and lists of keys.
+
+They travel inside of the wire's messages.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.reports.summaries import (
+    count_text,
+    kind_text,
+    pending_text,
+    pretty,
+    shape_text,
+)
+from torchstore_core.reports.units import human_bytes, human_duration
+from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
+
+__all__ = ["Described", "Found", "Listed", "Pending"]
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A version that is not whole yet.
+
+    Args:
+        participants: how many make it; 0: as many as it takes to cover the tensor.
+        committed, writing: who of them is done, who is at it.
+        missing: boxes that nobody has put, as (name, offset, shape), by the name of an entry, or
+            the key of a plain tensor; the first hundred. Of a state dict only `stat`, and the error
+            of who reads it, say them.
+        key: whose version it is.
+        nbytes: bytes of those that are done.
+        missing_participants: who has not begun, as far as their names are known; the first hundred.
+    """
+
+    version: int
+    participants: int
+    committed: list[str]
+    writing: list[str]
+    missing: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    key: str = ""
+    nbytes: int = 0
+    missing_participants: list[str] = []
+
+    def plain(self) -> dict[str, Any]:
+        """It as the details of errors have it: dicts and lists."""
+        boxes = [[name, list(offset), list(shape)] for name, offset, shape in self.missing]
+        return {**msgspec.structs.asdict(self), "missing": boxes}
+
+
+class Described:
+    """What the facts of a key say of its value: ``dtype`` and ``shape`` are of a tensor, ``codec``
+    is of an object, ``entries`` (how many) of a state dict; each else None.
+    """
+
+    __slots__ = ()
+    meta: ValueMeta
+    segment: int
+
+    @property
+    def kind(self) -> str:
+        """``tensor``, ``state dict`` or ``object``."""
+        if isinstance(self.meta, TensorMeta):
+            return "tensor"
+        return "state dict" if isinstance(self.meta, StateDictMeta) else "object"
+
+    @property
+    def dtype(self) -> str | None:
+        """As in ``torch.<dtype>``."""
+        return getattr(self.meta, "dtype", None)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """In elements."""
+        return getattr(self.meta, "shape", None)
+
+    @property
+    def codec(self) -> str | None:
+        """``msgpack`` or ``pickle``."""
+        return getattr(self.meta, "codec", None)
+
+    @property
+    def entries(self) -> int | None:
+        """Tensors and objects."""
+        return getattr(self.meta, "entries", None)
+
+    @property
+    def inline(self) -> bool:
+        """Whether it came in the message, and lies in no segment."""
+        return self.segment == -1
+
+
+class Listed(Described, msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One key among many; the fields mean what they mean in :class:`Found`."""
+
+    key: str
+    version: int
+    meta: ValueMeta
+    nbytes: int
+    volume: str
+    segment: int
+    leases: int
+    created: float
+    creator_pid: int
+    lost: str = ""
+
+
+class Found(Described, msgspec.Struct, frozen=True):
+    """What a store knows of one key: what ``stat`` returns; printed, some lines for people.
+
+    ``segment`` is -1 for an inline value, -2 for what is in several places (shards, a state dict);
+    ``offset`` is -1 for both. ``parts``: the shards it lies in, or entries it has. ``versions``:
+    what can be read; ``pending``: what is on its way. ``lost``: why some or all of it cannot be
+    read any more; empty if it can. ``copies``: in how many volumes each byte lies, at least.
+    """
+
+    key: str
+    version: int
+    meta: ValueMeta
+    nbytes: int
+    volume: str
+    segment: int
+    offset: int
+    leases: int
+    created: float
+    creator: ClientFacts
+    parts: int = 1
+    versions: list[int] = []
+    pending: list[Pending] = []
+    lost: str = ""
+    copies: int = 1
+
+    def __str__(self) -> str:
+        """What it is, where it lies, who put it."""
+        shape = "" if self.shape is None else f" {shape_text(self.shape)}"
+        creator = self.creator
+        rank = "" if creator.rank is None else f", rank {creator.rank}"
+        age = human_duration(time.time() - self.created)
+        lines = [
+            f"{self.key!r} version {self.version}: {kind_text(self)}{shape}, "
+            f"{human_bytes(self.nbytes)}",
+            f"  in {'the controller' if self.inline else self.volume or 'no volume'}, "
+            f"{count_text(self.leases, 'lease')}",
+            f"  put {age} ago by pid {creator.pid} on {creator.hostname}{rank}",
+        ]
+        if len(self.versions) > 1:
+            lines.append(f"  kept, too: version {', '.join(map(str, self.versions[:-1]))}")
+        if self.lost:
+            lines.append(f"  lost: {self.lost}")
+        lines += [f"  version {p.version}: {pending_text(p)}" for p in self.pending]
+        return "\n".join(lines)
+
+    _repr_pretty_ = pretty

@@ -1,0 +1,106 @@
+"""The errors of keys and versions, in words that say what to do."""
+
+from __future__ import annotations
+
+from torchstore_core.errors import (
+    KeyNotFoundError,
+    ObjectLostError,
+    PartialPutError,
+    VersionGoneError,
+)
+from torchstore_core.reports.stat import Pending
+
+__all__ = ["entry_error", "gone_error", "missing_error", "no_base_error", "partial_error"]
+__all__ += ["used_error", "version_lost_error"]
+
+
+def missing_error(keys: list[str]) -> KeyNotFoundError:
+    """The error for keys that do not exist."""
+    shown = _some([repr(k) for k in keys])
+    what = "no such key" if len(keys) == 1 else f"{len(keys)} keys do not exist"
+    return KeyNotFoundError(f"{what}: {shown}", key=keys[0], details={"missing": keys})
+
+
+def entry_error(key: str, keys: list[str]) -> KeyNotFoundError:
+    """The error for an entry of a state dict, among ``keys`` that are to be deleted."""
+    return KeyNotFoundError(
+        f"{key!r} is an entry of a state dict, no key of its own; the state dict is "
+        "deleted as a whole",
+        key=key,
+        details={"missing": keys},
+    )
+
+
+def no_base_error(key: str) -> KeyNotFoundError:
+    """The error for a partial put that has nothing to be based on."""
+    return KeyNotFoundError(
+        f"a partial put of {key!r} takes the other entries from the version before, and there "
+        "is none; put the whole state dict first",
+        key=key,
+        details={"missing": [key]},
+    )
+
+
+def used_error(key: str, version: int, used: int, newest: int) -> VersionGoneError:
+    """The error for putting a version that is not above all that were used, up to ``used``;
+    ``newest``: the one there is now, 0 if there is none.
+    """
+    now = f"it is at {used}" if newest else f"all up to {used} were used before"
+    return VersionGoneError(
+        f"version {version} of {key!r} cannot be put: {now}, and versions only grow, also "
+        "after a delete. Who goes back to an older checkpoint puts without version= and "
+        "carries the step as an entry of the state dict, or takes a new key for each run",
+        key=key,
+        details={"current": newest},
+    )
+
+
+def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
+    """The error for a version that cannot be read, when ``versions`` can."""
+    if versions and version > versions[-1]:
+        text = f"there is no version {version} of {key!r} yet: it is at {versions[-1]}; wait for it"
+        return VersionGoneError(text, key=key, details={"current": versions[-1]})
+    now = "no such key" if not versions else f"it is at {versions[-1]} now"
+    details: dict[str, object] = {"current": versions[-1] if versions else 0}
+    if len(versions) > 1:
+        now += f", and {', '.join(map(str, versions[:-1]))} are kept"
+        details["versions"] = versions
+    text = f"version {version} of {key!r} is gone: {now}"
+    return VersionGoneError(text, key=key, details=details)
+
+
+def version_lost_error(key: str, version: int, why: str) -> ObjectLostError:
+    """The error for a participant of a version that was lost before it was whole."""
+    return ObjectLostError(
+        f"version {version} of {key!r} was lost before it was whole: {why}, and parts of it were "
+        "there. Nothing of it is visible; all participants go on with their next put",
+        key=key,
+        details={"version": version, "reason": why},
+    )
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:5]) + (", ..." if len(words) > 5 else "")
+
+
+def partial_error(key: str, base: str, state: Pending) -> PartialPutError:
+    """The error for ``key``, or an entry of the state dict ``base``, whose first version is on its
+    way.
+    """
+    boxes = [f"{name}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
+    parts: list[str] = []
+    if state.participants:
+        done = f"{len(state.committed)} of {state.participants} participants have put theirs"
+        parts.append(f"{done} ({_some(state.committed) or 'none'})")
+    if state.writing:
+        parts.append(f"{len(state.writing)} writing ({_some(state.writing)})")
+    if state.missing_participants:
+        parts.append(f"nothing from {_some(state.missing_participants)}")
+    if boxes:
+        parts.append(f"boxes (offset+shape) still missing: {_some(boxes)}")
+    return PartialPutError(
+        f"{key!r} is not whole yet: of version {state.version}, {'; '.join(parts)}. Wait for it "
+        f"with `await ts.wait({base!r})`",
+        key=key,
+        details=state.plain(),
+    )

@@ -1,0 +1,100 @@
+"""Sessions whose relay is gone, though their process may live and read what it has mapped.
+
+Such a session is over: nothing can be said for it any more. But zero-copy tensors are mappings of
+volumes of the client's own host, and those that live would use the memory again. So the leases on
+what lies there stay until a volume of that host has seen the process end, or none is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchstore_core.machine.processes import Process
+from torchstore_core.server.index.records import SessionRecord, Value, VolumeRecord
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.server.controller import Controller
+
+__all__ = ["DetachedSessions"]
+
+
+class DetachedSessions:
+    """All of one store.
+
+    Args:
+        watch: asks a volume, which lives, to say when a process has ended.
+
+    Attributes:
+        sessions: what is left of them, by token.
+    """
+
+    def __init__(
+        self, controller: Controller, watch: Callable[[VolumeRecord, m.Watch], None]
+    ) -> None:
+        self._controller = controller
+        self._watch = watch
+        self.sessions: dict[bytes, SessionRecord] = {}
+
+    def detach(self, session: SessionRecord, process: Process | None) -> None:
+        """End a session, but for the leases on what its process may have mapped.
+
+        ``process``: of the client; None: nobody knows, so its leases stay as long as the volumes.
+        So they do if it is dead already: then a forked child of it kept the connection open.
+        """
+        token = session.token
+        if token not in self._controller.sessions:
+            return
+        if session.closed is not None:
+            process = None
+        left = SessionRecord(token, session.facts, session.topology)
+        left.opened = session.opened
+        left.keeps_memory = session.keeps_memory
+        for lease, held in session.leases.items():
+            stays = [value is not None and self._may_be_mapped(left, value) for value in held]
+            if any(stays):
+                pairs = list(zip(held, stays, strict=True))
+                left.leases[lease] = [value if kept else None for value, kept in pairs]
+                session.leases[lease] = [None if kept else value for value, kept in pairs]
+        self.sessions[token] = left
+        self._controller.close_session(session)
+        self._drop_if_empty(left)
+        if token in self.sessions and process is not None:
+            for volume in self._volumes_beside(left):
+                self._watch(volume, m.Watch(token, *process))
+
+    def process_ended(self, token: bytes) -> None:
+        """The process of a session has ended. Idempotent."""
+        left = self.sessions.pop(token, None)
+        if left is not None:
+            self._controller.release(left, list(left.leases), [])
+
+    def volume_lost(self) -> None:
+        """What is gone is never used again, so no lease has to keep it."""
+        for left in list(self.sessions.values()):
+            gone = [(lease, self._not_mapped(left, held)) for lease, held in left.leases.items()]
+            self._controller.release(left, (), gone)
+            self._drop_if_empty(left)
+
+    def _drop_if_empty(self, left: SessionRecord) -> None:
+        page_locked = left.keeps_memory and self._volumes_beside(left)
+        if not (left.leases or page_locked):
+            del self.sessions[left.token]
+
+    def _volumes_beside(self, left: SessionRecord) -> list[VolumeRecord]:
+        """Those of its host that live."""
+        return [v for v in self._controller.volumes if _is_beside(left, v)]
+
+    def _not_mapped(self, left: SessionRecord, held: list[Value | None]) -> list[int]:
+        """Where in a lease the values are that its process cannot have mapped."""
+        there = ((at, value) for at, value in enumerate(held) if value is not None)
+        return [at for at, value in there if not self._may_be_mapped(left, value)]
+
+    def _may_be_mapped(self, left: SessionRecord, value: Value) -> bool:
+        volumes = self._controller.volumes
+        return any(_is_beside(left, volumes[at]) for at, _ in value.places)
+
+
+def _is_beside(left: SessionRecord, volume: VolumeRecord) -> bool:
+    return not volume.lost and volume.info.topology.host_id == left.topology.host_id

@@ -1,0 +1,43 @@
+"""Watching processes of this host for the server, which may be on another one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torchstore_core.machine.processes import DeathWatch, pid_namespace
+from torchstore_core.wire import messages as m
+
+__all__ = ["Watcher"]
+
+
+class Watcher:
+    """Says when processes have ended. Everything here runs on one event loop.
+
+    Args:
+        say: takes what is known: each ``Watch`` is answered once, or never if it cannot be known
+            from here (an unknown process, another pid namespace, an old kernel).
+    """
+
+    def __init__(self, say: Callable[[m.Died], None]) -> None:
+        self._say = say
+        self._watches: dict[bytes, DeathWatch] = {}
+        self._closed = False
+
+    def watch(self, wanted: m.Watch) -> None:
+        """Answer when that process has ended: at once if there is none."""
+        if self._closed or wanted.pid <= 0 or wanted.namespace != pid_namespace() != 0:
+            return
+        if wanted.orphan not in self._watches:
+            ended = functools.partial(self._ended, wanted.orphan)
+            self._watches[wanted.orphan] = DeathWatch(wanted.pid, ended)
+
+    def _ended(self, orphan: bytes) -> None:
+        del self._watches[orphan]
+        self._say(m.Died(orphan))
+
+    def close(self) -> None:
+        """Stop, for good. Idempotent."""
+        self._closed = True
+        while self._watches:
+            self._watches.popitem()[1].close()
