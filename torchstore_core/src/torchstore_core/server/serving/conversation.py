@@ -21,6 +21,7 @@ from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index import inspection as looking
 from torchstore_core.server.index.records import SessionRecord, Waiter
+from torchstore_core.server.serving.members import is_member
 from torchstore_core.server.serving.sending import Sender
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_request
@@ -77,6 +78,11 @@ class Conversation:
     def is_anchor(self) -> bool:
         """Whether it is a session's anchor (its janitor thread reads it), not a lane."""
         return self._anchor
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is of a member's session, which reads nothing that it has not asked for."""
+        return self._session is not None and is_member(self._session)
 
     @property
     def is_volume(self) -> bool:
@@ -273,8 +279,7 @@ class Conversation:
             case m.Status():
                 return self._server.status(request.id)
             case m.Shutdown():
-                self._server.stop_soon()
-                return m.Done(request.id)
+                return self._server.shutdown(request.id, session)
         return None
 
     def _wait(self, request: m.Wait) -> None:
