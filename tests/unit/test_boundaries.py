@@ -118,6 +118,19 @@ def test_arrows_between_packages(path: Path) -> None:
     assert ours <= {own, "torchstore_core"}
 
 
+def test_the_core_names_no_engine() -> None:
+    """How a store spans hosts is a contract; who implements it is found by what is installed."""
+    files = [path for path in (ROOT / "torchstore_core").rglob("*") if path.is_file()]
+    named = [
+        path
+        for path in files
+        if path.suffix in (".py", ".pyi", ".md", ".toml", ".c")
+        and "monarch" in path.read_text().lower()
+    ]
+    assert len(files) > 50
+    assert not named
+
+
 @pytest.mark.parametrize("path", modules(CORE / "torchstore_core" / "server"), ids=label)
 def test_the_server_knows_nothing_of_the_client(path: Path) -> None:
     text = path.read_text()
