@@ -34,6 +34,19 @@ def nodes(*folders: Path) -> Iterator[tuple[str, ast.AST]]:
             yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
 
 
+def test_the_core_names_no_engine() -> None:
+    """How a store spans hosts is a contract; who implements it is found by what is installed."""
+    files = [path for path in (ROOT / "torchstore_core").rglob("*") if path.is_file()]
+    named = [
+        path
+        for path in files
+        if path.suffix in (".py", ".pyi", ".md", ".toml", ".c")
+        and "monarch" in path.read_text().lower()
+    ]
+    assert len(files) > 50
+    assert not named
+
+
 # ---- what is really imported ----------------------------------------------------------------
 
 

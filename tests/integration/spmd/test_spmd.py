@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import SMALL, free_port, running_store, until
+from tests.support import SMALL, free_port, run_script, running_store, until
 from torch.distributed import TCPStore
 
 import torchstore_core as ts
+from torchstore_core.contracts.runtime import StoreOptions
+from torchstore_core.runtimes.local import LocalRuntime
+from torchstore_spmd.member import Member
 
 PROGRAM = str(Path(__file__).with_name("spmd_ranks.py"))
 PATIENCE_S = 90.0
@@ -344,3 +347,90 @@ async def test_several_hosts_need_a_package_and_its_name_is_said() -> None:
     env = ts.SPMDEnv(0, 0, 4, 2, "127.0.0.1", free_port())
     with pytest.raises(ts.PluginError, match="pip install torchstore-monarch"):
         await ts.initialize_spmd(env=env, block=["monarch"])
+
+
+async def test_without_its_package_the_error_names_it() -> None:
+    printed = await run_script(
+        """
+        import importlib.metadata as metadata
+        found = metadata.distributions
+
+        def distributions(**context):
+            return (d for d in found(**context) if d.metadata["Name"] != "torchstore-spmd")
+
+        metadata.distributions = distributions
+        sys.modules["torchstore_spmd"] = None  # importing it fails
+        import torchstore_core.blocking as blocking
+
+        assert "initialize_spmd" in dir(ts) and "initialize_spmd" in dir(blocking)
+        assert ts.SPMDEnv(0, 0, 1, 1, "127.0.0.1", 1).one_host
+        for name in ("runtime='spmd'", ""):
+            try:
+                await (ts.initialize(runtime="spmd") if name else ts.initialize_spmd())
+            except ts.PluginError as error:
+                print("pip install torchstore-spmd" in str(error))
+        """
+    )
+    assert printed.split() == ["True", "True"]
+
+
+async def test_the_runtime_of_a_rank_takes_its_place_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As all runtimes do, it works by its name alone."""
+    with pytest.raises(ts.ConfigurationError, match="torchrun"):
+        await ts.initialize(runtime="spmd", **SMALL)
+    for name, value in variables(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    await ts.initialize(runtime="spmd", **SMALL)
+    await ts.shutdown()
+    with pytest.raises(ts.PluginError, match="'spmd' is blocked"):
+        await ts.initialize_spmd(block=["spmd"], **SMALL)
+
+
+# ---- members of a server ------------------------------------------------------------------
+
+
+async def test_a_server_ends_with_its_last_member() -> None:
+    runtime = LocalRuntime(members=True)
+    address = await runtime.start(StoreOptions("m", capacity=32 << 20, prefault=0), None)
+    reaper = runtime.release()
+    first, second = [await Member.join(address, (rank, rank), 10) for rank in (0, 1)]
+    client = await ts.connect(address, store_name="m")
+    await client.put("k", 1)
+    assert [session.role for session in (await client.status()).sessions] == [""]  # no members
+    assert await first.leave(10) is False
+    assert not second.server_ended
+    assert await client.get("k") == 1
+    child = os.fork()
+    if child == 0:  # it has no part in what it was forked with
+        os._exit(0 if not second.server_ended else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert await client.get("k") == 1
+    assert await second.leave(10) is True
+    await asyncio.to_thread(reaper.join, 10)
+    assert not reaper.is_alive()
+    assert not Path(address.removeprefix("unix:")).parent.exists()
+    with pytest.raises(ts.StoreClosedError):
+        await Member.join(address, (0, 0), 10)
+    await ts.shutdown("m")
+
+
+async def test_a_server_that_ends_takes_no_more_members() -> None:
+    """Stopped between the two messages of its last member, say."""
+    runtime = LocalRuntime(members=True)
+    address = await runtime.start(StoreOptions("m", capacity=32 << 20, prefault=0), None)
+    try:
+        member = await Member.join(address, (0, 0), 10)
+        os.kill(runtime.server_pid, signal.SIGSTOP)
+        leaving = asyncio.ensure_future(member.leave(10))
+        await asyncio.sleep(0)
+        joining = asyncio.ensure_future(Member.join(address, (1, 1), 10))
+        for _ in range(100):  # turns of the loop, in which both send what they have to say
+            await asyncio.sleep(0)
+        os.kill(runtime.server_pid, signal.SIGCONT)
+        assert await leaving is True
+        with pytest.raises(ts.StoreClosedError, match="last rank has left"):
+            await joining
+    finally:
+        await runtime.stop(5)

@@ -26,7 +26,7 @@ from torchstore_core.machine.directories import remove_stale
 from torchstore_core.server.remote.attached import VolumeLine
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
-from torchstore_spmd.membership import Member
+from torchstore_spmd.member import Member
 
 HERE = topology.probe()
 SHORT_S = 0.2
@@ -64,7 +64,7 @@ async def _anchor(path: str) -> object:
 
 
 async def _member(path: str) -> object:
-    return await Member.join(f"unix:{path}", 20)
+    return await Member.join(f"unix:{path}", (0, 0), 20)
 
 
 async def _volume(path: str) -> object:
@@ -109,7 +109,7 @@ def _segment(peer: socket.socket) -> None:
     ("connect", "answer"),
     [
         (_anchor, _welcome),
-        (_member, lambda peer: peer.sendall(b"+")),
+        (_member, _welcome),
         (_volume, lambda peer: peer.sendall(encode(m.Done(1)))),
         (_shm, _segment),
         (_agent, lambda peer: None),
@@ -140,7 +140,7 @@ async def test_a_full_queue_is_waited_for(
         finally:
             loop.remove_reader(listener.fileno())
         with contextlib.suppress(AttributeError):
-            (ended.abandon if isinstance(ended, Member) else ended.close)()
+            ended.close()
 
 
 def test_who_is_busy_is_not_taken_for_gone(listener: socket.socket):

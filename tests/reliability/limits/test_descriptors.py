@@ -23,6 +23,10 @@ import torch
 from tests.support import until
 
 import torchstore_core as ts
+from torchstore_core.clients.session.handshake import client_facts
+from torchstore_core.machine import topology
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import encode
 
 LIMIT = 64
 LARGE = torch.arange(1 << 20, dtype=torch.int64)  # 8 MiB: goes through a link
@@ -52,7 +56,7 @@ class ScarceServer:
             )
         assert self._process.stdout is not None
         ready = msgspec.json.decode(self._process.stdout.readline())
-        self.address, self.members = ready["address"], ready.get("members", "")
+        self.address = ready["address"]
         self.idle = 0  # how many it has while nobody is there
         self.process = psutil.Process(self._process.pid)
 
@@ -76,10 +80,10 @@ class ScarceServer:
 @pytest.fixture(scope="module")
 def scarce() -> Iterator[ScarceServer]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        server = ScarceServer(Path(folder), owner=os.getpid(), members=True)
+        server = ScarceServer(Path(folder), owner=os.getpid())
         try:
-            with Crowd(server.members, 1) as member:  # or it would end with the last one
-                member.wait()
+            with Crowd(server.address, 1) as first:
+                first.wait()  # the first connection makes the server's event loop open one more
                 server.idle = len(descriptors_of(server))
                 yield server
         finally:
@@ -97,7 +101,10 @@ class Crowd:
             sock.connect(address.removeprefix("unix:"))
 
     def wait(self) -> None:
-        """Until the first of them is let in, and told so."""
+        """Have the first of them greeted, so that it stays."""
+        here = topology.probe()
+        hello = m.Hello(1, m.PROTOCOL_VERSION, b"", here, client_facts({}, here))
+        self._sockets[0].sendall(encode(hello))
         assert self._sockets[0].recv(1)
 
     def __enter__(self) -> Crowd:
@@ -124,14 +131,10 @@ async def joined(address: str) -> AsyncIterator[ts.Client]:
         await ts.shutdown("scarce")
 
 
-@pytest.mark.parametrize("which", ["control", "members"])
-async def test_without_descriptors_it_waits_instead_of_spinning(
-    scarce: ScarceServer, which: str
-) -> None:
-    address = scarce.address if which == "control" else scarce.members
-    path = address.removeprefix("unix:")
+async def test_without_descriptors_it_waits_instead_of_spinning(scarce: ScarceServer) -> None:
+    path = scarce.address.removeprefix("unix:")
     before = scarce.log().count("resumed")
-    with crowded(scarce, address):
+    with crowded(scarce, scarce.address):
         await until(lambda: f"connects to {path} waits" in scarce.log())
         assert await scarce.busy(1.0) < 0.1
         assert scarce.log().count(f"connects to {path} waits") == 1
@@ -145,9 +148,8 @@ async def test_without_descriptors_it_waits_instead_of_spinning(
                 assert await uses_shm(client)
 
         waiting = asyncio.ensure_future(late())
-        if which == "control":
-            done, _ = await asyncio.wait([waiting], timeout=0.5)
-            assert not done, done.pop().exception()
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done, done.pop().exception()
     await waiting
     await until(lambda: scarce.log().count("resumed") > before, 10.0)
 

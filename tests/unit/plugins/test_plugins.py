@@ -9,10 +9,14 @@ import textwrap
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.support import free_port
 
+import torchstore_core as ts
+from torchstore_core.clients.stores import starting
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
@@ -345,6 +349,34 @@ def test_a_name_that_nobody_has_says_what_to_install(
     assert says in caught.value.message
     installed = "quick" if group == TRANSPORTS else "none"
     assert f"(installed: {installed})" in caught.value.message
+
+
+ENGINE = """
+@hookimpl
+def torchstore_runtime():
+    return RuntimeSpec({name!r}, "nowhere:Class", lambda mesh: None, "nowhere:E", spans_hosts=True)
+"""
+
+
+async def test_several_engines_that_span_hosts_are_too_many(site: Site) -> None:
+    """Which one is meant is said by blocking the others."""
+    site.install("engines", RUNTIMES, one=ENGINE, two=ENGINE)
+    for block, says in (([], "one and two can each"), (["two"], "cannot import 'nowhere:E'")):
+        env = ts.SPMDEnv(0, 0, 4, 2, "127.0.0.1", free_port())
+        with pytest.raises(PluginError, match=says):
+            await ts.initialize_spmd(env=env, block=[*block, "monarch"])
+
+
+async def test_what_a_mesh_needs_is_derived_from_its_library(site: Site) -> None:
+    """An engine that nobody here knows."""
+    site.install("nothing", TRANSPORTS)
+    module = ModuleType("novel.meshes")
+    module.Mesh = type("Mesh", (), {"__module__": "novel.meshes"})  # type: ignore[attr-defined]
+    registry = site.registry()
+    with pytest.raises(PluginError, match="may be in a package torchstore-novel"):
+        starting.runtime(registry, "auto", module.Mesh())
+    with pytest.raises(PluginError, match=r"no installed runtime takes this mesh\Z"):
+        starting.runtime(registry, "auto", object())
 
 
 def test_metadata_that_cannot_be_read_spoils_nothing(

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
     from torchstore_core.clients.stores.discovery import RunningStore, stores
     from torchstore_core.clients.values.sharding import TensorShard
-    from torchstore_spmd.env import SPMDEnv
+    from torchstore_core.contracts.ranks import SPMDEnv
 
 __version__ = "0.1.0"
 
@@ -137,6 +137,7 @@ _HOMES = {
     "Client": "clients.client",
     "PendingPut": "clients.state_dicts.state_dicts",
     "RunningStore": "clients.stores.discovery",
+    "SPMDEnv": "contracts.ranks",
     "StateDictReport": "clients.state_dicts.state_dicts",
     "TensorReference": "clients.packed.packed",
     "TensorShard": "clients.values.sharding",
@@ -172,8 +173,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = f"torchstore_core.{_HOMES.get(name, 'api')}"
-    if name == "SPMDEnv":
-        module = "torchstore_spmd.env"
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

@@ -17,6 +17,7 @@ from torchstore_core.clients.client import Client
 from torchstore_core.clients.stores import memberships as stores
 from torchstore_core.clients.stores import starting
 from torchstore_core.clients.stores.memberships import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
+from torchstore_core.contracts.ranks import SPMDEnv
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from torchstore_core.clients.packed.packed import TorchStoreStateDict
     from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
-    from torchstore_spmd.env import SPMDEnv
 
 __all__ = [
     "address",
@@ -149,8 +149,10 @@ async def initialize_spmd(
     the same arguments; it returns when all of them have joined.
 
     On one host rank 0 starts the server. The store is nobody's: it ends when the last rank has shut
-    it down or has ended, however it ended. Ranks on several hosts need ``torchstore-monarch``.
-    ``torch.distributed`` need not be initialised; if it is, that changes nothing.
+    it down or has ended, however it ended. Ranks on several hosts need the package
+    of a distributed engine, too; the error names one. All of this is in the package
+    ``torchstore-spmd``. ``torch.distributed`` need not be initialised; if it is, that changes
+    nothing.
 
     If the environment names a store that runs already, this is a second one: the first rank of a
     host gives a RuntimeWarning, and :func:`connect_or_initialize`, called by all, joins the first.
@@ -169,7 +171,8 @@ async def initialize_spmd(
         ConfigurationError: the environment is not that of a rank (says all that is wrong with it),
             a bad argument, or this process has such a store already.
         StoreTimeoutError: a rank did not come in time; ``details["missing_ranks"]`` says which.
-        PluginError: ranks on several hosts without ``torchstore-monarch``; an unknown strategy.
+        PluginError: ``torchstore-spmd`` is not installed, or, with ranks on several hosts, no
+            engine that spans them; an unknown strategy.
         TorchStoreError: what kept another rank from coming, raised by every rank.
 
     >>> async def main():  # python -m torch.distributed.run --nproc-per-node=2 script.py
@@ -178,20 +181,20 @@ async def initialize_spmd(
     ...     print(await ts.wait(["from 0", "from 1"]))
     ...     await ts.shutdown()
     """
-    from torchstore_spmd.env import SPMDEnv
-    from torchstore_spmd.runtime import SPMDRuntime, default_volumes, tell
-
+    ranks = starting.rank_runtime()
     place = SPMDEnv.from_environment() if env is None else env
     if not isinstance(place, SPMDEnv):
         raise ConfigurationError(f"env is an SPMDEnv, or None, not {place!r}")
+    host = ranks(place)
     with contextlib.ExitStack() as reserved:
         try:
             policy = Policy.make(prefer, block)
             registry = Registry(block=policy.block)
+            registry.runtime(starting.SPMD)  # raises if it is blocked
             placing = starting.strategy(registry, strategy)
             volumes = num_storage_volumes
             if volumes is None:
-                volumes = default_volumes(placing, place)
+                volumes = host.default_volumes(placing)
             timeout = starting.check(volumes, store_name, capacity, prefault, timeout)
             if allow_pickle is None:
                 allow_pickle = stores.allow_pickle_default()
@@ -201,7 +204,7 @@ async def initialize_spmd(
             if place.local_rank == 0:  # once a host is enough
                 await starting.warn_of_another(store_name)
         except (TorchStoreError, RuntimeWarning) as error:  # the others would wait for this rank
-            await tell(place, store_name, error)
+            await host.withdraw(store_name, error)
             raise
         options = StoreOptions(
             store_name=store_name,
@@ -212,7 +215,6 @@ async def initialize_spmd(
             timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
             block=policy.block,
         )
-        host = SPMDRuntime(place, registry)
         return await starting.start(options, host, None, policy, timeout, allow_pickle)
 
 
@@ -276,11 +278,11 @@ async def connect_or_initialize(
     """Join the store of that name if there is one, else start it.
 
     It is looked for in this order: what this process has initialised or joined already (so a
-    notebook's cell may run again), what its Monarch job has, what ``TORCHSTORE_ADDRESS`` names. One
-    whose server has ended does not count. A store that is found is joined as by :func:`connect`, as
-    it is: ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity`` and
-    ``prefault`` are for a new one alone, which then is this process's own, as by
-    :func:`initialize`.
+    notebook's cell may run again), what the distributed job that it belongs to has, what
+    ``TORCHSTORE_ADDRESS`` names. One whose server has ended does not count. A store that is found
+    is joined as by :func:`connect`, as it is: ``num_storage_volumes``, ``strategy``, ``mesh``,
+    ``runtime``, ``capacity`` and ``prefault`` are for a new one alone, which then is this process's
+    own, as by :func:`initialize`.
 
     Threads and tasks of this process may call it at the same moment: one starts the store and the
     others join it. Nothing keeps two processes that do, before either has a store, from starting
@@ -358,10 +360,10 @@ async def shutdown(
 ) -> None:
     """End the store if this process owns it, else only leave it. Does nothing if there is none.
 
-    A store of a Monarch job is ended from any of its processes, but for those that joined it by
-    :func:`connect`; one of torchrun's ranks ends when the last rank has left it. Tensors that
-    zero-copy gets returned stay valid. A server that does not end within ``timeout`` seconds is
-    killed.
+    A store of a distributed job is ended from any process of the job, but for those that joined it
+    by :func:`connect`; one of torchrun's ranks ends when the last rank has left it.
+    Tensors that zero-copy gets returned stay valid. A server that does not end within ``timeout``
+    seconds is killed.
 
     Raises:
         ConfigurationError: a bad timeout.

@@ -35,6 +35,7 @@ from torchstore_core.clients.packed import packed
 from torchstore_core.clients.state_dicts import state_dicts
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.values import sharding
+from torchstore_core.contracts import ranks
 from torchstore_core.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -55,7 +56,6 @@ from torchstore_core.errors import (
     VersionGoneError,
     in_seconds,
 )
-from torchstore_spmd.env import SPMDEnv
 
 __all__ = [
     "Client",
@@ -119,6 +119,7 @@ TensorSlice = values.TensorSlice
 TensorShard = sharding.TensorShard
 StateDictReport = state_dicts.StateDictReport
 TensorReference = packed.TensorReference
+SPMDEnv = ranks.SPMDEnv
 TorchStoreStateDict = packed.TorchStoreStateDict
 RunningStore = discovery.RunningStore
 

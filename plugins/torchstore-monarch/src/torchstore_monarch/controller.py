@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -12,6 +13,7 @@ from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
 from torchstore_core.server.remote.uplinks import Uplinks
 from torchstore_core.server.server import Server, ServerOptions
+from torchstore_core.server.serving.members import Members
 from torchstore_monarch.core_thread import CoreThread
 from torchstore_monarch.protocol import Asked, outcome
 from torchstore_monarch.rpc.carrier import Carrier
@@ -33,6 +35,7 @@ class ControllerActor(Actor):
         self._uplinks: Uplinks | None = None
         self._carrier: Carrier | None = None
         self._directory: SweptDirectory | None = None
+        self._serving: asyncio.Task[None] | None = None  # while its members are there
 
     @concurrent_endpoint
     async def begin(self, asked: bytes) -> tuple[bytes, tuple[str, str, int] | None]:
@@ -63,7 +66,22 @@ class ControllerActor(Actor):
         self._carrier = Carrier(directory)
         await self._carrier.start()
         server.before_close = self._carrier.idle
+        if asked.members:
+            server.members = Members(server.stop_soon)
+            self._serving = asyncio.ensure_future(self._serve(server))
         return topology.probe().host_id, address, os.getpid()
+
+    async def _serve(self, server: Server) -> None:
+        """End with the last member. Whoever asked for the store sees that, and ends the rest."""
+        await server.serve()
+        await self._close()
+
+    @concurrent_endpoint
+    async def starter_ended(self) -> None:
+        """See ``Members.starter_ended``."""
+        core, server = self._core, self._server
+        if core is not None and server is not None and server.members is not None:
+            await core.call(server.members.starter_ended)
 
     @concurrent_endpoint
     async def ready(self, volumes: dict[str, Any], timeout: float) -> tuple[bytes, bool | None]:

@@ -43,9 +43,7 @@ def torchstore_runtime() -> RuntimeSpec:
         "monarch",
         "torchstore_monarch.runtime:MonarchRuntime",
         _applies,
+        engine="torchstore_monarch.engine:MonarchEngine",
         here=_in_a_job,
-        find="torchstore_monarch.finding:find",
-        end="torchstore_monarch.finding:end",
-        rank="torchstore_monarch.finding:rank",
-        spmd="torchstore_monarch.spmd.starting:start",
+        spans_hosts=True,
     )

@@ -8,7 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
+from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
+from torchstore_core.plugins.strategy_data import encode_strategy
 from torchstore_core.server.remote.uplinks import EXPIRE_S
 
 __all__ = ["Asked", "Failed", "FoundStore", "Placement", "VolumePlan", "outcome", "result"]
@@ -20,7 +22,12 @@ _ANY_ERROR = TorchStoreError.code
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What ``initialize`` wants; see ``contracts.runtime.StoreOptions``."""
+    """What ``initialize`` wants; see ``contracts.runtime.StoreOptions``.
+
+    Args:
+        token: tells it from other requests of the name.
+        members: the store ends with its members, see ``server.members``.
+    """
 
     store_name: str
     num_storage_volumes: int
@@ -30,7 +37,27 @@ class Asked(msgspec.Struct, frozen=True):
     prefault: int | None
     timeout: float
     block: tuple[str, ...]
-    token: str = ""  # tells it from others of the name
+    token: str = ""
+    members: bool = False
+
+    @classmethod
+    def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> Asked:
+        """The same as plain data."""
+        name, fields = "singleton", b"{}"
+        if options.strategy is not None:
+            name, fields = encode_strategy(options.strategy)
+        return cls(
+            options.store_name,
+            options.num_storage_volumes,
+            name,
+            fields,
+            options.capacity,
+            options.prefault,
+            options.timeout,
+            options.block,
+            token,
+            members,
+        )
 
 
 class FoundStore(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ import msgspec
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError
 from torchstore_core.machine import topology
-from torchstore_core.plugins.strategy_data import encode_strategy
 from torchstore_monarch import finding
 from torchstore_monarch.protocol import Asked, FoundStore, result
 
@@ -33,20 +32,7 @@ class MonarchRuntime(Runtime):
         self._store_name = ""
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
-        name, fields = "singleton", b"{}"
-        if options.strategy is not None:
-            name, fields = encode_strategy(options.strategy)
-        asked = Asked(
-            options.store_name,
-            options.num_storage_volumes,
-            name,
-            fields,
-            options.capacity,
-            options.prefault,
-            options.timeout,
-            options.block,
-            uuid.uuid4().hex,
-        )
+        asked = Asked.of(options, uuid.uuid4().hex)
         asking = False
 
         async def work() -> bytes:

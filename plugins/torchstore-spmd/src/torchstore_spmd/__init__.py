@@ -1,1 +1,1 @@
-"""Stores of ranks that a launcher such as torchrun has started: ``ts.initialize_spmd``."""
+"""One store for all ranks that a launcher has started: what ``ts.initialize_spmd`` runs."""

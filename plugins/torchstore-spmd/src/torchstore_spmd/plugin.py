@@ -1,16 +1,35 @@
-"""Descriptor of the runtime ``spmd``: one server for all ranks of a launcher."""
+"""Descriptor of the runtime ``spmd``: one store for all ranks of a launcher."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Collection
 
 from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.runtime import RuntimeSpec
 
+__all__ = ["ENGINE_PACKAGE", "torchstore_runtime"]
+
+#: The package of the engine that we know of; the core knows none.
+ENGINE_PACKAGE = "torchstore-monarch"
+
 
 def _applies(mesh: object | None) -> int | None:
-    """Never by itself: every rank says ``initialize_spmd``."""
+    """Never by itself: the ranks meet because each of them asks for it."""
     return None
+
+
+def _advise(installed: Collection[str], mesh: object | None) -> str:
+    if "monarch" in installed:
+        return ""
+    if mesh is not None:
+        return f"for a Monarch mesh: pip install {ENGINE_PACKAGE}"
+    if "monarch" not in sys.modules:
+        return ""
+    return f"This process uses Monarch: for stores of its job, pip install {ENGINE_PACKAGE}"
 
 
 @hookimpl
 def torchstore_runtime() -> RuntimeSpec:
-    return RuntimeSpec("spmd", "torchstore_spmd.runtime:SPMDRuntime", _applies)
+    """See ``torchstore_core.contracts.hooks``."""
+    return RuntimeSpec("spmd", "torchstore_spmd.runtime:SPMDRuntime", _applies, advise=_advise)

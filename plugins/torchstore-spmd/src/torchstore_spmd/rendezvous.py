@@ -1,11 +1,11 @@
 """How the ranks of one ``initialize_spmd`` meet: through the TCPStore that a launcher provides.
 
-Rank 0 announces a *meeting*, with a random id, and each rank claims its place in it. The store may
-be older than these ranks, or of another job: what a meeting of dead processes has left there is
-passed over, and a place that another living process holds is an error on every rank.
+Rank 0 announces a *session*, with a random id, and each rank claims its place in it. The TCPStore
+may be older than these ranks, or belong to another job: a session that dead processes have left
+there is passed over, and a place that another living process holds is an error on every rank.
 
-Values are JSON, nothing is pickled. Calls of a TCPStore block, and may block for ever when the
-other side hangs, whatever their time-out; so each runs in a daemon thread, and the wait for it is
+Values are JSON; nothing is pickled. The calls of a TCPStore block, and may block for ever when the
+other side hangs, whatever their time-out. So each runs in a daemon thread, and the wait for it is
 bounded.
 """
 
@@ -24,6 +24,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from torchstore_core.contracts.engine import Rendezvous
+from torchstore_core.contracts.ranks import SPMDEnv
 from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
@@ -32,24 +34,25 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
-from torchstore_spmd.claims import Who
-from torchstore_spmd.env import SPMDEnv
+from torchstore_spmd.identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Meeting"]
+__all__ = ["TCPRendezvous"]
 
 _FIRST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.05
-_SAY_WHY_S = 2.0
-_LAST_WORDS_S = 2.0
-_FAILED = "failed"
+_REPORT_S = 2.0
+_CLOSE_S = 2.0
+_FAILURE = "failed"
 _CURRENT = "current"
+_PRESENT = "present"
+_CLOSED = "closed"
 T = TypeVar("T")
 
 
-class _Failed(msgspec.Struct, frozen=True):
+class _Failure(msgspec.Struct, frozen=True):
     """What the first rank that failed tells the others."""
 
     rank: int
@@ -58,29 +61,29 @@ class _Failed(msgspec.Struct, frozen=True):
     details: dict[str, Any] = {}
 
 
-class _Announced(msgspec.Struct, frozen=True):
-    """What rank 0 announces: the meeting's id, and who it is."""
+class _Announcement(msgspec.Struct, frozen=True):
+    """The id of a session, and the process that is rank 0 in it."""
 
-    meeting: str
-    who: Who
+    session: str
+    rank_0: ProcessIdentity
 
 
-# Ranks of this process, and meetings that they have been at: they wait for the next one.
-_been_at: set[tuple[int, str]] = set()
+# Sessions in which this process has taken part, by rank: it waits for the next one.
+_past: set[tuple[int, str]] = set()
 # The TCPStores that this process hosts. They stay: others may be connecting to the port already,
 # for `init_process_group`, say.
 _hosted: dict[tuple[int, int], Store] = {}
 _lock = threading.Lock()
 
 
-class Meeting:
+class TCPRendezvous(Rendezvous):
     """The ranks of one store, this time; made by :meth:`open`.
 
     Args:
-        env: who this is.
-        store: shared by them, with keys of this meeting alone.
+        env: this rank's place.
+        store: shared by the ranks, with the keys of this session alone.
         deadline: by ``time.monotonic``.
-        timeout: seconds from its begin to the deadline, for messages.
+        timeout: seconds from the beginning to the deadline, for messages.
     """
 
     def __init__(self, env: SPMDEnv, store: Store, deadline: float, timeout: float) -> None:
@@ -91,8 +94,8 @@ class Meeting:
         self._failing = False
 
     @classmethod
-    async def open(cls, env: SPMDEnv, store_name: str, timeout: float) -> Meeting:
-        """Reach the rendezvous store; rank 0 hosts it unless the launcher does.
+    async def open(cls, env: SPMDEnv, store_name: str, timeout: float) -> TCPRendezvous:
+        """Reach the TCPStore, which rank 0 hosts unless the launcher does, and claim a place.
 
         Raises:
             StoreTimeoutError: nobody answers there within ``timeout`` seconds, or rank 0 does not
@@ -107,7 +110,7 @@ class Meeting:
         where = f"{env.master_addr}:{env.master_port}"
         if not hosts:
             await _until_somebody_listens(env, deadline, timeout)
-        store = await _aside(
+        store = await _in_thread(
             lambda: _tcp_store(env, hosts, deadline - time.monotonic()),
             deadline,
             timeout,
@@ -116,52 +119,53 @@ class Meeting:
             f"no rendezvous store at {where}",
         )
         lobby = cls(env, _prefixed(prefix, store), deadline, timeout)
-        name = await (lobby._announce() if env.rank == 0 else lobby._next())
-        _been_at.add((env.rank, name))
-        meeting = cls(env, _prefixed(f"{prefix}/{name}", store), deadline, timeout)
+        session = await (lobby._announce() if env.rank == 0 else lobby._await_session())
+        _past.add((env.rank, session))
+        made = cls(env, _prefixed(f"{prefix}/{session}", store), deadline, timeout)
         try:
-            await meeting._claim()
+            await made._claim_place()
         except ConfigurationError as error:
-            await meeting.fail(error)
+            await made.fail(error)
             raise
-        return meeting
+        return made
 
-    # ---- coming to it ---------------------------------------------------------------------
+    # ---- beginning a session --------------------------------------------------------------
 
     async def _announce(self) -> str:
-        """Begin a meeting; its id.
+        """Begin a session; its id.
 
         Raises:
             ConfigurationError: another process is rank 0, and lives.
         """
         before = await self._announced()
-        made = _Announced(secrets.token_hex(8), Who.me())
-        if before is not None and before.who.lives and not before.who.is_me:
-            error = self._taken(before.who)
-            other = Meeting(
-                self.env, _prefixed(before.meeting, self.store), self._deadline, self._timeout
+        made = _Announcement(secrets.token_hex(8), ProcessIdentity.current())
+        if before is not None and before.rank_0.is_alive and not before.rank_0.is_current:
+            error = self._taken(before.rank_0)
+            other = TCPRendezvous(
+                self.env, _prefixed(before.session, self.store), self._deadline, self._timeout
             )
             await other.fail(error)
             raise error
-        await self.say(_CURRENT, made)
-        return made.meeting
+        await self.publish(_CURRENT, made)
+        return made.session
 
-    async def _next(self) -> str:
-        """The id of a meeting that this process has not been at, and that is surely not an old one:
-        if that cannot be known, after half of the time.
+    async def _await_session(self) -> str:
+        """The id of a session in which this process has not been, and which is surely not an old
+        one; if that cannot be known, it is believed after half of the time.
 
         Raises:
             StoreTimeoutError: rank 0 has announced none.
         """
         poll = _FIRST_POLL_S
-        half = self.left() / 2
-        while self.left() > 0:
+        half = self.seconds_left() / 2
+        while self.seconds_left() > 0:
             found = await self._announced()
-            if found is not None and (self.env.rank, found.meeting) not in _been_at:
-                lives = found.who.lives
-                if lives or (lives is None and (self.left() < half or not await self._old(found))):
-                    return found.meeting
-            await asyncio.sleep(min(poll, self.left()))
+            if found is not None and (self.env.rank, found.session) not in _past:
+                alive = found.rank_0.is_alive
+                late = self.seconds_left() < half
+                if alive or (alive is None and (late or not await self._seems_old(found))):
+                    return found.session
+            await asyncio.sleep(min(poll, self.seconds_left()))
             poll = min(2 * poll, _LONGEST_POLL_S)
         raise StoreTimeoutError(
             f"rank 0 of {self.env.world_size} did not come to initialize_spmd within "
@@ -169,42 +173,40 @@ class Meeting:
             details={"missing_ranks": [0], "timeout": self._timeout},
         )
 
-    async def _old(self, found: _Announced) -> bool:
-        """Whether it seems that this meeting, begun on another host, is not for this process."""
-        holder = await self._holder(f"{found.meeting}/came/{self.env.rank}")
-        return found.who.long_before_me or (holder is not None and holder.lives is False)
+    async def _seems_old(self, found: _Announcement) -> bool:
+        """Whether a session that was begun on another host seems to be over."""
+        key = f"{found.session}/{_PRESENT}/{self.env.rank}"
+        holder = await self._call(lambda: self._get(key, ProcessIdentity))
+        return found.rank_0.precedes_current or (holder is not None and holder.is_alive is False)
 
-    async def _announced(self) -> _Announced | None:
-        return await self._aside(lambda: self._there(_CURRENT, _Announced))
+    async def _announced(self) -> _Announcement | None:
+        return await self._call(lambda: self._get(_CURRENT, _Announcement))
 
-    async def _holder(self, key: str) -> Who | None:
-        return await self._aside(lambda: self._there(key, Who))
-
-    def _there(self, key: str, kind: type[T]) -> T | None:
+    def _get(self, key: str, kind: type[T]) -> T | None:
         if not self.store.check([key]):
             return None
         return msgspec.json.decode(self.store.get(key), type=kind)
 
-    async def _claim(self) -> None:
+    async def _claim_place(self) -> None:
         """Take this rank's place.
 
         Raises:
             ConfigurationError: another process has it, and may live.
         """
-        key, me = f"came/{self.env.rank}", Who.me()
-        mine = msgspec.json.encode(me)
+        key, me = f"{_PRESENT}/{self.env.rank}", ProcessIdentity.current()
+        mine = msgspec.json.encode(me).decode()
 
-        def claim() -> Who:
-            return msgspec.json.decode(self.store.compare_set(key, "", mine.decode()), type=Who)
+        def claim() -> ProcessIdentity:
+            return msgspec.json.decode(self.store.compare_set(key, "", mine), type=ProcessIdentity)
 
-        holder = await self._aside(claim)
-        if holder.nonce == me.nonce:
+        holder = await self._call(claim)
+        if holder == me:
             return
-        if holder.lives is not False:
+        if holder.is_alive is not False:
             raise self._taken(holder)
-        await self._aside(lambda: self.store.set(key, mine.decode()))  # it was restarted alone
+        await self._call(lambda: self.store.set(key, mine))  # it was restarted alone
 
-    def _taken(self, holder: Who) -> ConfigurationError:
+    def _taken(self, holder: ProcessIdentity) -> ConfigurationError:
         return ConfigurationError(
             f"rank {self.env.rank} is there already: {holder} has that RANK at "
             f"{self.env.master_addr}:{self.env.master_port}. Another job uses this MASTER_PORT, or "
@@ -212,125 +214,112 @@ class Meeting:
             details={"rank": self.env.rank, "pid": holder.pid},
         )
 
-    def left(self) -> float:
-        """Seconds to the deadline."""
+    # ---- the contract: see Rendezvous -----------------------------------------------------
+
+    def seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    async def say(self, key: str, value: object = None) -> None:
-        """Set a key to a value of plain data, encoded as JSON.
-
-        Raises:
-            StoreTimeoutError, StoreClosedError: the rendezvous store does not answer.
-        """
+    async def publish(self, key: str, value: object = None) -> None:
         encoded = msgspec.json.encode(value).decode()
-        await self._aside(lambda: self.store.set(key, encoded))
+        await self._call(lambda: self.store.set(key, encoded))
 
-    async def hear(self, key: str, rank: int, kind: type[T]) -> T:
-        """The value of a key that ``rank`` says.
-
-        Raises:
-            StoreTimeoutError: it did not within the time; names the rank.
-            TorchStoreError: what another rank failed with.
-            StoreClosedError: the rendezvous store is gone, or what it holds is unreadable.
-        """
-        await self._until_said([key], [rank])
-        raw = await self._aside(lambda: self.store.get(key))
+    async def read(self, key: str, rank: int, kind: type[T]) -> T:
+        await self._until_set([key], [rank])
+        raw = await self._call(lambda: self.store.get(key))
         try:
             return msgspec.json.decode(raw, type=kind)
         except msgspec.DecodeError as error:
             raise StoreClosedError(f"rank {rank} said something unreadable: {error}") from error
 
-    async def gather(self, what: str) -> None:
-        """Wait until every rank has come to this point, ``what``; ``"came"``: to :meth:`open`.
+    async def all_present(self) -> None:
+        await self._until_all(_PRESENT)
 
-        Raises: as :meth:`hear`; a time-out names the ranks that are missing.
-        """
-        if what != "came":
-            await self.say(f"{what}/{self.env.rank}")
-        ranks = range(self.env.world_size)
-        await self._until_said([f"{what}/{rank}" for rank in ranks], ranks)
+    async def barrier(self, name: str) -> None:
+        await self.publish(f"{name}/{self.env.rank}")
+        await self._until_all(name)
 
-    async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which is cancelled when another rank fails meanwhile.
-
-        Raises: what ``work`` raises, or what the other rank failed with.
-        """
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=_LONGEST_POLL_S))[0]:
-                await self._unless_failed([])
+                await self._all_set([])
             return await task
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task])
 
-    async def part(self) -> None:
-        """The last word. A rank that hosts the store stays until the others need it no more."""
-        if self.env.rank != 0:
-            await self.say(f"parted/{self.env.rank}")
-        elif not _launcher_hosts(self.env):
-            await self._until_parted(range(1, self.env.world_size))
-
     async def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one does not come, if they can be told. Raises nothing.
-
-        What is said first counts: a second call does nothing.
-        """
         if self._failing:
             return
         self._failing = True
-        code = error.code if isinstance(error, TorchStoreError) else StoreClosedError.code
-        text = str(error) if isinstance(error, TorchStoreError) else f"it gave up: {error!r}"
-        details = error.details if isinstance(error, TorchStoreError) else {}
-        failed = msgspec.json.encode(_Failed(self.env.rank, code, text, details))
+        code, text, details = StoreClosedError.code, f"it gave up: {error!r}", {}
+        if isinstance(error, TorchStoreError):
+            code, text, details = error.code, str(error), error.details
+        failure = msgspec.json.encode(_Failure(self.env.rank, code, text, details))
 
         def tell() -> None:
             # The first failure counts: the later ones are because of it.
-            self.store.compare_set(_FAILED, "", failed.decode())
+            self.store.compare_set(_FAILURE, "", failure.decode())
 
-        self._deadline = time.monotonic() + _SAY_WHY_S
+        self._deadline = time.monotonic() + _REPORT_S
         with contextlib.suppress(TorchStoreError):
-            await self._aside(tell)
-            await self._part_failed()
+            await self._call(tell)
+            await self._close_failed()
 
-    async def _part_failed(self) -> None:
-        """The last word, when some may not have come."""
+    # ---- ending ---------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """The last call of every rank. One that hosts the store waits for the others to make it."""
+        if self.env.rank != 0:
+            await self.publish(f"{_CLOSED}/{self.env.rank}")
+        elif not _launcher_hosts(self.env):
+            await self._until_closed(range(1, self.env.world_size))
+
+    async def _close_failed(self) -> None:
+        """The same when some ranks may not have come."""
         if self.env.rank != 0 or _launcher_hosts(self.env):
-            await self.part()
+            await self.close()
             return
         others = range(1, self.env.world_size)
-        await self._until_parted(
-            await self._aside(lambda: [one for one in others if self.store.check([f"came/{one}"])])
+        await self._until_closed(
+            await self._call(
+                lambda: [rank for rank in others if self.store.check([f"{_PRESENT}/{rank}"])]
+            )
         )
 
-    async def _until_parted(self, others: Sequence[int]) -> None:
-        """Wait for the last words of others; whoever does not say them has died."""
-        keys = [f"parted/{rank}" for rank in others]
-        until = time.monotonic() + _LAST_WORDS_S
+    async def _until_closed(self, others: Sequence[int]) -> None:
+        """Wait for others to close, as long as a rank takes that has not died."""
+        keys = [f"{_CLOSED}/{rank}" for rank in others]
+        until = time.monotonic() + _CLOSE_S
         while keys and time.monotonic() < until:
-            if await self._aside(lambda: self.store.check(keys)):
+            if await self._call(lambda: self.store.check(keys)):
                 return
             await asyncio.sleep(_FIRST_POLL_S)
 
-    async def _until_said(self, keys: list[str], ranks: Sequence[int]) -> None:
+    # ---- inside ---------------------------------------------------------------------------
+
+    async def _until_all(self, name: str) -> None:
+        ranks = range(self.env.world_size)
+        await self._until_set([f"{name}/{rank}" for rank in ranks], ranks)
+
+    async def _until_set(self, keys: list[str], ranks: Sequence[int]) -> None:
+        """Wait for keys, each of which a rank sets."""
         poll = _FIRST_POLL_S
-        while True:
-            if await self._unless_failed(keys):
-                return
-            if self.left() <= 0:
-                raise await self._aside(lambda: self._late(keys, ranks))
-            await asyncio.sleep(min(poll, self.left()))
+        while not await self._all_set(keys):
+            if self.seconds_left() <= 0:
+                raise await self._call(lambda: self._late(keys, ranks))
+            await asyncio.sleep(min(poll, self.seconds_left()))
             poll = min(2 * poll, _LONGEST_POLL_S)
 
     def _late(self, keys: list[str], ranks: Sequence[int]) -> StoreTimeoutError:
         missing = [
             rank for key, rank in zip(keys, ranks, strict=True) if not self.store.check([key])
         ]
-        came = {rank: f"came/{rank}" for rank in range(self.env.world_size)}
-        if not self.store.check(list(came.values())):
+        present = {rank: f"{_PRESENT}/{rank}" for rank in range(self.env.world_size)}
+        if not self.store.check(list(present.values())):
             # Whoever is waited for may wait for them.
-            missing = [rank for rank, key in came.items() if not self.store.check([key])]
+            missing = [rank for rank, key in present.items() if not self.store.check([key])]
             what = "did not come to initialize_spmd"
             do = "every rank has to call it"
         else:
@@ -342,40 +331,38 @@ class Meeting:
             details={"missing_ranks": missing, "timeout": self._timeout},
         )
 
-    async def _unless_failed(self, keys: list[str]) -> bool:
-        """Whether all keys are there. Raises what another rank failed with."""
-        found = await self._aside(lambda: self._look(keys))
-        if isinstance(found, _Failed):
+    async def _all_set(self, keys: list[str]) -> bool:
+        """Whether all keys are set. Raises what another rank has failed with."""
+        found = await self._call(lambda: self._look(keys))
+        if isinstance(found, _Failure):
             self._failing = True  # who failed first has told all
-            await self._part_failed()
+            await self._close_failed()
             text = f"rank {found.rank}: {found.message}"
             raise from_wire(found.code, text, None, found.details)
         return found
 
-    def _look(self, keys: list[str]) -> bool | _Failed:
-        if self.store.check([_FAILED]):
-            return msgspec.json.decode(self.store.get(_FAILED), type=_Failed)
+    def _look(self, keys: list[str]) -> bool | _Failure:
+        if self.store.check([_FAILURE]):
+            return msgspec.json.decode(self.store.get(_FAILURE), type=_Failure)
         return bool(not keys or self.store.check(keys))
 
-    def _gone(self) -> str:
-        return f"the rendezvous store at {self.env.master_addr}:{self.env.master_port} is gone"
-
-    async def _aside(self, call: Callable[[], T]) -> T:
+    async def _call(self, call: Callable[[], T]) -> T:
         # A little longer than the deadline: whoever waits in vain still learns for whom.
-        until = max(self._deadline, time.monotonic() + _SAY_WHY_S)
-        return await _aside(call, until, self._timeout, f"{self._gone()}, or hangs", self._gone())
+        until = max(self._deadline, time.monotonic() + _REPORT_S)
+        gone = f"the rendezvous store at {self.env.master_addr}:{self.env.master_port} is gone"
+        return await _in_thread(call, until, self._timeout, f"{gone}, or hangs", gone)
 
 
-async def _aside(
+async def _in_thread(
     call: Callable[[], T], deadline: float, timeout: float, late: str, broken: str
 ) -> T:
     """The result of a call that blocks, in a daemon thread: nobody waits for one that hangs.
 
     Args:
         deadline: by ``time.monotonic``.
-        timeout: seconds from the begin of it all to the deadline, for programs.
-        late: says that it is over.
-        broken: says that the call raised an error of torch.
+        timeout: seconds from the beginning of it all to the deadline, for programs.
+        late: the message if the deadline has passed.
+        broken: the message if the call raised an error of torch.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()

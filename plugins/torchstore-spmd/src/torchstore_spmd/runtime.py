@@ -1,36 +1,35 @@
-"""Stores of ranks that a launcher such as torchrun has started: one server for all of a host, which
-rank 0 starts and which lives until the last rank has left. Several hosts go through Monarch.
+"""The runtime ``spmd``: one store for all ranks that a launcher such as torchrun has started.
+
+The ranks meet (``rendezvous``), agree on what they ask for, start the store, and become members of
+its server (``member``), which ends with the last of them. On one host rank 0 starts the server
+(``one_host``); on several, the engine does that is installed (``contracts.engine``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from torchstore_core.clients.calls.thread_loops import aside
-from torchstore_core.contracts.runtime import Runtime, RuntimeSpec, StoreOptions
+from torchstore_core.contracts.engine import Engine, RankStore, Rendezvous
+from torchstore_core.contracts.ranks import SPMDEnv
+from torchstore_core.contracts.runtime import RankRuntime, StoreOptions
+from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
-from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.plugins.registry import RUNTIMES, Registry, load_class
 from torchstore_core.plugins.strategy_data import encode_strategy
-from torchstore_core.runtimes.local import LocalRuntime
-from torchstore_spmd.env import SPMDEnv
-from torchstore_spmd.membership import Member
-from torchstore_spmd.rendezvous import Meeting
+from torchstore_spmd import one_host
+from torchstore_spmd.member import Member
+from torchstore_spmd.plugin import ENGINE_PACKAGE
+from torchstore_spmd.rendezvous import TCPRendezvous
 
-__all__ = ["SPMDEnv", "SPMDRuntime", "default_volumes", "tell"]
+__all__ = ["SPMDRuntime", "default_volumes"]
 
-_SEVERAL_HOSTS = "monarch"
+_Start = Callable[[StoreOptions, SPMDEnv, Rendezvous], Awaitable[RankStore]]
+
 _END_FAILED_S = 3.0
-_TELL_S = 5.0
-
-
-class _Place(msgspec.Struct, frozen=True):
-    """Where the server is, as rank 0 tells the others."""
-
-    address: str
-    members: str
+_WITHDRAW_S = 5.0
 
 
 class _Terms(msgspec.Struct, frozen=True):
@@ -59,119 +58,88 @@ class _Terms(msgspec.Struct, frozen=True):
         )
 
 
-class SPMDRuntime(Runtime):
-    """This rank's part in a store of all ranks.
+class SPMDRuntime(RankRuntime):
+    """This rank's part in a store of all ranks; see ``RankRuntime``."""
 
-    Args:
-        env: who this is.
-        registry: where the runtime for several hosts is looked up.
-    """
-
-    def __init__(self, env: SPMDEnv, registry: Registry) -> None:
-        self._env = env
-        self.ranks = env.rank, env.local_rank
-        self._registry = registry
+    def __init__(self, env: SPMDEnv | None = None) -> None:
+        self._env = SPMDEnv.from_environment() if env is None else env
+        self.ranks = self._env.rank, self._env.local_rank
+        self._store: RankStore | None = None
         self._member: Member | None = None
-        self._server: LocalRuntime | None = None
-        self._waiter: threading.Thread | None = None
-        self._inner: Runtime | None = None
+
+    def default_volumes(self, strategy: Strategy | None) -> int:
+        return default_volumes(strategy, self._env)
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
-        """Meet the other ranks; the address of the server, once all of them have joined it."""
-        several: str | None = None
+        """Meet the other ranks; the address of the server, once all of them are its members."""
+        start: _Start = one_host.start
         try:
             terms = _Terms.of(options, self._env)
             if not self._env.one_host:
-                several = _several_hosts(self._registry)
+                start = _engine(options.block).start_for_ranks
         except TorchStoreError as error:
-            await tell(self._env, options.store_name, error)
+            await self.withdraw(options.store_name, error)
             raise
-        meeting = await Meeting.open(self._env, options.store_name, options.timeout)
+        rendezvous = await TCPRendezvous.open(self._env, options.store_name, options.timeout)
         try:
-            await _agree(terms, meeting)
-            if several is None:
-                address = await self._start_here(options, meeting)
-            else:
-                start = load_class(several)
-                address, self._inner = await start(options, self._env, meeting)
-                if self._inner is not None:
-                    self.local_address = self._inner.local_address
-            await meeting.gather("joined")
-            await meeting.part()
-            return str(address)
+            await _agree(terms, rendezvous)
+            self._store = store = await start(options, self._env, rendezvous)
+            ranks = self._env.rank, self._env.local_rank
+            self._member = await Member.join(store.address, ranks, rendezvous.seconds_left())
+            store.joined()
+            await rendezvous.barrier("joined")
+            await rendezvous.close()
+            return store.address
         except BaseException as error:
-            await meeting.fail(error)
+            await rendezvous.fail(error)
             await self.stop(_END_FAILED_S)
             raise
 
-    async def _start_here(self, options: StoreOptions, meeting: Meeting) -> str:
-        if self._env.rank == 0:
-            self._server = server = LocalRuntime(members=True)
-            address = await meeting.during(server.start(options, None))
-            place = _Place(address, server.members_address)
-            self._member = await Member.join(place.members, meeting.left())
-            self._waiter = server.release()
-            await meeting.say("place", place)
-        else:
-            place = await meeting.hear("place", 0, _Place)
-            self._member = await Member.join(place.members, meeting.left())
-        return place.address
-
     @property
     def ended(self) -> bool:
-        inner, member = self._inner, self._member
-        return (inner is not None and inner.ended) or (member is not None and member.ended)
+        return self._member is not None and self._member.server_ended
 
     async def stop(self, timeout: float) -> None:
         """Leave; the last rank waits until the server has ended. Idempotent."""
-        inner, self._inner = self._inner, None
+        store, self._store = self._store, None
         member, self._member = self._member, None
-        server, self._server = self._server, None
-        waiter, self._waiter = self._waiter, None
-        if inner is not None:
-            await inner.stop(timeout)
-        ended = member is not None and await member.leave(timeout)
-        if server is not None and waiter is None:  # nobody has joined it
-            await server.stop(timeout)
-        if waiter is not None and ended:
-            await aside(lambda: waiter.join(timeout))
+        last = member is not None and await member.leave(timeout)
+        if store is not None:
+            await store.stop(timeout, last=last)
+
+    async def withdraw(self, store_name: str, error: Exception) -> None:
+        if type(store_name) is not str:  # nor do the others have a store of that name
+            return
+        with contextlib.suppress(TorchStoreError):
+            rendezvous = await TCPRendezvous.open(self._env, store_name, _WITHDRAW_S)
+            await rendezvous.fail(error)
 
 
-async def _agree(terms: _Terms, meeting: Meeting) -> None:
+async def _agree(terms: _Terms, rendezvous: Rendezvous) -> None:
     """Refuse arguments that are not those of rank 0.
 
     Raises:
         ConfigurationError: names those that differ.
     """
-    if meeting.env.rank == 0:
-        await meeting.say("terms", terms)
+    env = rendezvous.env
+    if env.rank == 0:
+        await rendezvous.publish("terms", terms)
         return
-    first = await meeting.hear("terms", 0, _Terms)
+    first = await rendezvous.read("terms", 0, _Terms)
     differ = {
         name: [getattr(first, name), getattr(terms, name)]
         for name in _Terms.__struct_fields__
         if getattr(first, name) != getattr(terms, name)
     }
     if differ:
-        said = "; ".join(
+        listed = "; ".join(
             f"{name} is {a!r} on rank 0, {b!r} here" for name, (a, b) in differ.items()
         )
         raise ConfigurationError(
-            f"rank {meeting.env.rank} calls initialize_spmd({meeting.env.world_size} ranks) with "
-            f"other arguments than rank 0: {said}. All ranks have to ask for the same store",
+            f"rank {env.rank} calls initialize_spmd({env.world_size} ranks) with other arguments "
+            f"than rank 0: {listed}. All ranks have to ask for the same store",
             details={"differ": differ},
         )
-
-
-async def tell(env: SPMDEnv, store_name: str, error: Exception) -> None:
-    """Tell the other ranks that this one does not come because of ``error``, which happened before
-    it could meet them. If they cannot be told within a few seconds they are not; raises nothing.
-    """
-    if type(store_name) is not str:
-        return
-    with contextlib.suppress(TorchStoreError):
-        meeting = await Meeting.open(env, store_name, _TELL_S)
-        await meeting.fail(error)
 
 
 def default_volumes(strategy: object | None, env: SPMDEnv) -> int:
@@ -190,18 +158,26 @@ def default_volumes(strategy: object | None, env: SPMDEnv) -> int:
     return env.world_size
 
 
-def _several_hosts(registry: Registry) -> str:
-    """What starts a store over several hosts.
+def _engine(block: Sequence[str]) -> Engine:
+    """The engine that starts a store over several hosts.
 
     Raises:
-        PluginError: it is not installed.
+        PluginError: none is installed, or several are, and none of them is blocked.
     """
-    spec: RuntimeSpec | None = None
-    if _SEVERAL_HOSTS in registry.names("torchstore.runtimes"):
-        spec = registry.runtime(_SEVERAL_HOSTS)
-    if spec is None or spec.spmd is None:
+    registry = Registry(block=block)
+    able = [spec for spec in registry.runtimes() if spec.spans_hosts and spec.engine is not None]
+    if not able:
+        left_out = registry.left_out(RUNTIMES)
+        why = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
         raise PluginError(
             "the ranks are on several hosts (LOCAL_WORLD_SIZE is below WORLD_SIZE), which takes "
-            "Monarch: pip install torchstore-monarch"
+            f"Monarch: pip install {ENGINE_PACKAGE}" + (f" ({why})" if why else "")
         )
-    return spec.spmd
+    if len(able) > 1:
+        names = " and ".join(spec.name for spec in able)
+        raise PluginError(
+            f"the ranks are on several hosts, and {names} can each start a store over them; block "
+            "all but one"
+        )
+    made: Engine = load_class(able[0].engine or "")()
+    return made

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from torchstore_core.contracts.strategy import Strategy
 
-__all__ = ["Runtime", "RuntimeSpec", "StoreOptions"]
+if TYPE_CHECKING:
+    from torchstore_core.contracts.ranks import SPMDEnv
+
+__all__ = ["RankRuntime", "Runtime", "RuntimeSpec", "StoreOptions"]
 
 
 class StoreOptions(msgspec.Struct, frozen=True):
@@ -72,6 +76,31 @@ class Runtime(ABC):
         """End what :meth:`start` started, leaving nothing behind. Idempotent."""
 
 
+class RankRuntime(Runtime):
+    """One rank's part in a store that all ranks of a launcher start together.
+
+    ``initialize_spmd`` makes one of the runtime ``spmd``. Its factory also works without an
+    argument, as those of all runtimes do: then the rank's place is what the environment says.
+
+    Args:
+        env: this rank's place.
+    """
+
+    @abstractmethod
+    def __init__(self, env: SPMDEnv | None = None) -> None:
+        """Raises ``ConfigurationError`` if ``env`` is None and the environment is no rank's."""
+
+    @abstractmethod
+    def default_volumes(self, strategy: Strategy | None) -> int:
+        """How many volumes a store of all ranks gets if nobody says it."""
+
+    @abstractmethod
+    async def withdraw(self, store_name: str, error: Exception) -> None:
+        """Tell the other ranks that this one does not come because of ``error``, which happened
+        before :meth:`start`. Raises nothing, and takes a few seconds at most.
+        """
+
+
 class RuntimeSpec(msgspec.Struct, frozen=True):
     """What a plug-in's ``torchstore_runtime`` hook returns.
 
@@ -80,29 +109,20 @@ class RuntimeSpec(msgspec.Struct, frozen=True):
         factory: ``"module:Class"`` of the Runtime, imported when chosen.
         applies: how well it fits this process: None if it does not, else a rank (``auto`` takes
             the highest). Its argument is the ``mesh`` that the user gave ``initialize``.
-        here: whether this process may belong to a job of the engine; cheap, imports nothing.
-        find: ``"module:function"``, asked in such a process for a store that was not initialised
-            in it: ``async (store_name, timeout) -> address`` of a Unix socket, or None if the job
-            has no such store. An address ``"<name>:<store>"`` is resolved by it too.
-        end: ``"module:function"``: ``async (store_name, timeout) -> bool`` ends a store of the job,
-            from any process of it; False if there was none.
-        rank: ``"module:function"``: ``() -> int | None``, which of its kind this process is, asked
-            after ``find`` where neither RANK nor LOCAL_RANK is set; it counts as local rank.
-        spmd: ``"module:function"``: how ``initialize_spmd`` starts a store over several hosts,
-            called by every rank: ``async (options, env, meeting) -> (address, runtime)``.
-            ``env`` is its ``ts.SPMDEnv``; through ``meeting`` (``runtimes.rendezvous.Meeting``)
-            the ranks talk: ``say``, ``hear`` and ``gather`` raise what another rank has failed
-            with, ``left()`` is the seconds there are. What the function raises, all ranks raise;
-            before it cleans up for long it calls ``meeting.fail(error)`` itself. ``runtime`` is
-            what is stopped when this rank leaves, or None. All ranks return from
-            ``initialize_spmd`` once the function has returned on all.
+        engine: ``"module:Class"`` of the ``contracts.engine.Engine`` behind it, if there is one. It
+            finds the stores of a job, and resolves addresses ``"<name>:<store>"``.
+        here: whether this process may belong to a job of that engine; cheap, imports nothing. If
+            so, the engine is asked for stores that were not initialised in this process.
+        spans_hosts: whether that engine implements ``start_for_ranks``.
+        advise: what this process may need another package for. It is given the names of all
+            installed runtimes and the ``mesh``, and returns a clause for warnings and errors
+            (``"for …: pip install …"``), or an empty text.
     """
 
     name: str
     factory: str
     applies: Callable[[object | None], int | None]
+    engine: str | None = None
     here: Callable[[], bool] | None = None
-    find: str | None = None
-    end: str | None = None
-    rank: str | None = None
-    spmd: str | None = None
+    spans_hosts: bool = False
+    advise: Callable[[Collection[str], object | None], str] | None = None

@@ -23,19 +23,22 @@ from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.contracts.transport import TransportSpec
 from torchstore_core.errors import ConfigurationError, PluginError
 
-__all__ = ["GROUPS", "OBSERVERS", "Registry", "load_class"]
+__all__ = ["GROUPS", "OBSERVERS", "RUNTIMES", "Registry", "load_class"]
 
 log = logging.getLogger(__name__)
 
+_PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 _NAME = re.compile(r"^name:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 
 #: Entry-point group of those that are told of operations.
 OBSERVERS = "torchstore.plugins"
+#: Entry-point group of the runtimes.
+RUNTIMES = "torchstore.runtimes"
 #: Entry-point group of each kind of plug-in, and the hook its modules implement.
 GROUPS = {
     "torchstore.transports": "torchstore_transport",
     "torchstore.strategies": "torchstore_strategy",
-    "torchstore.runtimes": "torchstore_runtime",
+    RUNTIMES: "torchstore_runtime",
     OBSERVERS: "torchstore_operation",
 }
 
@@ -46,7 +49,6 @@ _PACKAGES = {
         ("torchstore.strategies", name): "torchstore-strategies"
         for name in ("singleton", "local-rank", "host", "hash", "spread", "replicated")
     },
-    ("torchstore.runtimes", "monarch"): "torchstore-monarch",
 }
 
 
@@ -153,6 +155,10 @@ class Registry:
         """``"group:name"`` to what is wrong with it, for everything loaded so far."""
         return {f"{g}:{n}": str(e) for (g, n), e in sorted(self._errors.items())}
 
+    def installed(self, group: str) -> list[str]:
+        """All names of a group, blocked ones too, sorted."""
+        return sorted(self._entries[group])
+
     def left_out(self, group: str) -> dict[str, str]:
         """Installed names of a group that cannot be used, and why: blocked, or broken."""
         blocked = {n: "blocked by configuration" for n in self._entries[group] if n in self.block}
@@ -215,9 +221,11 @@ class Registry:
             raise PluginError(f"{kind} {name!r} is blocked by configuration")
         entries = self._entries[group].get(name, [])
         if not entries:
-            package = _PACKAGES.get((group, name))
             known = ", ".join(self.names(group)) or "none"
             near = _near([name], self.names(group))
+            package = _PACKAGES.get((group, name))
+            if package is None and group == RUNTIMES and not near and _PACKAGE_PART.match(name):
+                package = f"torchstore-{name}"  # that is what packages of runtimes are called
             hint = near + "?" if near else "is its package installed here?"
             hint = f"pip install {package}" if package else hint
             raise PluginError(f"no {kind} is called {name!r} (installed: {known}); {hint}")
@@ -307,18 +315,24 @@ class Registry:
     def runtimes(self) -> list[RuntimeSpec]:
         """Every usable runtime; broken ones are left out."""
         specs: list[RuntimeSpec] = []
-        for name in self.names("torchstore.runtimes"):
+        for name in self.names(RUNTIMES):
             try:
-                specs.append(self.load("torchstore.runtimes", name))
+                specs.append(self.load(RUNTIMES, name))
             except PluginError:
-                if len(self._entries["torchstore.runtimes"][name]) > 1:
+                if len(self._entries[RUNTIMES][name]) > 1:
                     raise
         return specs
 
     def runtime(self, name: str) -> RuntimeSpec:
         """One runtime by name; raises PluginError."""
-        spec: RuntimeSpec = self.load("torchstore.runtimes", name)
+        spec: RuntimeSpec = self.load(RUNTIMES, name)
         return spec
+
+    def advice(self, mesh: object | None = None) -> str:
+        """What this process, or that mesh, may need another package for; empty: nothing known."""
+        names = self.installed(RUNTIMES)
+        advice = [spec.advise(names, mesh) for spec in self.runtimes() if spec.advise is not None]
+        return "; ".join(filter(None, advice))
 
     def observers(self) -> dict[str, Callable[..., list[Any]]]:
         """The hook ``torchstore_operation`` of every observer plug-in that loads, by its name: none

@@ -39,15 +39,15 @@ class LocalRuntime(Runtime):
     """Starts ``python -m torchstore_core.server`` and watches over it.
 
     Args:
-        members: the server is for all processes that join it, see ``server.members``; this one
-            only starts it, and lets go of it with :meth:`release`.
+        members: the server is for all its members, see ``server.members``; this process only
+            starts it, and leaves it to them with :meth:`release`.
 
     Attributes:
-        members_address: where members join it.
+        server_pid: of the server, once it has started.
     """
 
     def __init__(self, *, members: bool = False) -> None:
-        self.members_address = ""
+        self.server_pid = 0
         self._members = members
         self._process: subprocess.Popen[bytes] | None = None
         self._path = self._directory = ""
@@ -127,7 +127,7 @@ class LocalRuntime(Runtime):
         address = str(said["address"])
         self._path = address.partition(":")[2]
         self._directory = os.path.dirname(self._path)
-        self.members_address = str(said.get("members", ""))
+        self.server_pid = int(said["pid"])
         return address
 
     @property

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -27,17 +26,11 @@ class ProcessOptions(ServerOptions, frozen=True):
     """Options of a server in a process of its own.
 
     Args:
-        members: ``owner`` only starts it; it ends with the last of those who join it, or with the
-            owner if nobody has joined until then.
+        members: ``owner`` only starts it; it ends with the last of its members, or with the owner
+            if none has joined until then.
     """
 
     members: bool = False
-
-
-class ReadyForMembers(Ready, frozen=True):
-    """That line, of a server with members: where they join it."""
-
-    members: str = ""
 
 
 def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | None = None) -> int:
@@ -82,27 +75,24 @@ async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], 
         say({"error": code, "message": str(error)})
         return 1
     try:
-        say(await _watch(options, server, address))
+        _end_with_others(options, server)
+        say(Ready(address, os.getpid()))
         await server.serve()
     finally:
         await server.close()
     return 0
 
 
-async def _watch(options: ServerOptions, server: Server, address: str) -> Ready:
-    """See to it that the server ends with whom it is for; the line that says it is ready."""
-    ready = Ready(address, os.getpid())
+def _end_with_others(options: ServerOptions, server: Server) -> None:
+    """See to it that the server ends with the processes that it is for."""
     owner_ended = server.stop_soon
     if isinstance(options, ProcessOptions) and options.members:
-        members = Members(server.stop_soon)
-        where = members.open(Path(address.partition(":")[2]).parent)
-        ready = ReadyForMembers(address, os.getpid(), where)
-        owner_ended = members.starter_ended
+        server.members = Members(server.stop_soon)
+        owner_ended = server.members.starter_ended
     else:
         server.owner = options.owner
     if options.owner:
         DeathWatch(options.owner, owner_ended, is_parent=True)
-    return ready
 
 
 def _say(line: object) -> None:

@@ -36,6 +36,7 @@ from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.server.serving.listening import Listener, speaking
+from torchstore_core.server.serving.members import Members, is_member
 from torchstore_core.wire import messages as m
 
 __all__ = ["Ready", "Server", "ServerOptions"]
@@ -92,6 +93,7 @@ class Server:
         before_close: awaited before what a client process held through a connection here is
             undone: an agent of this host may still be writing for it. Called with its pid.
         owner: pid of the process that the store ends with, for people to see; 0: none.
+        members: the processes that it ends with; None: not with any.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -114,6 +116,7 @@ class Server:
         self._directory: PrivateDirectory | None = None
         self.before_close: Callable[[int], Awaitable[None]] | None = None
         self.owner = 0
+        self.members: Members | None = None
         self._started = time.monotonic()
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
@@ -199,6 +202,13 @@ class Server:
         if not self._stopping:
             self._stopping = True
             asyncio.get_running_loop().call_later(0.01, self._stopped.set)
+
+    def shutdown(self, request_id: int, session: SessionRecord) -> m.Reply:
+        """The answer to a Shutdown: the server ends, but for a member, which only leaves."""
+        if self.members is not None and is_member(session):
+            return m.Flags(request_id, [self.members.left(session)])
+        self.stop_soon()
+        return m.Done(request_id)
 
     async def close(self) -> None:
         """Stop listening, close every connection, release memory, remove the directory."""
@@ -300,8 +310,22 @@ class Server:
             self._controller.lose_volume(index, why)
             self._to_anchors(m.Lost(index, why))
 
+    def joined(self, session: SessionRecord) -> None:
+        """A client has opened a session; raises as ``Members.joined``."""
+        if self.members is not None:
+            self.members.joined(session)
+        journal.client_joined(session, len(self.controller.sessions))
+
+    def died(self, session: SessionRecord) -> None:
+        """A session's process has died, and what it has half done is about to be undone."""
+        if self.members is not None:
+            self.members.left(session)
+        journal.process_died(session)
+
     def left(self, session: SessionRecord, why: str) -> None:
         """A session is about to end."""
+        if self.members is not None:
+            self.members.left(session)
         if not self._stopping:
             others = self.controller.sessions.keys() - {session.token}
             journal.client_left(session, why, len(others))
@@ -337,7 +361,7 @@ class Server:
 
     def _to_anchors(self, message: m.Message) -> None:
         for conversation in self.conversations:
-            if conversation.is_anchor:
+            if conversation.is_anchor and not conversation.is_member:
                 conversation.send(message)
 
     def disconnected(self, connection: Connection) -> None:
@@ -378,7 +402,9 @@ class Server:
         """What is known of the store."""
         controller = self.controller
         sessions = [
-            inspection.session_status(s, s.facts.role) for s in controller.sessions.values()
+            inspection.session_status(s, s.facts.role)
+            for s in controller.sessions.values()
+            if not is_member(s)
         ]
         sessions += [
             inspection.session_status(s, "orphan") for s in controller.detached.sessions.values()

@@ -265,7 +265,9 @@ class Status(Message, frozen=True, tag="status"):
 
 
 class Shutdown(Message, frozen=True, tag="shutdown"):
-    """End the server. Reply :class:`Done`, then every connection closes."""
+    """End the server. Reply :class:`Done`, then every connection closes. From a member, see
+    ``server.members``: leave. Reply :class:`Flags`, one: whether the server ends with it.
+    """
 
     id: int
 

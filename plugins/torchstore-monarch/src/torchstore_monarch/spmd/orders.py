@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MEMBER", "RootOrder", "Where"]
-
-#: ``ClientFacts.role`` of the session by which a rank holds the store.
-MEMBER = "rank"
+__all__ = ["RootOrder", "StoreReport"]
 
 
-class Where(msgspec.Struct, frozen=True):
+class StoreReport(msgspec.Struct, frozen=True):
     """What the ranks are told: Unix sockets by host id, or why there is no store (an error code of
     ``torchstore_core.errors``, and its message).
     """

@@ -1,7 +1,8 @@
 """``python -m torchstore_monarch.spmd.root JSON``: the Monarch root of a torchrun job's store.
 
 Attaches to the hosts' workers, starts the store, and prints one line of JSON: where it is. When its
-standard input ends, rank 0 has left: from then on the store ends as soon as nobody uses it.
+standard input ends, rank 0 has left or died. The server ends with its last member, and then the
+root does.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from torchstore_core.machine import topology
 from torchstore_core.wire import messages as m
 from torchstore_monarch import finding
 from torchstore_monarch.protocol import Asked, FoundStore, result
-from torchstore_monarch.spmd.orders import MEMBER, RootOrder, Where
+from torchstore_monarch.spmd.orders import RootOrder, StoreReport
 
-_POLL_S = 0.2
-_LOOK_S = 1.0
+_LOOK_S = 0.5
 _END_S = 5.0
 _DETACH_S = 3.0
 
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 async def _main(order: RootOrder) -> int:
     asked = msgspec.json.decode(order.asked, type=Asked)
     loop = asyncio.get_running_loop()
-    left = asyncio.Event()
-    loop.add_reader(sys.stdin.fileno(), _read_stdin, loop, left)
+    starter_gone = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), _read_stdin, loop, starter_gone)
     enable_transport(ChannelTransport.TcpWithLocalhost if order.loopback else order.address)
     hosts = attach_to_workers(ca="trust_all_connections", workers=order.workers)
     try:
@@ -54,20 +54,21 @@ async def _main(order: RootOrder) -> int:
             sockets = {host: relays[0] for host, relays in found.relays.items()}
             sockets[found.host_id] = found.address
             lane = await _connect(found)
+            _, controller, _ = await directory.find.call_one(asked.store_name)
     except TorchStoreError as error:
-        _say(Where(error=error.code, message=error.message))
+        _report(StoreReport(error=error.code, message=error.message))
         return 1
     except TimeoutError:
-        _say(
-            Where(
+        _report(
+            StoreReport(
                 error=StoreTimeoutError.code,
                 message=f"the hosts did not attach within {in_seconds(asked.timeout)}",
             )
         )
         return 1
-    _say(Where(sockets=sockets))
+    _report(StoreReport(sockets=sockets))
     try:
-        await _until_unused(lane, left)
+        await _until_ended(lane, controller, starter_gone)
     finally:
         lane.close()
         await _end(directory, asked.store_name, hosts)
@@ -82,27 +83,22 @@ async def _connect(found: FoundStore) -> Lane:
     return Lane(sock, asyncio.get_running_loop(), f"the server of {found.store_name!r} is gone")
 
 
-async def _members(lane: Lane) -> int:
-    """Ranks that hold the store."""
-    reply = await lane.call(m.Status(lane.next_id()), m.StatusReply, _END_S)
-    return sum(session.role == MEMBER for session in reply.status.sessions)
-
-
-async def _until_unused(lane: Lane, left: asyncio.Event) -> None:
-    """Wait until rank 0 has left, and all others have."""
+async def _until_ended(lane: Lane, controller: Any, starter_gone: asyncio.Event) -> None:
+    """Wait until the server has ended, as it does with its last member."""
+    told = False
     try:
-        while not left.is_set():
-            try:
-                await asyncio.wait_for(left.wait(), _LOOK_S)
-            except TimeoutError:
-                await _members(lane)  # the server may be gone
-        others = await _members(lane)
-        _say("shared" if others else "alone")
-        while others:
-            await asyncio.sleep(_POLL_S)
-            others = await _members(lane)
+        while True:
+            await lane.call(m.Status(lane.next_id()), m.StatusReply, _END_S)
+            if starter_gone.is_set():
+                if not told:  # it ends now if rank 0 did not come to be a member, nor others
+                    await controller.starter_ended.call_one()
+                    told = True
+                await asyncio.sleep(_LOOK_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(starter_gone.wait(), _LOOK_S)
     except TorchStoreError as error:
-        log.error("the store is given up: %s", error)
+        log.info("the store ends: %s", error)
 
 
 async def _end(directory: Any, store_name: str, hosts: Any) -> None:
@@ -115,16 +111,15 @@ async def _end(directory: Any, store_name: str, hosts: Any) -> None:
             log.info("while ending: %s", type(error).__name__)
 
 
-def _read_stdin(loop: asyncio.AbstractEventLoop, left: asyncio.Event) -> None:
+def _read_stdin(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         loop.remove_reader(sys.stdin.fileno())
-        left.set()
+        ended.set()
 
 
-def _say(line: Where | str) -> None:
-    text = line.encode() if isinstance(line, str) else msgspec.json.encode(line)
+def _report(report: StoreReport) -> None:
     with contextlib.suppress(OSError):  # rank 0 may be dead
-        os.write(sys.stdout.fileno(), text + b"\n")
+        os.write(sys.stdout.fileno(), msgspec.json.encode(report) + b"\n")
 
 
 def main() -> int:

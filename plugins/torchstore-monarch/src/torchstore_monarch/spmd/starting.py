@@ -1,11 +1,10 @@
-"""What the ranks do.
+"""What the ranks do to start a store over several hosts.
 
-**Trusted networks only.** The worker of each host listens on its address towards MASTER_ADDR, at
-a port that the system chooses, and, as Monarch's own workers do with ``trust_all_connections``,
-it asks nobody who he is: whoever reaches that port can make Monarch run code as this user. The port
-is open from ``initialize_spmd`` on until the store ends. The rendezvous store of torch is as open.
-If the ranks are all on one machine it is a port of the loopback, which every user of the machine
-reaches.
+**Trusted networks only.** The worker of each host listens on its address towards MASTER_ADDR, at a
+port that the system chooses. As Monarch's own workers do with ``trust_all_connections``, it does
+not ask who connects: whoever reaches that port can make Monarch run code as this user. The port is
+open from ``initialize_spmd`` until the store ends. The rendezvous store of torch is as open. If all
+ranks are on one machine it is a port of the loopback, which every user of the machine reaches.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from torchstore_core.clients.session.handshake import client_facts, handshake
-from torchstore_core.contracts.runtime import Runtime, StoreOptions
+from torchstore_core.contracts.engine import RankStore, Rendezvous
+from torchstore_core.contracts.ranks import SPMDEnv
+from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.errors import (
     StoreClosedError,
     StoreTimeoutError,
@@ -34,145 +32,90 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
-from torchstore_core.plugins.strategy_data import encode_strategy
 from torchstore_monarch.protocol import Asked
-from torchstore_monarch.spmd.orders import MEMBER, RootOrder, Where
+from torchstore_monarch.spmd.orders import RootOrder, StoreReport
 
-if TYPE_CHECKING:
-    from torchstore_spmd.env import SPMDEnv
-    from torchstore_spmd.rendezvous import Meeting
-
-__all__ = ["RankPart", "RootProcess", "start"]
+__all__ = ["MonarchRankStore", "RootProcess", "WorkerProcess", "start"]
 
 log = logging.getLogger(__name__)
 
-_WHERE = "where"
 _END_FAILED_S = 3.0
-_ANSWER_S = 6.0
 _PORTS = 2
 
 
-async def start(
-    options: StoreOptions, env: SPMDEnv, meeting: Meeting
-) -> tuple[str, Runtime | None]:
-    """Start the store, or wait until rank 0 has: the socket of this host, and this rank's part.
-
-    Args:
-        meeting: of the ranks; it also says how long this may take.
-
-    Raises:
-        StoreTimeoutError: some rank did not come in time.
-        TorchStoreError: what kept any rank from coming; all ranks get it.
-    """
-    part = RankPart(env)
+async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> MonarchRankStore:
+    """See ``Engine.start_for_ranks``."""
+    made = MonarchRankStore()
     try:
         if env.local_rank == 0:
             host = env.rank // env.local_world_size
             try:
-                towards = await _towards(env, meeting)
-                address = await meeting.during(part.worker.begin(towards, meeting.left()))
+                towards = await _towards(env, rendezvous)
+                left = rendezvous.seconds_left()
+                address = await rendezvous.unless_failed(made.worker.begin(towards, left))
             except StoreTimeoutError:
-                await meeting.gather("came")  # that a rank is missing says more
+                await rendezvous.all_present()  # that a rank is missing says more
                 raise
-            await meeting.say(f"worker/{host}", address)
+            await rendezvous.publish(f"worker/{host}", address)
         if env.rank == 0:
-            where = await _start_root(part.root, options, env, meeting)
-            await meeting.say(_WHERE, where)
+            report = await _start_root(made.root, options, env, rendezvous)
+            await rendezvous.publish("store", report)
         else:
-            where = await meeting.hear(_WHERE, 0, Where)
-        address = await part.join(where, meeting.left())
+            report = await rendezvous.read("store", 0, StoreReport)
+        made.address = _of_this_host(report)
     except BaseException as error:
-        await meeting.fail(error)  # the others need not wait for what is ended here
-        await part.stop(_END_FAILED_S)
+        await rendezvous.fail(error)  # the others need not wait for what is ended here
+        await made.stop(_END_FAILED_S, last=True)
         raise
-    return address, part
+    return made
 
 
-class RankPart(Runtime):
-    """What a rank holds of a store: a session that counts as a member's, and rank 0 the root."""
+def _of_this_host(report: StoreReport) -> str:
+    here = topology.probe().host_id
+    address = report.sockets.get(here)
+    if address is None:
+        raise TransportUnavailableError(
+            f"this rank is on a host ({here}) where no worker of the store is; "
+            "LOCAL_WORLD_SIZE ranks in a row, from a multiple of it on, must share a host"
+        )
+    return address
 
-    def __init__(self, env: SPMDEnv) -> None:
-        self.ranks = env.rank, env.local_rank
+
+class MonarchRankStore(RankStore):
+    """A rank's part in a store over several hosts: rank 0 has the root process, and the first rank
+    of each host a worker. Both end by themselves once the server has ended.
+    """
+
+    def __init__(self) -> None:
+        self.address = ""
         self.root = RootProcess()
         self.worker = WorkerProcess()
-        self._sock: socket.socket | None = None
-        _parts.add(self)
 
-    async def start(self, options: StoreOptions, mesh: object | None) -> str:
-        """Not how it is started: see :func:`start`."""
-        raise StoreClosedError("a store over several hosts is started by initialize_spmd")
+    def joined(self) -> None:
+        """The root sees by itself that the server has members."""
 
-    async def join(self, where: Where, timeout: float) -> str:
-        """Become a member; the socket of this host.
-
-        Raises:
-            TransportUnavailableError: no worker is on this host.
-            StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.
-        """
-        here = topology.probe()
-        address = where.sockets.get(here.host_id)
-        if address is None:
-            raise TransportUnavailableError(
-                f"this rank is on a host ({here.host_id}) where no worker of the store is; "
-                "LOCAL_WORLD_SIZE ranks in a row, from a multiple of it on, must share a host"
-            )
-        facts = client_facts({}, here, self.ranks)
-        facts = msgspec.structs.replace(facts, role=MEMBER)
-        self._sock, _ = await handshake(address, b"", facts, here, max(0.1, timeout))
-        return address
-
-    async def stop(self, timeout: float) -> None:
-        self.close()
-        self.worker.let_go()
-        await self.root.stop(timeout)
-
-    def close(self) -> None:
-        """End the membership: also in a forked child, which has no part in it."""
-        sock, self._sock = self._sock, None
-        if sock is not None:
-            sock.close()
-
-
-_parts: weakref.WeakSet[RankPart] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for part in list(_parts):
-        part.close()
-
-
-os.register_at_fork(after_in_child=_forked)
+    async def stop(self, timeout: float, *, last: bool) -> None:
+        self.worker.release()
+        await self.root.stop(timeout, wait=last)
 
 
 async def _start_root(
-    root: RootProcess, options: StoreOptions, env: SPMDEnv, meeting: Meeting
-) -> Where:
+    root: RootProcess, options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous
+) -> StoreReport:
     hosts = env.world_size // env.local_world_size
     workers = [
-        await meeting.hear(f"worker/{i}", i * env.local_world_size, str) for i in range(hosts)
+        await rendezvous.read(f"worker/{i}", i * env.local_world_size, str) for i in range(hosts)
     ]
-    await meeting.gather("came")  # if one is missing there is nothing to end again
-    name, fields = "singleton", b"{}"
-    if options.strategy is not None:
-        name, fields = encode_strategy(options.strategy)
-    left = max(0.1, meeting.left())
-    asked = Asked(
-        options.store_name,
-        options.num_storage_volumes,
-        name,
-        fields,
-        options.capacity,
-        options.prefault,
-        left,
-        options.block,
-    )
+    await rendezvous.all_present()  # if one is missing there is nothing to end again
+    left = max(0.1, rendezvous.seconds_left())
+    asked = Asked.of(msgspec.structs.replace(options, timeout=left), members=True)
     loopback = all(_is_loopback(worker) for worker in workers)
     ip = _ip(workers[0])  # of this host
     order = RootOrder(workers, msgspec.json.encode(asked), loopback, f"tcp://{ip}:{_free_port(ip)}")
-    return Where(sockets=await meeting.during(root.begin(order, left)))
+    return StoreReport(sockets=await rendezvous.unless_failed(root.begin(order, left)))
 
 
-async def _towards(env: SPMDEnv, meeting: Meeting) -> tuple[str, int]:
+async def _towards(env: SPMDEnv, rendezvous: Rendezvous) -> tuple[str, int]:
     """What the worker of this host has to be reachable from: an address, and any port there.
 
     On rank 0's own host its name is often an address of the loopback (Debian's 127.0.1.1), where
@@ -182,7 +125,7 @@ async def _towards(env: SPMDEnv, meeting: Meeting) -> tuple[str, int]:
     if env.rank == 0 and env.world_size > env.local_world_size:
         own = await asyncio.to_thread(_own_address, *master)
         if own.startswith("127."):
-            other = await meeting.hear("worker/1", env.local_world_size, str)
+            other = await rendezvous.read("worker/1", env.local_world_size, str)
             if not _is_loopback(other):
                 return _ip(other), master[1]
     return master
@@ -229,16 +172,16 @@ class RootProcess:
             self._kill()
             raise
         try:
-            where = msgspec.json.decode(line, type=Where)
+            report = msgspec.json.decode(line, type=StoreReport)
         except msgspec.DecodeError as error:
             self._kill()
             raise StoreClosedError(
                 "the Monarch root process ended while starting; its standard error says why"
             ) from error
-        if where.error:
+        if report.error:
             self._kill()
-            raise from_wire(where.error, where.message, None, {})
-        return where.sockets
+            raise from_wire(report.error, report.message, None, {})
+        return report.sockets
 
     def _launch(self, command: list[str], timeout: float) -> bytes:
         """Start it, and wait for its line."""
@@ -253,12 +196,12 @@ class RootProcess:
             )
         return _line(process, timeout)
 
-    async def stop(self, timeout: float) -> None:
-        """Leave: the root ends the store once nobody else uses it. Waits for that if it is now."""
+    async def stop(self, timeout: float, *, wait: bool) -> None:
+        """Leave it: the root ends once the store has no members. ``wait`` for that."""
         process, self._process = self._process, None
         if process is None or os.getpid() != self._owner:
             return
-        await asyncio.shield(asyncio.to_thread(_leave, process, timeout))
+        await asyncio.shield(asyncio.to_thread(_leave, process, timeout, wait))
 
     def _kill(self) -> None:
         with self._lock:
@@ -287,20 +230,16 @@ def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     return said
 
 
-def _leave(process: subprocess.Popen[bytes], timeout: float) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-    until = time.monotonic() + timeout
-    said = _line(process, min(timeout, _ANSWER_S)).strip()  # at once: it looks, and says
-    if said != b"shared":
+def _leave(process: subprocess.Popen[bytes], timeout: float, wait: bool) -> None:
+    _close(process)
+    if wait:
         try:
-            process.wait(max(0.1, until - time.monotonic()))
+            process.wait(max(0.1, timeout))
         except subprocess.TimeoutExpired:
             log.warning("the Monarch root %d does not end by itself; killing it", process.pid)
             process.kill()
             process.wait()
-    _close(process)
-    if process.returncode is None:  # others still use the store: it ends with the last of them
+    else:  # others still use the store: it ends with the last of them
         _reap(process)
 
 
@@ -312,13 +251,13 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 class WorkerProcess:
     """The Monarch worker of a host. It ends by itself: when the store has, or when this process
-    lets go of it before the root has used it.
+    releases it before the root has used it.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._let_go = False
+        self._released = False
 
     async def begin(self, towards: tuple[str, int], timeout: float) -> str:
         """Start it, to be reached from there: the address where the root finds it.
@@ -350,9 +289,9 @@ class WorkerProcess:
                 self._process = process
                 _reap(process)
                 with self._lock:
-                    given_up = self._let_go
-                if given_up:  # while it came up
-                    self.let_go()
+                    released = self._released
+                if released:  # while it came up
+                    self.release()
                 return address
             process.kill()
             process.wait()
@@ -368,10 +307,10 @@ class WorkerProcess:
             "says why"
         )
 
-    def let_go(self) -> None:
-        """Whether it goes on is up to the root from now on."""
+    def release(self) -> None:
+        """From now on it is up to the root whether it goes on."""
         with self._lock:
-            self._let_go = True
+            self._released = True
             process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()

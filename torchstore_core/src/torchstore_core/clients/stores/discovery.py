@@ -31,7 +31,7 @@ class RunningStore(msgspec.Struct, frozen=True):
         store_name: the name that it was started with.
         pid: of its controller, on the host ``hostname``; 0: it did not answer.
         owner_pid: the process that it ends with; None: it ends with no single process (`torchstore
-            serve`, the ranks of torchrun, a Monarch job).
+            serve`, the ranks of torchrun, a job of an engine).
         num_storage_volumes, capacity_bytes: its volumes that live, and their memory.
         error: why it does not answer, or cannot be talked to; None: it can.
     """

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from torchstore_core.clients.calls import observers as observing
 from torchstore_core.clients.session.handshake import Ranks
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.stores import ancestors
+from torchstore_core.contracts.engine import Engine
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
 from torchstore_core.errors import (
@@ -182,9 +182,14 @@ class Membership:
         spec = registry.runtime(scheme) if known else None
         if spec is None or (spec.here is not None and not spec.here()):
             raise StoreClosedError(self._of_no_job_here())
-        found = await _find_by(spec, name, timeout)
-        if spec.rank is not None and not ("RANK" in os.environ or "LOCAL_RANK" in os.environ):
-            self.ranks = None, load_class(spec.rank)()
+        engine = engine_of(spec)
+        if engine is None:
+            raise StoreClosedError(
+                f"the runtime {spec.name!r} cannot find stores; connect to a socket"
+            )
+        found = await engine.find(name, timeout)
+        if not ("RANK" in os.environ or "LOCAL_RANK" in os.environ):
+            self.ranks = None, engine.local_rank()
         if found is None and self.runtime is None:
             named = inherited_address(self.store_name) or ""
             found = named if named.startswith("unix:") else None
@@ -312,7 +317,7 @@ def as_address(text: str) -> str:
 def not_a_socket(address: str, otherwise: str) -> str:
     """Why this process cannot look an address up, and what to do instead."""
     return (
-        f"{address!r} is no socket of this host. An address like monarch:NAME says which store of "
+        f"{address!r} is no socket of this host. An address like RUNTIME:NAME says which store of "
         "its own job a process means, and only processes of that job can look it up. Here, "
         f"{otherwise}"
     )
@@ -363,28 +368,24 @@ def _nor_in_its_parents() -> str:
     return "" if made_by is None else f", nor in its living parents (process {made_by})"
 
 
-def missing_engine() -> str:
-    """What to say to a process of a Monarch job that lacks the package for stores of jobs; empty
-    for all others.
-    """
-    if "monarch" not in sys.modules or "monarch" in Registry().names("torchstore.runtimes"):
-        return ""
-    return ". This process uses Monarch: for stores of its job, pip install torchstore-monarch"
+def missing_engine(registry: Registry | None = None) -> str:
+    """What to say to a process that lacks the package for stores of its job; empty for others."""
+    advice = (registry or Registry()).advice()
+    return f". {advice}" if advice else ""
 
 
 def _of_job(store_name: str) -> str | None:
     """The address by which the engine that runs this process, if one does, finds the store."""
     for spec in Registry().runtimes():
-        if spec.find is not None and spec.here is not None and spec.here():
+        if spec.engine is not None and spec.here is not None and spec.here():
             return f"{spec.name}:{store_name}"
     return None
 
 
-async def _find_by(spec: RuntimeSpec, name: str, timeout: float | None) -> str | None:
-    if spec.find is None:
-        raise StoreClosedError(f"the runtime {spec.name!r} cannot find stores; connect to a socket")
-    found: str | None = await load_class(spec.find)(name, timeout)
-    return found
+def engine_of(spec: RuntimeSpec) -> Engine | None:
+    """The engine behind a runtime, if it has one; raises PluginError."""
+    made: Engine | None = None if spec.engine is None else load_class(spec.engine)()
+    return made
 
 
 async def end(store_name: str, address: str | None, timeout: float | None) -> bool:
@@ -399,15 +400,14 @@ async def end(store_name: str, address: str | None, timeout: float | None) -> bo
     registry = Registry() if scheme not in ("", "unix") else None
     if registry is None or scheme not in registry.names("torchstore.runtimes"):
         return False
-    spec = registry.runtime(scheme)
-    if spec.end is None:
+    engine = engine_of(registry.runtime(scheme))
+    if engine is None:
         return False
     try:
-        ended: bool = await load_class(spec.end)(name, timeout)
+        return await engine.end(name, timeout)
     except StoreTimeoutError as error:
         log.warning("store %r was not ended: %s", store_name, error)
         return False
-    return ended
 
 
 def known(store_name: str) -> Membership | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.calls.warned import warn
@@ -11,18 +12,29 @@ from torchstore_core.clients.client import Client
 from torchstore_core.clients.stores import ancestors, discovery
 from torchstore_core.clients.stores import memberships as stores
 from torchstore_core.clients.stores.memberships import Membership
-from torchstore_core.contracts.runtime import Runtime, StoreOptions
+from torchstore_core.contracts.ranks import SPMDEnv
+from torchstore_core.contracts.runtime import RankRuntime, Runtime, StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins.ranking import Policy
-from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.plugins.registry import RUNTIMES, Registry, load_class
 from torchstore_core.plugins.strategy_data import check_transport
 
-__all__ = ["STOP_TIMEOUT_S", "check", "runtime", "start", "strategy", "warn_of_another"]
+__all__ = [
+    "SPMD",
+    "STOP_TIMEOUT_S",
+    "check",
+    "rank_runtime",
+    "runtime",
+    "start",
+    "strategy",
+    "warn_of_another",
+]
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
+SPMD = "spmd"
 _LONGEST_NAME = 200  # the system's names of memory have 249
 
 
@@ -149,12 +161,35 @@ def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
         ranked = [(spec.applies(mesh), spec) for spec in registry.runtimes()]
         fit = [(rank, spec) for rank, spec in ranked if rank is not None]
         if not fit:
-            raise PluginError(
-                "no installed runtime takes this mesh; for a Monarch mesh: "
-                "pip install torchstore-monarch"
-            )
+            raise PluginError(f"no installed runtime takes this mesh{_for_mesh(registry, mesh)}")
         spec = max(fit, key=lambda item: item[0])[1]
-        if hint := stores.missing_engine():
-            warn(f"this store is for this process and its children{hint}")
+        if advice := stores.missing_engine(registry):
+            warn(f"this store is for this process and its children{advice}")
     made: Runtime = load_class(spec.factory)()
+    return made
+
+
+def _for_mesh(registry: Registry, mesh: object) -> str:
+    """What to install for a mesh that no runtime takes, as far as that is known."""
+    if advice := registry.advice(mesh):
+        return f"; {advice}"
+    library = type(mesh).__module__.partition(".")[0]
+    if library in ("builtins", "__main__"):
+        return ""
+    return f"; one for those of {library} may be in a package torchstore-{library}"
+
+
+def rank_runtime() -> Callable[[SPMDEnv], RankRuntime]:
+    """What makes the runtime of ``initialize_spmd``.
+
+    Raises:
+        PluginError: its package is not installed, or broken.
+    """
+    registry = Registry()
+    if SPMD not in registry.installed(RUNTIMES):
+        raise PluginError(
+            "initialize_spmd is in a package of its own: pip install torchstore-spmd (installed "
+            f"runtimes: {', '.join(registry.installed(RUNTIMES))})"
+        )
+    made: Callable[[SPMDEnv], RankRuntime] = load_class(registry.runtime(SPMD).factory)
     return made

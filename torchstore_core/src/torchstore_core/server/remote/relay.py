@@ -7,10 +7,11 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from torchstore_core.contracts.engine import Uplink
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.machine.processes import Process, pid_namespace
@@ -19,26 +20,12 @@ from torchstore_core.server.serving.frames import ClientSocket
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.wire import messages as m
 
-__all__ = ["Relay", "Uplink"]
+__all__ = ["Relay"]
 
 log = logging.getLogger(__name__)
 
 # A relay gives up after this part of ``expire_s``: it must do so before the server does.
 _GIVE_UP = 2 / 3
-
-
-class Uplink(Protocol):
-    """The engine's calls to ``relaying.Uplinks`` of the server, see there.
-
-    The calls reach the server in the order in which they are made; ``exchange`` sends before it
-    returns. What they raise ends the relay.
-    """
-
-    def exchange(self, said: bytes) -> Awaitable[bytes]:
-        """``Uplinks.exchange``, with this relay's token."""
-
-    def poll(self) -> Awaitable[bytes]:
-        """``Uplinks.poll``, with this relay's token."""
 
 
 class Relay:

@@ -21,7 +21,7 @@ from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index import inspection
 from torchstore_core.server.index.records import SessionRecord, Waiter
-from torchstore_core.server.serving import journal
+from torchstore_core.server.serving.members import is_member
 from torchstore_core.server.serving.sending import Sender
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_request
@@ -80,6 +80,11 @@ class Conversation:
         return self._anchor
 
     @property
+    def is_member(self) -> bool:
+        """Whether it is of a member's session, which reads nothing that it has not asked for."""
+        return self._session is not None and is_member(self._session)
+
+    @property
     def is_volume(self) -> bool:
         """Whether a volume is at the other end."""
         return self._volume >= 0
@@ -106,7 +111,7 @@ class Conversation:
         """
         session = self._session
         if session is not None:
-            journal.process_died(session)
+            self._server.died(session)
             self._server.controller.end_session(session)
             if session.facts.role:  # it reads nothing, so its forked children do not, either
                 self._server.controller.close_session(session)
@@ -198,7 +203,7 @@ class Conversation:
             else:
                 session = controller.open_session(hello.facts, hello.topology)
                 self._anchor = True
-                journal.client_joined(session, len(controller.sessions))
+                self._server.joined(session)
         except TorchStoreError as error:
             self.send(m.Failure(hello.id, error.code, error.message))
             self.end()
@@ -277,8 +282,7 @@ class Conversation:
             case m.Status():
                 return m.StatusReply(request.id, self._server.status())
             case m.Shutdown():
-                self._server.stop_soon()
-                return m.Done(request.id)
+                return self._server.shutdown(request.id, session)
         return None
 
     def _wait(self, request: m.Wait) -> None:

@@ -1,104 +1,66 @@
-"""Ending with the processes that use a store, when none of them owns it. Torch-free.
+"""Ending with the processes that a store is for, when none of them owns it. Torch-free.
 
-Each member holds a connection to a socket of its own, beside the control socket. That is not its
-session: a session may be dropped and opened again, may be a child's, and lives on as long as a
-zero-copy tensor; a member stays until it says that it leaves, or until its process ends.
+A member is a session whose role says so (``MEMBER_ROLE``), opened beside those of the process's
+client and used for nothing else: it comes over the control socket or a relay, as all others do. It
+leaves by a ``Shutdown``, or when its process ends. The server ends with its last member.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from pathlib import Path
-from typing import cast
 
-from torchstore_core.server.serving.listening import Listener, speaking
+from torchstore_core.contracts.engine import MEMBER_ROLE
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.server.index.records import SessionRecord
 
-__all__ = ["Members"]
+__all__ = ["Members", "is_member"]
 
-_JOINED = b"+"  # you are counted
-_GO = b"-"  # you have left, and others stay
+
+def is_member(session: SessionRecord) -> bool:
+    """Whether the session keeps the server running."""
+    return session.facts.role == MEMBER_ROLE
 
 
 class Members:
-    """Counts the members; calls ``ended`` when the last one has left or died.
+    """The members of one server.
 
     Args:
-        ended: called once.
+        ended: called once, when the last one has left or died.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
-        self.joined = False
         self._ended = ended
-        self._open: set[Member] = set()
+        self._present: set[bytes] = set()
+        self._any_joined = False
         self._over = False
-        self._listener = Listener(speaking(lambda pid: Member(self)))
 
-    def open(self, directory: Path) -> str:
-        """Let members in; the address for them. The socket goes with its directory."""
-        path = directory / "members.sock"
-        self._listener.open(str(path))
-        return f"unix:{path}"
+    def joined(self, session: SessionRecord) -> None:
+        """A session was opened.
+
+        Raises:
+            StoreClosedError: it is a member's, and the server ends already.
+        """
+        if is_member(session):
+            if self._over:
+                raise StoreClosedError("this server ends: its last rank has left")
+            self._any_joined = True
+            self._present.add(session.token)
+
+    def left(self, session: SessionRecord) -> bool:
+        """A session has left, or its process has died; whether it was the last member's."""
+        if session.token not in self._present:
+            return False
+        self._present.remove(session.token)
+        if not self._present:
+            self._end()
+        return not self._present
 
     def starter_ended(self) -> None:
-        """Whoever started the server is gone: it ends, unless the members keep it."""
-        if not self.joined:
+        """Whoever started the server is gone: it ends, unless it has had members."""
+        if not self._any_joined:
             self._end()
-
-    def join(self, member: Member) -> bool:
-        """Count one more; False if the server is ending already."""
-        if self._over:
-            return False
-        self.joined = True
-        self._open.add(member)
-        return True
-
-    def leave(self, member: Member) -> bool:
-        """Count one less; whether it was the last one."""
-        if member not in self._open:
-            return False
-        self._open.discard(member)
-        if self._open:
-            return False
-        self._end()
-        return True
-
-    def freed(self) -> None:
-        """A member's connection has closed."""
-        self._listener.freed()
 
     def _end(self) -> None:
         if not self._over:
             self._over = True
             self._ended()
-
-
-class Member(asyncio.Protocol):
-    """Server side of a member's connection."""
-
-    def __init__(self, members: Members) -> None:
-        self._members = members
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count it, and say so."""
-        self._transport = cast(asyncio.Transport, transport)
-        if not self._members.join(self):
-            self._transport.abort()
-            return
-        self._transport.write(_JOINED)
-
-    def eof_received(self) -> bool:
-        """It leaves. The connection of the last one closes with this process: that tells it when
-        there is nothing left.
-        """
-        last = self._members.leave(self)
-        if not last and self._transport is not None:
-            self._transport.write(_GO)
-        return last
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """It has left or died."""
-        self._members.leave(self)
-        self._members.freed()
-        self._transport = None

@@ -1,4 +1,4 @@
-"""Who a process is among the ranks that a launcher has started. Torch-free."""
+"""A rank's place among those that a launcher such as torchrun has started. Torch-free."""
 
 from __future__ import annotations
 
