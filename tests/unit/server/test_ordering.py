@@ -12,9 +12,9 @@ from tests.unit.server.ranks import Rank, a_store, obj
 from tests.unit.server.test_controller import HERE, facts, inline
 
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import inspection
 from torchstore_core.server.index.key_names import KeyOrder
 from torchstore_core.server.index.records import Manifest
+from torchstore_core.server.serving import inspection
 from torchstore_core.wire import messages as m
 
 Name = st.text(alphabet="a/b\U0010ffff", min_size=1, max_size=4)

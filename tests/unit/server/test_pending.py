@@ -27,7 +27,8 @@ from torchstore_core.errors import (
     StoreFullError,
 )
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import inspection, participants
+from torchstore_core.server.index import participants
+from torchstore_core.server.serving import inspection
 from torchstore_core.wire import messages as m
 
 

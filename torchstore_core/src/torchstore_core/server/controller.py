@@ -32,6 +32,7 @@ from torchstore_core.server.index.records import (
     release,
 )
 from torchstore_core.server.index.waiting import Waiting
+from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.memory.leases import Leases
 from torchstore_core.server.memory.lost_volumes import Losses
 from torchstore_core.server.memory.placement import (
@@ -43,7 +44,6 @@ from torchstore_core.server.memory.placement import (
     most_bytes,
     values_in_runs,
 )
-from torchstore_core.server.remote.detached import DetachedSessions
 from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]

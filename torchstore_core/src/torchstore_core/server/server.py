@@ -24,14 +24,13 @@ from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import inspection
 from torchstore_core.server.index.records import SessionRecord, VolumeRecord
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.remote.attached import AttachedMemory
 from torchstore_core.server.remote.process_watches import Watcher
-from torchstore_core.server.serving import journal
+from torchstore_core.server.serving import inspection, journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.serving.journal import Refusals

@@ -19,8 +19,8 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
-from torchstore_core.server.index import inspection
 from torchstore_core.server.index.records import SessionRecord, Waiter
+from torchstore_core.server.serving import inspection
 from torchstore_core.server.serving.members import is_member
 from torchstore_core.server.serving.sending import Sender
 from torchstore_core.wire import messages as m
