@@ -187,6 +187,10 @@ class _Pipe(ClientSocket):
         """Have the server told."""
         self._relay.say(Said(self._conn, died=True))
 
+    def left_behind(self, bodies: list[bytes]) -> None:
+        """Have the server told of what the client gave back before it left, too."""
+        self.received(bodies)
+
     def ended(self) -> None:
         """Have the server told."""
         self._relay.ended(self._conn)

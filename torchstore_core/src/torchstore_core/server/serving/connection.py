@@ -78,6 +78,12 @@ class Connection(ClientSocket):
             self._hello_timer.cancel()
         super().connection_lost(exc)
 
+    def left_behind(self, bodies: list[bytes]) -> None:
+        """Take back what the client gave back before it left."""
+        for body in [*self._backlog, *bodies]:
+            self._conversation.hear_last(body)
+        self._backlog.clear()
+
     def ended(self) -> None:
         """Undo what was held through it."""
         self._conversation.ended()

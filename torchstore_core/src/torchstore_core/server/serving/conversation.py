@@ -100,6 +100,17 @@ class Conversation:
         except RecursionError:
             self.refuse("message is nested too deeply")
 
+    def hear_last(self, body: bytes) -> None:
+        """A message of a client that has closed its connection before it was answered: what it
+        gives back counts, a request does not.
+        """
+        try:
+            request = decode_request(body)
+            if isinstance(request, m.Abort | m.Release):
+                self._handle(request)
+        except (TorchStoreError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            log.debug("the last words of a client: %s", error)
+
     def refuse(self, why: str, code: str = ProtocolError.code) -> None:
         """Say why, and end."""
         self.send(m.Failure(0, code, f"{why}; closing this connection"))

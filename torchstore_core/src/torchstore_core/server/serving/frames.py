@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
@@ -71,6 +72,19 @@ class FrameProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
 
+    def unread(self) -> list[bytes]:
+        """The frames that had come, and were not read, when writing to the socket failed. Call it
+        before ``connection_lost``, which closes the socket when it has returned.
+        """
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        bodies: list[bytes] = []
+        try:
+            while sock is not None and (data := os.read(sock.fileno(), 1 << 18)):
+                bodies += self.reader.feed(data)
+        except (OSError, ProtocolError):
+            return bodies
+        return bodies
+
 
 class Host(Protocol):
     """Whoever lets clients in.
@@ -106,11 +120,16 @@ class ClientSocket(FrameProtocol):
     def process_died(self) -> None:
         """The process is dead, but a forked child of it may keep the socket open."""
 
+    def left_behind(self, bodies: list[bytes]) -> None:
+        """The socket is closed, and this came before its end: the client reads no reply to it."""
+
     def ended(self) -> None:
         """The socket is closed, and nobody writes any more for the process."""
 
     def connection_lost(self, exc: Exception | None) -> None:
+        bodies = [] if exc is None else self.unread()
         super().connection_lost(exc)
+        self.left_behind(bodies)
         if self._watch is not None:
             self._watch.close()
         before_close = self._host.before_close
