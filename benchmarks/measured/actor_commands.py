@@ -8,6 +8,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,41 +18,33 @@ from measured.dicts import Dicts
 from measured.jobs import done
 
 import torchstore_core as ts
-from torchstore_cli.bench import echo, workload
-from torchstore_cli.bench.measuring import process_size, timed, until_quiet
+from torchstore_cli.bench import echo, floors, workload
+from torchstore_cli.bench.measuring import timed
 from torchstore_cli.bench.small import SmallValues
+from torchstore_cli.bench.worker_main import Stores
 
 
-class StoreOfJob:
+class StoreOfJob(Stores):
     """Commands on the store of the job. Actors find it by themselves."""
 
     def __init__(self, run: Callable[[Any], Any]) -> None:
-        self._run = run
+        self.run = run
         self._mine = False
 
     def open(self, **options: Any) -> dict[str, Any]:
-        """Start one."""
-        seconds, client = self._run(timed(ts.initialize(**options)))
+        """Start one; options as for ``initialize``."""
+        opened = super().open(**options)
         self._mine = True
-        pid = self._run(ts.status()).controller_pid
-        return {"seconds": seconds, "address": client.address, "server_pid": pid}
+        return opened
 
     def connect(self, address: str) -> None:
         """Connect now; ``address`` is not needed."""
-        self._run(ts.client())
+        self.run(ts.client())
 
     def close(self) -> None:
         """End the store if this actor has started it, else drop the connections."""
         mine, self._mine = self._mine, False
-        self._run(ts.shutdown() if mine else ts.reset_client())
-
-    def settle(self) -> None:
-        """Wait until no background warming goes on."""
-        self._run(until_quiet())
-
-    def size(self, pid: int) -> dict[str, int]:
-        """Size of a process."""
-        return process_size(pid)
+        self.run(ts.shutdown() if mine else ts.reset_client())
 
 
 class SmallInActor(SmallValues):
@@ -115,8 +108,11 @@ class OtherHosts:
             "put tensor": lambda: self.peer.nothing.call_one(tensor),
             "get tensor": lambda: self.peer.give.call_one(nbytes, True),
         }
-        names = list(calls)[turn % 4 :] + list(calls)[: turn % 4]
-        return {name: self._run(timed(calls[name]()))[0] for name in names}
+        measures = {name: partial(self._seconds, call) for name, call in calls.items()}
+        return floors.interleave(measures, turn)
+
+    def _seconds(self, call: Callable[[], Any]) -> float:
+        return float(self._run(timed(call()))[0])
 
     def count_calls(self) -> None:
         """From now on, count the calls of the controller that a relay of this process makes for
