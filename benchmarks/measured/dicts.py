@@ -50,7 +50,7 @@ class Dicts:
         finite: bool = False,
     ) -> dict[str, int]:
         """Make what these ranks of a world hold of the set (``filled``), or destinations for it;
-        and the warm-copy floors, of at most ``limit`` bytes. Clients made from now on are watched.
+        and the warm-copy floors, of at most ``limit`` bytes. Clients made from now on are observed.
         """
         self.drop()
         self._observer = Observer()
@@ -60,10 +60,7 @@ class Dicts:
         self.parts = [
             layouts.part(self._set, layout, rank, world, bits, finite=finite) for rank in ranks
         ]
-        if limit:
-            sizes = workload.sizes(self._set)
-            self._warm = floors.WarmCopy(min(sum(sizes), limit), sizes)
-            floors.interleave(self._warm.kinds, 0)
+        self._warm = floors.warm_copy(workload.sizes(self._set), limit)
         return {
             "nbytes": layouts.nbytes(self.parts),
             "floor_nbytes": self._warm.nbytes if self._warm is not None else 0,
@@ -88,7 +85,7 @@ class Dicts:
         return self._warm.kinds[kind]()
 
     def mark(self, number: int) -> None:
-        """Make it the next version."""
+        """Write the mark of a version into the parts."""
         layouts.mark(self.parts, number)
 
     def put(self, number: int) -> dict[str, float]:

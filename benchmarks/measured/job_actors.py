@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import torch
-from measured import jobs
+from measured.actor_commands import Commands
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 
@@ -14,13 +14,13 @@ class Measured(Actor):
     """A measured process of a Monarch job."""
 
     def __init__(self) -> None:
-        self._commands: jobs.Commands | None = None
+        self._commands: Commands | None = None
 
     @endpoint
     async def do(self, op: str, fields: str) -> str:
-        """Obey one command; see ``jobs.Commands``."""
+        """Obey one command; see ``actor_commands.py``."""
         if self._commands is None:
-            self._commands = jobs.Commands(asyncio.get_running_loop())
+            self._commands = Commands(asyncio.get_running_loop())
         return await asyncio.to_thread(self._commands.do, op, fields)
 
     @endpoint

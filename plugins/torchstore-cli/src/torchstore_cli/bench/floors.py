@@ -30,6 +30,7 @@ __all__ = [
     "copy_tensors",
     "cpus",
     "interleave",
+    "warm_copy",
 ]
 
 #: The ways of the plain floor: pieces as large as the tensors (cut at CHUNK), threads take turns.
@@ -171,6 +172,18 @@ class WarmCopy:
     def close(self) -> None:
         """End the threads."""
         self.threads.close()
+
+
+def warm_copy(sizes: Sequence[int], limit: int) -> WarmCopy | None:
+    """The warm-copy floors of tensors of these sizes, which copy as many bytes, but at most
+    ``limit``; warmed up by an unmeasured round. None if there is nothing to copy.
+    """
+    nbytes = min(sum(sizes), limit)
+    if not nbytes:
+        return None
+    made = WarmCopy(nbytes, sizes)
+    interleave(made.kinds, 0)
+    return made
 
 
 def _copy_pieces(threads: Threads, pieces: Iterable[Piece]) -> float:

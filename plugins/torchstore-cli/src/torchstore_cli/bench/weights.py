@@ -38,21 +38,18 @@ class Weights:
         self, shapes: dict[str, list[int]], seed: int, filled: bool, limit: int
     ) -> dict[str, int]:
         """Make the set (``filled``) or destinations for it, and the warm-copy floors of at most
-        ``limit`` bytes (0: none), warmed up by one unmeasured round.
+        ``limit`` bytes (0: none).
         """
         self.drop()
         of = workload.received(shapes)
         self._set = of, seed
         self._tensors = workload.make(of, seed) if filled else workload.make_empty(of)
         sizes = workload.sizes(of)
-        floor_nbytes = min(sum(sizes), limit)
-        if floor_nbytes:
-            self._warm = floors.WarmCopy(floor_nbytes, sizes)
-            floors.interleave(self._warm.kinds, 0)
+        self._warm = floors.warm_copy(sizes, limit)
         return {
             "tensors": len(sizes),
             "nbytes": sum(sizes),
-            "floor_nbytes": floor_nbytes,
+            "floor_nbytes": self._warm.nbytes if self._warm is not None else 0,
             "omp_threads": torch.get_num_threads(),
         }
 
