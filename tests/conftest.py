@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import profiles
+from tests import processes, profiles
 from tests.support import RUNTIMES, running_store, start_store
 
 import torchstore_core as ts
@@ -107,6 +107,13 @@ def pytest_collection_finish() -> None:
 def _joins_a_job(nodeid: str) -> bool:
     """Whether Monarch runs in the process of that test; jobs of tests/monarch have their own."""
     return "monarch" in nodeid.partition("::")[2].lower()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> Iterator[None]:
+    """Ends with the tests; it starts with the first that needs it."""
+    yield
+    processes.stop_fork_server()
 
 
 @pytest.fixture(scope="module")
