@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import profiles
+from tests import processes, profiles
 from tests.support import RUNTIMES, running_store, start_store
 
 import torchstore_core as ts
@@ -24,6 +24,7 @@ for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
 profiles.register()
 
 _API = Path(__file__).parent / "api"
+_DEATHS = _API.parent / "monarch/faults"
 _QUICK = {_API, _API.parent / "unit", _API.parent / "cli"}
 
 
@@ -54,11 +55,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Monarch last: once it runs, a process is part of a job, which changes the default. Before
-    that, and among its tests, the files that take long before those of many short tests, so that
-    all processes of the tests are busy to the end.
+    """What makes the test's own process part of a Monarch job comes last: that changes the default
+    runtime. Before it, and among itself, long files come before those of many short tests, so that
+    all processes of the tests are busy to the end; first of all those that mostly wait for an
+    engine to notice a death.
     """
-    items.sort(key=lambda item: (_is_monarch(item.nodeid), "tests/api" in item.nodeid))
+    items.sort(
+        key=lambda item: (
+            _joins_a_job(item.nodeid),
+            _DEATHS not in item.path.parents,
+            _API in item.path.parents,
+        )
+    )
     for item in items:
         if not _is_quick(item):
             item.add_marker("thorough")
@@ -84,7 +92,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return f"monarch: {file}" if _is_monarch(nodeid) else file
+            return f"monarch: {file}" if _joins_a_job(nodeid) else file
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
@@ -96,8 +104,16 @@ def pytest_collection_finish() -> None:
         raise pytest.UsageError("a test module imports monarch when it is collected")
 
 
-def _is_monarch(nodeid: str) -> bool:
-    return "monarch" in nodeid.lower()
+def _joins_a_job(nodeid: str) -> bool:
+    """Whether Monarch runs in the process of that test; jobs of tests/monarch have their own."""
+    return "monarch" in nodeid.partition("::")[2].lower()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> Iterator[None]:
+    """Ends with the tests; it starts with the first that needs it."""
+    yield
+    processes.stop_fork_server()
 
 
 @pytest.fixture(scope="module")

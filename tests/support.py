@@ -9,11 +9,8 @@ import inspect
 import os
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,12 +22,10 @@ import torchstore_core as ts
 __all__ = [
     "RUNTIMES",
     "SMALL",
-    "Script",
     "bits",
     "free_port",
     "halt",
     "named_memory",
-    "run_script",
     "running_store",
     "server_children",
     "start_store",
@@ -157,55 +152,3 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     # Some dtypes have no kernel that copies; integers of the same width do.
     plain = plain.view(_INTEGERS[plain.element_size()]).contiguous()
     return plain.reshape(-1).view(torch.uint8)
-
-
-class Script:
-    """The body of an async function, run by a fresh interpreter that inherits this environment.
-
-    The body finds ``asyncio``, ``sys``, ``torch`` and ``ts`` imported. A context manager: the
-    process does not outlive it.
-
-    Args:
-        body: Python, indented as you like.
-        wrapper: a command that runs the interpreter, given as its last arguments.
-    """
-
-    def __init__(self, body: str, *, wrapper: Sequence[str] = ()) -> None:
-        source = (
-            "import asyncio, sys, torch\nimport torchstore_core as ts\n"
-            f"async def main():\n{textwrap.indent(textwrap.dedent(body), '    ')}\n"
-            "asyncio.run(main())\n"
-        )
-        self._process = subprocess.Popen(
-            [*wrapper, sys.executable, "-c", source],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> Script:
-        return self
-
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        _, err = self._process.communicate()
-        if failed is not None and err:  # what it says may be why the test waited in vain
-            print(err, file=sys.stderr)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def output(self, timeout: float = 60.0) -> str:
-        """What it printed; fails the test if it failed or does not end."""
-        out, err = await asyncio.to_thread(self._process.communicate, timeout=timeout)
-        assert self._process.returncode == 0, f"the script failed:\n{err}"
-        return out
-
-
-async def run_script(body: str, timeout: float = 60.0, *, wrapper: Sequence[str] = ()) -> str:
-    """Run a :class:`Script` to its end; what it printed."""
-    with Script(body, wrapper=wrapper) as script:
-        return await script.output(timeout)

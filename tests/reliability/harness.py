@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.processes import fork_server
 from tests.reliability import children
 from tests.support import until
 
 import torchstore_core as ts
 
 __all__ = [
-    "FAST",
     "MB",
     "Account",
     "Child",
@@ -33,10 +33,6 @@ __all__ = [
 
 MB = 1 << 20
 
-# A fork server that has imported torch makes a child in some 20 ms. It has never joined a store, so
-# its children are as fresh as spawned ones.
-FAST = multiprocessing.get_context("forkserver")
-
 
 class Child:
     """A process that runs one function of ``children`` and talks over a pipe.
@@ -47,7 +43,7 @@ class Child:
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, start: str = "fast") -> None:
-        context = FAST if start == "fast" else multiprocessing.get_context(start)
+        context: Any = fork_server() if start == "fast" else multiprocessing.get_context(start)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=children.run, args=(function, theirs, *args), daemon=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import run_script
+from tests.processes import run_script
 
 import torchstore_core as ts
 

@@ -157,7 +157,7 @@ async def test_a_version_that_is_not_there_yet_is_not_said_to_be_gone(store):
 
 async def test_memory_of_abandoned_versions_makes_room(store):
     """The process that began them is gone, and nobody will complete them."""
-    from tests.support import run_script
+    from tests.processes import run_script
 
     before = (await store.status()).volumes[0].capacity_bytes
     rows = before // 2 // 4096 // 2 * 2

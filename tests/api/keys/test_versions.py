@@ -9,7 +9,8 @@ import pickle
 import msgspec
 import pytest
 import torch
-from tests.support import run_script, turn
+from tests.processes import run_script
+from tests.support import turn
 
 import torchstore_core as ts
 

@@ -10,7 +10,8 @@ import time
 
 import pytest
 import torch
-from tests.support import Script, halt, running_store, until
+from tests.processes import Script
+from tests.support import halt, running_store, until
 
 import torchstore_core as ts
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import Script, running_store, until
+from tests.processes import Script
+from tests.support import running_store, until
 from tests.trees import assert_same
 
 import torchstore_core as ts

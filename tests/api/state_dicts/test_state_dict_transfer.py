@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import bits, halt, run_script, running_store, turn, until
+from tests.processes import run_script
+from tests.support import bits, halt, running_store, turn, until
 from tests.trees import assert_same
 
 import torchstore_core as ts
@@ -193,7 +194,8 @@ async def test_only_floating_point_is_ever_cast(shared):
 async def test_a_cast_publish_takes_hardly_more_memory_than_the_store_holds():
     """No second copy of the model, in the publisher or in the server."""
     out = await run_script(
-        """
+        fresh=True,
+        body="""
         from pathlib import Path
 
         def memory(pid, name):
@@ -214,7 +216,7 @@ async def test_a_cast_publish_takes_hardly_more_memory_than_the_store_holds():
         after = memory("self", "VmHWM") + memory(server, "VmHWM")
         print(after - before, (await client.stat("k")).nbytes)
         await ts.shutdown("own")
-        """
+        """,
     )
     grown, stored = map(int, out.split())
     assert stored == 17 * 2048 * 2048 * 2

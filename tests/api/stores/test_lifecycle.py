@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import SMALL, Script, run_script, running_store, server_children, until
+from tests.processes import Script, run_script
+from tests.support import SMALL, running_store, server_children, until
 
 import torchstore_core as ts
 
@@ -282,12 +283,13 @@ async def test_reset_client_makes_new_connections(store):
 
 async def test_the_store_ends_with_its_owner():
     with Script(
-        """
+        fresh=True,
+        body="""
         client = await ts.initialize(capacity=16 << 20, prefault=0)
         print((await ts.status()).controller_pid, client.address.removeprefix("unix:"))
         sys.stdout.flush()
         # No shutdown: the end of the process is enough.
-        """
+        """,
     ) as script:
         pid, path = (await script.output()).split()
     await until(lambda: not _exists(int(pid)))

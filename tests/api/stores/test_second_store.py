@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.support import SMALL, free_port, halt, run_script, running_store, server_children, until
+from tests.processes import run_script
+from tests.support import SMALL, free_port, halt, running_store, server_children, until
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from tests.support import Script
+from tests.processes import Script
 
 import torchstore_core as ts
 

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 import torch
-from tests.support import bits, run_script, running_store
+from tests.processes import run_script
+from tests.support import bits, running_store
 from tests.trees import assert_same
 
 import torchstore_core as ts
@@ -311,7 +312,8 @@ async def test_a_new_store_does_not_inherit_old_page_locks():
 async def test_a_driver_that_does_not_page_lock_is_said_once(store):
     """It costs speed, not correctness. The driver's answer is the only thing that is made up."""
     out = await run_script(
-        f"""
+        fresh=True,
+        body=f"""
         import warnings
 
         real = torch.cuda.cudart()
@@ -337,6 +339,6 @@ async def test_a_driver_that_does_not_page_lock_is_said_once(store):
         told = [str(w.message) for w in said if "page-lock" in str(w.message)]
         assert all(issubclass(w.category, RuntimeWarning) for w in said)
         print(Refusing.asked > 0, len(told), "304" in told[0])
-        """
+        """,
     )
     assert out == "True 1 True\n"

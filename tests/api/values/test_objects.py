@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.support import run_script, running_store
+from tests.processes import run_script
+from tests.support import running_store
 
 import torchstore_core as ts
 

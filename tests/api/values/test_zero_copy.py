@@ -10,7 +10,8 @@ import threading
 
 import pytest
 import torch
-from tests.support import run_script, until
+from tests.processes import run_script
+from tests.support import until
 
 import torchstore_core as ts
 

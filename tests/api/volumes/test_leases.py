@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import Script, running_store, until
+from tests.processes import Script
+from tests.support import running_store, until
 
 import torchstore_core as ts
 

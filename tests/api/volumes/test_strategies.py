@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import SMALL, bits, run_script, running_store, until
+from tests.processes import run_script
+from tests.support import SMALL, bits, running_store, until
 
 import torchstore_core as ts
 from torchstore_core.contracts.strategy import Strategy

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from tests.support import Script
+from tests.processes import Script
 from tests.trees import assert_same
 
 import torchstore_core as ts

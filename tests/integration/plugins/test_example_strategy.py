@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support import run_script
+from tests.processes import run_script
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "docs/example-strategy"
@@ -54,7 +54,8 @@ async def test_a_store_uses_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert used is not None
     arguments = " ".join(used[1].split())
     out = await run_script(
-        f"""
+        fresh=True,
+        body=f"""
         from torchstore_pinned import PinnedStrategy
         await ts.initialize({arguments} capacity=64 << 20, prefault=0)
         large = torch.arange(100_000)
@@ -68,7 +69,7 @@ async def test_a_store_uses_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> N
         await ts.put("k", 1)
         print((await ts.status()).strategy)
         await ts.shutdown()
-        """
+        """,
     )
     assert out.split() == ["torchstore-2", "torchstore-1", "torchstore-2", "pinned"]
 

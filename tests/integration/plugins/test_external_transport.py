@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tests.support import run_script
+from tests.processes import run_script
 
 PYPROJECT = """
 [build-system]
@@ -199,7 +199,7 @@ big = torch.randn(400, 500)
 
 async def run(body: str) -> str:
     code = textwrap.dedent(HEAD) + textwrap.dedent(body)
-    return await run_script(code + '\nprint("done")\n')
+    return await run_script(fresh=True, body=code + '\nprint("done")\n')
 
 
 USE = """

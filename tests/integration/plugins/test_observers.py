@@ -21,7 +21,8 @@ import pytest
 import torch
 from tests.integration.plugins.test_inprocess import connected
 from tests.integration.servers import ServerThread
-from tests.support import run_script, running_store, turn, until
+from tests.processes import run_script
+from tests.support import running_store, turn, until
 from tests.unit.plugins.test_plugins import OBSERVERS, Site
 
 import torchstore_core as ts
@@ -349,7 +350,8 @@ async def test_observers_that_do_not_load_are_said_once_and_in_status(
         environment.setenv("PYTHONPATH", path)
         environment.setenv("TORCHSTORE_BLOCK", "blocked")
         printed = await run_script(
-            f"""
+            fresh=True,
+            body=f"""
             import json, logging
             logging.basicConfig(stream=sys.stdout, format="LOG %(levelname)s %(message)s")
             for name in ("one", "other"):
@@ -359,7 +361,7 @@ async def test_observers_that_do_not_load_are_said_once_and_in_status(
             print("ERRORS", json.dumps((await ts.status(store_name="one")).plugin_errors))
             from site_watcher_fine import operations
             print("SEEN", [operation.name for operation in operations])
-            """
+            """,
         )
         tool = [sys.executable, "-m", "torchstore_cli"]
         shown = await asyncio.to_thread(

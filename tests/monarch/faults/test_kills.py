@@ -1,4 +1,4 @@
-"""``kill -9`` of each kind of process of a job: what is lost, what is not, and how soon."""
+"""``kill -9`` of processes of a store on one host: what is lost, what is not, and how soon."""
 
 from __future__ import annotations
 
@@ -9,49 +9,31 @@ import struct
 import time
 from collections.abc import AsyncIterator
 
-import psutil
 import pytest
 import torch
 from tests.monarch import acts
+from tests.monarch.faults.losses import (
+    AT_ONCE_S,
+    MB,
+    end_store,
+    is_lost,
+    leased_nothing,
+    put_hold_and_die,
+    says_lost,
+    try_get,
+)
 from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
 from torchstore_core.clients.stores import memberships as stores
 
-MB = 1 << 20
-# The engine itself sees a killed process after some 9 s: on one host nobody waits for it.
-AT_ONCE_S = 4.0
-
 
 @pytest.fixture
 async def one_host(job: Job) -> AsyncIterator[Job]:
     """One host, two workers; all tests here have stores of their own in the same job."""
     yield job
-    await _end_store(job)
-
-
-@pytest.fixture
-async def two_hosts(hosts: Job) -> AsyncIterator[Job]:
-    """As ``hosts``; the same."""
-    yield hosts
-    await _end_store(hosts)
-
-
-async def _end_store(job: Job) -> None:
-    """What a test has killed is no longer its store's; nothing else of the store is left."""
-    await job.root(acts.shutdown)
-    await until(lambda: job.directories() == [], 10)
-
-
-async def _lost(job: Job, worker: int, key: str) -> bool:
-    try:
-        await job.at(worker, acts.get, key)
-    except ts.ObjectLostError as error:
-        return error.key == key
-    except ts.TransportError:  # the engine knows it, the server does not yet
-        return False
-    return False
+    await end_store(job)
 
 
 async def _put_on_both(job: Job, **arguments: object) -> tuple[str, str]:
@@ -71,7 +53,7 @@ async def test_a_volume_on_this_host(one_host: Job) -> None:
     os.kill(victim.pid, signal.SIGKILL)
     begun = time.monotonic()
     for worker in (0, 1):
-        await until(lambda worker=worker: _lost(one_host, worker, first), AT_ONCE_S)
+        await until(lambda worker=worker: says_lost(one_host, worker, first), AT_ONCE_S)
     took = time.monotonic() - begun
     assert took < AT_ONCE_S
     assert await one_host.at(1, acts.get_shape, second) == ((MB,), [1])
@@ -105,55 +87,9 @@ async def test_a_volume_that_had_replicas(one_host: Job) -> None:
     await one_host.at(0, acts.put_ones, "k", MB)
     victim = (await one_host.root(acts.status)).volumes[0]
     os.kill(victim.pid, signal.SIGKILL)
-    await until(lambda: one_host.root(_is_lost, 0), AT_ONCE_S)
+    await until(lambda: one_host.root(is_lost, 0), AT_ONCE_S)
     for worker in (0, 1):
         assert await one_host.at(worker, acts.get_shape, "k") == ((MB,), [1])
-
-
-async def _is_lost(index: int) -> bool:
-    return bool((await ts.status()).volumes[index].lost)
-
-
-async def test_a_volume_on_another_host(two_hosts: Job) -> None:
-    """Its relay dies with it: known when that was silent for 15 s, or when the engine says it."""
-    await two_hosts.root(acts.initialize_on_workers_hosts, {"strategy": "host"})
-    for worker in (0, 1):
-        await two_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
-        assert await two_hosts.at(1 - worker, acts.get_shape, f"k{worker}") == ((MB,), [1])
-    victim = (await two_hosts.root(acts.status)).volumes[3]
-    assert victim.host_id == "host1"
-    await two_hosts.root(acts.kill, victim.pid)
-    await until(lambda: two_hosts.root(_is_lost, 3), 25)
-    assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
-    assert two_hosts.ended() is None
-
-
-async def test_the_process_of_a_relay(two_hosts: Job) -> None:
-    """It is silent from then on: after 15 s the volumes that were attached through it are lost, and
-    all that was held through it is given back, as no volume of its host is left. Its host finds the
-    way again.
-    """
-    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
-    for worker in (0, 1):
-        await two_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
-    await two_hosts.at(1, acts.put_ones_and_hold, "held")
-    victim = (await two_hosts.root(acts.status)).volumes[1]
-    assert victim.host_id == "host1"
-    begun = time.monotonic()
-    await two_hosts.root(acts.kill, victim.pid)
-    # Others go on meanwhile.
-    assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
-    with pytest.raises((ts.TransportError, ts.ObjectLostError, ts.StoreClosedError)):
-        await two_hosts.at(0, acts.get_shape, "k1")
-    await until(lambda: _lost(two_hosts, 0, "k1"), 25)
-    print(f"after {time.monotonic() - begun:.1f} s")
-    assert await two_hosts.root(_is_lost, 1)
-    await until(lambda: two_hosts.root(_leased_nothing), 5)
-    # The host has no agent now; a client of it has a relay of its own.
-    assert await until(lambda: _try_get(two_hosts, 1, "k0"), 15) == ((MB,), [1])
-    await two_hosts.at(1, acts.put_ones, "new", 2 * MB)
-    assert await two_hosts.at(0, acts.get_shape, "new") == ((2 * MB,), [1])
-    assert two_hosts.ended() is None
 
 
 _mapped: list[torch.Tensor] = []
@@ -213,7 +149,7 @@ async def test_a_relays_clients_read_on_what_lives_on_their_host() -> None:
         assert len({*pids, client}) == 3
         lost = pids.index(relay)
         await job.root(acts.kill, relay)
-        await until(lambda: job.root(_is_lost, lost), 25)
+        await until(lambda: job.root(is_lost, lost), 25)
         left = [16 * MB if i != lost else 0 for i in range(2)]
         assert await job.root(_leased) == left
         roles = {s.pid: s.role for s in (await job.root(acts.status)).sessions}
@@ -221,115 +157,16 @@ async def test_a_relays_clients_read_on_what_lives_on_their_host() -> None:
         assert await job.root(_fill, 8 * MB) == 2  # of 32 MB in the other
         assert await job.at(0, _mapped_values) == [7]
         # It finds another way to the store, and goes on.
-        assert await until(lambda: _try_get(job, 0, "fill0"), 15) == ((8 * MB,), [200])
+        assert await until(lambda: try_get(job, 0, "fill0"), 15) == ((8 * MB,), [200])
         await until(lambda: _leased_are(job, left))  # that get gives back what it leased
         await job.root(acts.kill, client)
-        await until(lambda: job.root(_leased_nothing), AT_ONCE_S)
+        await until(lambda: job.root(leased_nothing), AT_ONCE_S)
         assert await job.root(_fill, 8 * MB) == 4
         await job.root(acts.shutdown)
         await until(lambda: job.directories() == [])
 
 
-async def _leased_nothing() -> bool:
-    return (await acts.books())[1:] == (0, 0)
-
-
-async def _try_get(job: Job, worker: int, key: str) -> object:
-    try:
-        return await job.at(worker, acts.get_shape, key)
-    except ts.StoreClosedError:
-        return None
-
-
-async def _books_are(job: Job, *expected: int) -> bool:
-    books = await job.root(acts.books)
-    return bool(books == expected)
-
-
-async def _get_within(key: str, timeout: float) -> str:
-    """How a get of this very process's ends: "value", or the name of the error."""
-    try:
-        await ts.get(key, timeout=timeout)
-    except ts.TorchStoreError as error:
-        return type(error).__name__
-    return "value"
-
-
-def _below(pid: int) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
-async def test_the_controller(two_hosts: Job) -> None:
-    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
-    await two_hosts.at(0, acts.put_ones, "k", MB)
-    assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [1])
-    held = await two_hosts.at(0, acts.put_ones_and_hold, "held")
-    status = await two_hosts.root(acts.status)
-    await two_hosts.root(acts.kill, status.controller_pid)
-    begun = time.monotonic()
-    with pytest.raises(ts.StoreClosedError):
-        await two_hosts.root(acts.get, "k")
-    assert time.monotonic() - begun < AT_ONCE_S
-    # On other hosts: when the relay has not heard of it for 10 s, or the engine says so.
-    for worker in (0, 1):
-        with pytest.raises((ts.StoreClosedError, ts.StoreTimeoutError)):
-            await two_hosts.at(worker, acts.get, "k")
-    print(f"after {time.monotonic() - begun:.1f} s")
-    assert await two_hosts.at(0, acts.held_sum, held) == MB
-    # The name is free again as soon as the engine has seen it.
-    await until(lambda: _can_initialise(two_hosts), 30)
-    await two_hosts.at(0, acts.put_ones, "k", MB, 2)
-    assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [2])
-    pids = {v.pid for v in status.volumes}
-    await until(lambda: not pids & two_hosts.processes(), 30)
-    await two_hosts.root(acts.shutdown)
-    await until(lambda: two_hosts.directories() == [], 10)
-    assert two_hosts.ended() is None
-
-
-async def _can_initialise(job: Job) -> bool:
-    try:
-        await job.root(acts.initialize_on_hosts, {"strategy": "host"})
-    except ts.ConfigurationError:
-        return False
-    return True
-
-
-# ---- last, for they leave a job without one of its own processes ------------------------------
-
-
-@pytest.mark.parametrize("where", ["same host", "another host"])
-async def test_a_client_actor(where: str, request: pytest.FixtureRequest) -> None:
-    """What it held is free at once, on whatever host: its own one watches it."""
-    job: Job = request.getfixturevalue("job" if where == "same host" else "hosts")
-    start = acts.initialize if where == "same host" else acts.initialize_on_hosts
-    await job.root(start, {"strategy": "host"})
-    await job.at(1, acts.put_ones_and_hold, "held")
-    await job.at(1, acts.begin_put, "unfinished", 2 * MB)
-    await until(lambda: _books_are(job, 3, MB, 2 * MB))
-    await job.root(acts.kill, await job.at(1, acts.pid))
-    await until(lambda: _books_are(job, 1, 0, 0), AT_ONCE_S)
-    await job.root(acts.put_ones, "after", MB)
-    assert await job.at(0, acts.get_shape, "after") == ((MB,), [1])
-    assert job.ended() is None
-
-
-async def test_a_whole_host() -> None:
-    """Nobody is left there who could say so: a get of what lies there ends in its time, and says
-    what has become of it.
-    """
-    with Job(workers=1, hosts=2) as job:
-        await job.root(acts.initialize_on_hosts, {"strategy": "host"})
-        for worker in (0, 1):
-            await job.at(worker, acts.put_ones, f"k{worker}", MB)
-        assert await job.at(0, acts.get_shape, "k1") == ((MB,), [1])
-        host = job.host_pids()[1]
-        pids = {host, *_below(host)}
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        begun = time.monotonic()
-        said = await job.at(0, _get_within, "k1", 3.0)
-        assert said in ("StoreTimeoutError", "TransportUnavailableError", "ObjectLostError")
-        assert time.monotonic() - begun < 3.0 + AT_ONCE_S
-        await until(lambda: _lost(job, 0, "k1"), 25)
-        assert await job.at(0, acts.get_shape, "k0") == ((MB,), [1])
+async def test_a_client_actor(one_host: Job) -> None:
+    """Last: the job has a worker less after it."""
+    await one_host.root(acts.initialize, {"strategy": "host"})
+    await put_hold_and_die(one_host)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support import free_port, run_script
+from tests.processes import run_script
+from tests.support import free_port
 
 # As if torchstore-monarch were not installed: its entry points are not found.
 _WITHOUT = """
@@ -46,7 +47,7 @@ _USE = """
     ids=["auto", "local", "spmd"],
 )
 async def test_a_job_without_monarch_never_imports_it(start: str) -> None:
-    printed = await run_script(_USE.format(start=start.format(port=free_port())))
+    printed = await run_script(fresh=True, body=_USE.format(start=start.format(port=free_port())))
     assert printed == "False\n[]\n"
 
 
@@ -55,13 +56,14 @@ async def test_a_job_without_monarch_never_imports_it(start: str) -> None:
 )
 async def test_the_error_names_the_package(arguments: str) -> None:
     printed = await run_script(
-        f"""{_WITHOUT}
+        fresh=True,
+        body=f"""{_WITHOUT}
     try:
         await ts.initialize({arguments})
     except ts.TorchStoreError as error:
         print(type(error).__name__, error)
     print("monarch" in sys.modules)
-    """
+    """,
     )
     error, imported, _ = printed.split("\n")
     assert error.startswith("PluginError")
@@ -72,7 +74,8 @@ async def test_the_error_names_the_package(arguments: str) -> None:
 async def test_a_job_of_monarch_without_the_plugin_is_told_what_it_lacks() -> None:
     """``mesh=None`` is no wish for Monarch: a warning; who finds nothing gets an error."""
     printed = await run_script(
-        f"""{_WITHOUT}
+        fresh=True,
+        body=f"""{_WITHOUT}
     import os, warnings
     import monarch.actor
     with warnings.catch_warnings(record=True) as caught:
@@ -85,7 +88,7 @@ async def test_a_job_of_monarch_without_the_plugin_is_told_what_it_lacks() -> No
         await ts.get("k")
     except ts.StoreClosedError as error:
         print(error)
-    """
+    """,
     )
     warned, address, error, _ = printed.split("\n")
     assert warned.startswith("this store is for this process and its children")

@@ -7,9 +7,10 @@ import subprocess
 
 import pytest
 import torch
+from tests.processes import run_script
 from tests.reliability import children
 from tests.reliability.harness import MB, Child, directory_of, is_running
-from tests.support import run_script, running_store
+from tests.support import running_store
 
 import torchstore_core as ts
 
@@ -58,12 +59,13 @@ async def test_a_dev_shm_of_1_mb_does_not_matter():
 async def test_one_openmp_thread_does_not_matter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = await run_script(
-        ROUND_TRIP
+        fresh=True,
+        body=ROUND_TRIP
         + """
     import os, threading
     copying = [t for t in threading.enumerate() if t.name.startswith("torchstore-copy")]
     print(torch.get_num_threads(), len(copying) == min(len(os.sched_getaffinity(0)), 8))
-"""
+""",
     )
     assert out.split() == ["1", "True"]
 
@@ -80,12 +82,13 @@ async def test_children_find_the_store_through_the_environment(start: str):
 
 async def test_the_server_ends_with_an_owner_that_forgets_it():
     out = await run_script(
-        """
+        fresh=True,
+        body="""
         await ts.initialize(capacity=8 << 20, prefault=0)
         await ts.put("a", torch.ones(1 << 20))
         held = await ts.get("a")
         print((await ts.status()).controller_pid, await ts.address())
-        """
+        """,
     )
     pid, address = out.split()
     assert not is_running(int(pid))

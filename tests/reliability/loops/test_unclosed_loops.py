@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.processes import run_script
 from tests.reliability.harness import fds
-from tests.support import SMALL, halt, run_script, turn, until
+from tests.support import SMALL, halt, turn, until
 
 import torchstore_core as ts
 
@@ -127,7 +128,7 @@ await ts.shutdown()
 
 
 async def test_hundreds_of_unclosed_loops_do_not_use_up_the_descriptors():
-    assert await run_script(_MANY) == "failed: []\n"
+    assert await run_script(fresh=True, body=_MANY) == "failed: []\n"
 
 
 # ---- one, in every state ------------------------------------------------------------------
