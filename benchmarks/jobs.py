@@ -270,7 +270,7 @@ class Far:
         clients. (A relay keeps no such count; the agents are in this process when the store is
         opened with ``mesh="procs"``.)
         """
-        from torchstore_core.server.remote.uplinks import SaidList
+        from torchstore_core.server.remote.relay_server import RelayRequests
         from torchstore_monarch import host
 
         if not self._counting:
@@ -278,7 +278,7 @@ class Far:
             calls = self._calls
 
             async def counted(uplink: Any, said: bytes) -> bytes:
-                bodies = [one.body for one in SaidList.decode(said) if one.body]
+                bodies = [one.body for one in RelayRequests.decode(said) if one.body]
                 kinds = {msgspec.msgpack.decode(body)[0] for body in bodies}
                 calls.append(not kinds <= NO_REPLY)
                 return await exchange(uplink, said)

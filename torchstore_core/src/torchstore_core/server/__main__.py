@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
-from torchstore_core.machine.processes import DeathWatch
+from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
@@ -101,7 +101,7 @@ async def _watch(options: ServerOptions, server: Server, address: str) -> Ready:
     else:
         server.owner = options.owner
     if options.owner:
-        DeathWatch(options.owner, owner_ended, is_parent=True)
+        ProcessWatch(options.owner, owner_ended, is_parent=True)
     return ready
 
 

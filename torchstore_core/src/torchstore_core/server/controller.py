@@ -20,7 +20,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.joint_puts import JointPut
+from torchstore_core.server.index.collective_puts import CollectivePut
 from torchstore_core.server.index.records import (
     Change,
     Manifest,
@@ -33,7 +33,7 @@ from torchstore_core.server.index.records import (
 )
 from torchstore_core.server.index.waiting import Waiting
 from torchstore_core.server.memory.leases import Leases
-from torchstore_core.server.memory.lost_volumes import Losses
+from torchstore_core.server.memory.lost_volumes import LostVolumes
 from torchstore_core.server.memory.placement import (
     Run,
     checked_items,
@@ -69,7 +69,7 @@ class Controller:
         *,
         prefault: bool = True,
         warmed: Callable[[], None] = lambda: None,
-        watch: Callable[[VolumeRecord, m.Watch], None] = lambda volume, wanted: None,
+        watch: Callable[[VolumeRecord, m.WatchProcess], None] = lambda volume, wanted: None,
     ) -> None:
         self.volumes = list(volumes)
         self.strategy = strategy
@@ -82,8 +82,8 @@ class Controller:
         self._prefault = prefault
         self._warmed = warmed
         self._last_put = time.monotonic()
-        self.losses = Losses(self.volumes)
-        self.waiting = Waiting(self.catalog, self.losses.is_lost)
+        self.lost_volumes = LostVolumes(self.volumes)
+        self.waiting = Waiting(self.catalog, self.lost_volumes.is_lost)
         self._leases = Leases(self.volumes, strategy)
 
     # ---- sessions -------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Controller:
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """A put that contributes to generations: shards, a state dict, an explicit version."""
-        put = JointPut(self.catalog, session, request)
+        put = CollectivePut(self.catalog, session, request)
         self._free(put.clear())
         try:
             put.compare()
@@ -179,7 +179,7 @@ class Controller:
         self,
         session: SessionRecord,
         items: Sequence[m.PutItem],
-        joint: JointPut | None,
+        joint: CollectivePut | None,
         placed: int,
         inline: int,
         sizes: list[int],
@@ -207,7 +207,7 @@ class Controller:
         placed: int,
         inline: int,
         sizes: list[int],
-        joint: JointPut | None,
+        joint: CollectivePut | None,
     ) -> list[Run]:
         """Where the items go. Generations that wait in vain make room.
 
@@ -241,9 +241,9 @@ class Controller:
         txn = session.txns.get(txn_id)
         if txn is None:
             raise ProtocolError(f"there is no unfinished put {txn_id} to commit")
-        if self.losses.any:
+        if self.lost_volumes.any:
             try:
-                self.losses.check_put(txn)
+                self.lost_volumes.check_put(txn)
             except ObjectLostError:
                 self.abort(session, [txn_id])
                 raise
@@ -258,8 +258,8 @@ class Controller:
     def _finish(self, txn: Txn) -> list[int]:
         """Make what the put brought visible, in one cut; the versions to answer."""
         change = Change(self.catalog.flip(txn.plain))
-        if txn.joined:
-            change = Change.of([change, *(self.catalog.commit(*one) for one in txn.joined)])
+        if txn.contributions:
+            change = Change.of([change, *(self.catalog.commit(*one) for one in txn.contributions)])
         self._apply(change, txn.plain)
         return [result.version for result in txn.results]
 
@@ -288,7 +288,7 @@ class Controller:
                     self._remember(session, txn_id)
                 continue
             self._written(txn)
-            changes = [self.catalog.abort(slot, one) for slot, one in txn.joined]
+            changes = [self.catalog.abort(target, one) for target, one in txn.contributions]
             self._apply(Change.of([Change(release(txn.plain)), *changes]))
 
     def _written(self, txn: Txn) -> None:
@@ -344,9 +344,9 @@ class Controller:
         if missing:
             raise self.catalog.missing_error(missing)
         boxes = [want.box for want in request.wants]
-        if self.losses.any:
+        if self.lost_volumes.any:
             for want, (there, _) in zip(request.wants, found, strict=True):
-                self.losses.check(want.key, there, want.box)
+                self.lost_volumes.check(want.key, there, want.box)
         return self._leases.entries(
             session, request.lease, found, boxes, request.inline_max, request.avoid
         )
@@ -384,11 +384,11 @@ class Controller:
             boxes = [want.box for want in request.wants]
         there = [(stored, version) for stored in wanted if stored is not None]
         cuts = [box for box, stored in zip(boxes, wanted, strict=True) if stored is not None]
-        if self.losses.any:
+        if self.lost_volumes.any:
             asked_names = names if request.wants is None else [want.key for want in request.wants]
             for name, some, box in zip(asked_names, wanted, boxes, strict=True):
                 if some is not None:
-                    self.losses.check(f"{request.key}/{name}", some, box)
+                    self.lost_volumes.check(f"{request.key}/{name}", some, box)
         made, leased = self._leases.entries(
             session, request.lease, there, cuts, request.inline_max, request.avoid
         )
@@ -451,7 +451,7 @@ class Controller:
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Whether each key, or entry, has a whole version, and no part of it is lost."""
         found = map(self.catalog.find, keys)
-        return [one is not None and not self.losses.is_lost(one[0]) for one in found]
+        return [one is not None and not self.lost_volumes.is_lost(one[0]) for one in found]
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -475,7 +475,7 @@ class Controller:
         """
         if self.volumes[index].lost:
             return
-        self._apply(self.losses.lose(index, why, self.catalog, self._holders.values()))
+        self._apply(self.lost_volumes.lose(index, why, self.catalog, self._holders.values()))
         self.detached.volume_lost()
 
     def _remember(self, session: SessionRecord, given_back: int) -> None:

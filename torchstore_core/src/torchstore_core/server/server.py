@@ -30,7 +30,7 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.remote.attached import AttachedMemory
-from torchstore_core.server.remote.process_watches import Watcher
+from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.serving import journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
@@ -105,7 +105,7 @@ class Server:
         self._all_attached = asyncio.Event()
         self._when_trimmed: list[Callable[[], None]] = []
         self._controller: Controller | None = None
-        self._watcher = Watcher(self.process_ended)
+        self._watcher = ProcessWatches(self.process_ended)
         self.refusals = Refusals()
         self._listener = Listener(speaking(functools.partial(Connection, self)))
         self._stopping = False
@@ -306,16 +306,16 @@ class Server:
             others = self.controller.sessions.keys() - {session.token}
             journal.client_left(session, why, len(others))
 
-    def _watch(self, volume: VolumeRecord, wanted: m.Watch) -> None:
+    def _watch(self, volume: VolumeRecord, wanted: m.WatchProcess) -> None:
         """Have a process of a volume's host watched, there."""
         if isinstance(volume.memory, AttachedMemory):
             volume.memory.watch(wanted)
         else:
             self._watcher.watch(wanted)
 
-    def process_ended(self, message: m.Died) -> None:
+    def process_ended(self, message: m.ProcessDied) -> None:
         """The process of a session whose relay is gone has ended."""
-        self.controller.detached.process_ended(message.orphan)
+        self.controller.detached.process_ended(message.session)
 
     def _start_prefault(self) -> None:
         wanted = self.options.prefault

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from torchstore_core.wire.facts import Message, VolumeInfo
 
-__all__ = ["Attach", "Died", "Lost", "Prefault", "Trim", "Warm", "Warmed", "Watch"]
+__all__ = ["Attach", "Lost", "Prefault", "ProcessDied", "Trim", "Warm", "Warmed", "WatchProcess"]
 
 
 class Attach(Message, frozen=True, tag="attach"):
     """First message of a volume in another process. Reply :class:`Done`.
 
-    Then the server sends :class:`Prefault`, :class:`Trim` and :class:`Watch`, the volume
-    :class:`Warm` and :class:`Died`.
+    Then the server sends :class:`Prefault`, :class:`Trim` and :class:`WatchProcess`, the volume
+    :class:`Warm` and :class:`ProcessDied`.
     """
 
     id: int
@@ -31,10 +31,10 @@ class Warm(Message, frozen=True, tag="warm"):
     trimmed: bool = False
 
 
-class Died(Message, frozen=True, tag="died"):
-    """No reply. From a volume, to :class:`Watch`: that process has ended."""
+class ProcessDied(Message, frozen=True, tag="died"):
+    """No reply. From a volume: the process of a :class:`WatchProcess` has ended."""
 
-    orphan: bytes
+    session: bytes
 
 
 class Prefault(Message, frozen=True, tag="prefault"):
@@ -52,13 +52,16 @@ class Trim(Message, frozen=True, tag="trim"):
     warm: int
 
 
-class Watch(Message, frozen=True, tag="watch"):
-    """Unasked, to a volume: say :class:`Died` when the process ``pid`` has ended, which may have
-    mapped the volume's memory. ``orphan``: the token of the session it had (``server.orphans``).
-    ``namespace``: where it has that pid.
+class WatchProcess(Message, frozen=True, tag="watch"):
+    """Unasked, to a volume: answer :class:`ProcessDied` when a process has ended that may have
+    mapped the volume's memory (``server.remote.detached``).
+
+    Args:
+        session: token of the session that the process had.
+        pid: of the process, in the pid namespace ``namespace``.
     """
 
-    orphan: bytes
+    session: bytes
     pid: int
     namespace: int
 

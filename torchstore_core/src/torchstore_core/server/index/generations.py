@@ -20,7 +20,7 @@ from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.reports.stat import Pending
-from torchstore_core.server.index.participants import Contribution, Line
+from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Manifest,
     Shards,
@@ -49,18 +49,22 @@ class Generation:
         "contributions",
         "dropped",
         "entries",
-        "line",
         "lost",
         "participants",
         "publication",
         "relied",
+        "sequence",
         "version",
     )
 
     def __init__(
-        self, line: Line, version: int, participants: int, publication: m.Publication | None
+        self,
+        sequence: PutSequence,
+        version: int,
+        participants: int,
+        publication: m.Publication | None,
     ) -> None:
-        self.line = line
+        self.sequence = sequence
         self.version = version
         self.participants = participants
         self.publication = publication
@@ -129,8 +133,8 @@ class Generation:
 
     def remove(self, contribution: Contribution) -> list[Value]:
         """Take a contribution out again; the values of it that nobody holds any more."""
-        if self.contributions.get(contribution.who) is contribution:
-            del self.contributions[contribution.who]
+        if self.contributions.get(contribution.participant) is contribution:
+            del self.contributions[contribution.participant]
         names = dict.fromkeys([*contribution.others, *(name for name, _ in contribution.items)])
         for name, value in contribution.items:
             entry = self.entries.get(name)
@@ -245,8 +249,8 @@ class Generation:
         return Pending(
             self.version,
             self.participants,
-            [who for who, c in self.contributions.items() if c.committed],
-            [who for who, c in self.contributions.items() if not c.committed],
+            [c.participant for c in self.contributions.values() if c.committed],
+            [c.participant for c in self.contributions.values() if not c.committed],
             [(n or key, b.offset, b.shape) for n, b in boxes_of][:_MAX_SHOWN],
             key,
             self.nbytes,
@@ -254,14 +258,14 @@ class Generation:
         )
 
     def _missing_participants(self) -> list[str]:
-        """Who has not begun: of ranks the others, else those that put before."""
+        """The participants that have not begun: of ranks all others, else those that put before."""
         here = self.contributions
         if len(here) >= self.participants:
             return []
-        every: Iterable[str] = self.line.participants
-        if all(who.isdecimal() and int(who) < self.participants for who in here):
+        every: Iterable[str] = self.sequence.participants
+        if all(name.isdecimal() and int(name) < self.participants for name in here):
             every = map(str, range(self.participants))
-        missing = (who for who in every if who not in here)
+        missing = (name for name in every if name not in here)
         return list(itertools.islice(missing, min(self.participants - len(here), _MAX_SHOWN)))
 
     def seal(self, key: str, base: Stored | None, *, inherit: bool = False) -> Stored:

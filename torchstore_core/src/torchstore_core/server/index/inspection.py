@@ -83,8 +83,8 @@ def listing(
 
 def _chars(state: Pending) -> int:
     """About what it takes in a message."""
-    who = (state.committed, state.writing, state.missing_participants)
-    return len(state.key) + sum(len(name) + 2 for names in who for name in names)
+    participants = (state.committed, state.writing, state.missing_participants)
+    return len(state.key) + sum(len(name) + 2 for names in participants for name in names)
 
 
 def volume_status(volume: VolumeRecord) -> VolumeStatus:
@@ -128,7 +128,7 @@ def unfinished(catalog: Catalog) -> tuple[list[Pending], int, int]:
     done of all.
     """
     keys = catalog.unfinished()
-    generations = [g for key in keys for g in catalog.groups[key].pending.values()]
+    generations = [g for key in keys for g in catalog.histories[key].pending.values()]
     first: list[Pending] = []
     room = m.MAX_LISTED_CHARS
     for state in (state for key in keys for state in catalog.pending(key, brief=True)):

@@ -16,7 +16,7 @@ from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
-    from torchstore_core.server.index.groups import Slot
+    from torchstore_core.server.index.key_history import PutTarget
     from torchstore_core.server.index.participants import Contribution
 
 __all__ = ["Change", "Manifest", "SegmentView", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
@@ -197,24 +197,24 @@ class Txn:
         values: all that it makes.
         granted: memory granted for them, in bytes, by volume.
         plain: those that become versions of their keys by themselves.
-        joined: what it contributes to generations, see ``server.generations``.
+        contributions: what it brings to generations, see ``server.index.generations``.
         results: whose versions the commit answers, in order.
     """
 
-    __slots__ = ("granted", "joined", "plain", "results", "started", "values")
+    __slots__ = ("contributions", "granted", "plain", "results", "started", "values")
 
     def __init__(
         self,
         values: list[Value],
         granted: dict[int, int],
         plain: list[Value],
-        joined: list[tuple[Slot, Contribution]],
-        results: list[Value] | list[Slot] | list[Value | Slot],
+        contributions: list[tuple[PutTarget, Contribution]],
+        results: list[Value] | list[PutTarget] | list[Value | PutTarget],
     ) -> None:
         self.values = values
         self.granted = granted
         self.plain = plain
-        self.joined = joined
+        self.contributions = contributions
         self.results = results
         self.started = time.monotonic()
 

@@ -20,10 +20,10 @@ from torchstore_core.server.index.records import (
 )
 from torchstore_core.wire import messages as m
 
-__all__ = ["Losses", "lost_reason"]
+__all__ = ["LostVolumes", "lost_reason"]
 
 
-class Losses:
+class LostVolumes:
     """Which values are lost: those whose every copy was in a lost volume.
 
     Attributes:
@@ -65,9 +65,9 @@ class Losses:
         gone = self._first_lost(txn.values)
         if gone is not None:
             raise self._error(gone.key, gone, 0)
-        for slot, _ in txn.joined:
-            if slot.generation is not None and slot.generation.lost:
-                raise version_lost_error(slot.key, slot.version, slot.generation.lost)
+        for target, _ in txn.contributions:
+            if target.generation is not None and target.generation.lost:
+                raise version_lost_error(target.key, target.version, target.generation.lost)
 
     def _first_lost(self, values: Iterable[Value]) -> Value | None:
         volumes = self._volumes
@@ -122,10 +122,10 @@ def _every_value(catalog: Catalog, sessions: Iterable[SessionRecord]) -> Iterato
     """All that anybody holds, some of them several times."""
     for stored in catalog.newest.values():
         yield from all_values(stored)
-    for group in catalog.groups.values():
-        for stored in group.history.values():
+    for history in catalog.histories.values():
+        for stored in history.kept.values():
             yield from all_values(stored)
-        for generation in group.pending.values():
+        for generation in history.pending.values():
             for contribution in generation.contributions.values():
                 yield from (value for _, value in contribution.items)
     for session in sessions:

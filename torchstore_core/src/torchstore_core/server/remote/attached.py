@@ -24,12 +24,12 @@ from torchstore_core.machine.unix_sockets import connect, opening
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
-from torchstore_core.server.remote.process_watches import Watcher
+from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_reply, encode
 
-__all__ = ["AttachedMemory", "VolumeLine"]
+__all__ = ["AttachedMemory", "VolumeConnection"]
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class AttachedMemory:
         """Not from here: clients read it, under a lease."""
         return None
 
-    def watch(self, wanted: m.Watch) -> None:
+    def watch(self, wanted: m.WatchProcess) -> None:
         """Ask the volume, which is on the process's host."""
         self._send(wanted)
 
@@ -97,7 +97,7 @@ class AttachedMemory:
             self._reserved = None
 
 
-class VolumeLine(FrameProtocol):
+class VolumeConnection(FrameProtocol):
     """The volume's end; made by :meth:`open`.
 
     Args:
@@ -113,14 +113,14 @@ class VolumeLine(FrameProtocol):
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._attached: asyncio.Future[None] = self._loop.create_future()
-        self._watcher = Watcher(self._send)
+        self._watcher = ProcessWatches(self._send)
         self._wanted = False
         self._closing = False
 
     @classmethod
     async def open(
         cls, path: str, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None], timeout: float
-    ) -> VolumeLine:
+    ) -> VolumeConnection:
         """Attach the volume to the server whose control socket (or relay) is at ``path``.
 
         Raises:
@@ -198,7 +198,7 @@ class VolumeLine(FrameProtocol):
                 memory.touched(message.warm)  # clients write without telling this process
                 memory.trim(message.start)
                 self._tell(trimmed=True)
-            case m.Watch():
+            case m.WatchProcess():
                 self._watcher.watch(message)
             case _:
                 log.debug("volume %s: nothing to do for %s", self._info.id, type(message).__name__)

@@ -40,7 +40,7 @@ class Connection(ClientSocket):
         """Answer what came, as long as the client takes the answers."""
         self._backlog.extend(bodies)
         while self._backlog and not self._paused and self.is_open:
-            self._conversation.hear(self._backlog.popleft())
+            self._conversation.handle(self._backlog.popleft())
             if self._hello_timer is not None and self._conversation.greeted:
                 self._greeted(self._hello_timer)
 

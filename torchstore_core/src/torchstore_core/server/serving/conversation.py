@@ -84,7 +84,7 @@ class Conversation:
         """Whether a volume is at the other end."""
         return self._volume >= 0
 
-    def hear(self, body: bytes) -> None:
+    def handle(self, body: bytes) -> None:
         """Answer one message. What cannot be answered ends the conversation."""
         try:
             self._handle(decode_request(body))
@@ -115,7 +115,7 @@ class Conversation:
         """The other end has closed the pipe: undo what was held through it. Idempotent."""
         self._end(why, lambda session: self._server.controller.close_session(session))
 
-    def cut_off(self, why: str) -> None:
+    def relay_lost(self, why: str) -> None:
         """The relay is gone; the client may live, and read what it has mapped. Idempotent."""
         self._end(
             why, lambda session: self._server.controller.detached.detach(session, self._process)
@@ -154,7 +154,7 @@ class Conversation:
             match request:
                 case m.Warm():
                     self._server.volume_warmed(self._volume, request)
-                case m.Died():
+                case m.ProcessDied():
                     self._server.process_ended(request)
                 case _:
                     raise ProtocolError(f"a volume does not send {type(request).__name__}")

@@ -108,7 +108,7 @@ def _undone(session: SessionRecord) -> str:
     puts = list(session.txns.values())
     if not puts:
         return ""
-    names = {slot.key: None for put in puts for slot, _ in put.joined}
+    names = {target.key: None for put in puts for target, _ in put.contributions}
     names.update((value.key, None) for put in puts for value in put.plain)
     keys = ", ".join(map(repr, list(names)[:_KEYS])) + (", ..." if len(names) > _KEYS else "")
     count = "1 unfinished put" if len(puts) == 1 else f"{len(puts)} unfinished puts"
