@@ -1,7 +1,8 @@
-"""The brain: index, versions, leases, placement, memory accounting.
+"""The controller of a store: index, versions, leases, placement and memory accounts.
 
-A synchronous state machine: every method decides at once and does no I/O, so that every request is
-one consistent cut. Connections call it and send what it returns; errors are raised.
+It is a synchronous state machine without I/O: every method decides at once, so that every request
+sees and changes one consistent state. Connections call it and send what it returns; errors are
+raised.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Controller:
 
     Args:
         volumes: where bytes can go.
-        strategy: decides which volume.
-        prefault: keep this kind of look-ahead: after a put of n bytes, n more are kept warm.
+        strategy: decides which volume they go to.
+        prefault: whether to keep n bytes warm for the next put after a put of n bytes.
         warmed: called (from a thread) when a background prefault ended.
         watch: asks a volume, which lives, to say when a process of its host has ended.
     """
@@ -95,7 +96,7 @@ class Controller:
         return session
 
     def join_session(self, token: bytes) -> SessionRecord:
-        """The session that a lane's token names."""
+        """The session with this token, which a lane joins."""
         session = self.sessions.get(token)
         if session is None:
             raise StoreClosedError("this session has ended; connect again")
@@ -109,8 +110,8 @@ class Controller:
         self.release(session, list(session.leases), [])
 
     def end_session(self, session: SessionRecord) -> None:
-        """Its process has ended, or leaves: nobody commits what it was putting, or puts the rest of
-        what it has put. What it has mapped may still be read, by a forked child.
+        """The process of a session has ended: nobody will commit its unfinished puts. What it has
+        mapped may still be read, by a forked child.
         """
         session.end()
         self.abort(session, list(session.txns))
@@ -264,7 +265,7 @@ class Controller:
         return [result.version for result in txn.results]
 
     def _apply(self, change: Change, plain: Sequence[Value] = ()) -> None:
-        """Free what nobody holds any more, and wake those who wait for what is visible now.
+        """Free what nobody holds any more, and answer those who wait for what is visible now.
 
         ``plain``: values that became the newest versions of their keys by themselves.
         """
@@ -276,11 +277,12 @@ class Controller:
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
     ) -> None:
-        """Give unfinished puts' memory back.
+        """Undo unfinished puts.
 
-        ``remember``: unknown ids are refused later (their Put comes by another, slower pipe).
+        ``remember``: puts with ids that are unknown yet are refused when they come, over another,
+        slower connection.
         """
-        # The latest first, so that its participant gets back the place that it had before all.
+        # The latest first, so that its participant is back where it was before all of them.
         for txn_id in sorted(txn_ids, reverse=True):
             txn = session.txns.pop(txn_id, None)
             if txn is None:
@@ -292,7 +294,7 @@ class Controller:
             self._apply(Change.of([Change(release(txn.plain)), *changes]))
 
     def _written(self, txn: Txn) -> None:
-        """The put is over, one way or the other: its memory has been written to."""
+        """A put is over, committed or not: its memory has been written to."""
         alone = len(self.volumes) == 1
         for index, nbytes in txn.granted.items():
             volume = self.volumes[index]
@@ -305,13 +307,13 @@ class Controller:
             volume.memory.touched(max(ends, default=0))
 
     def trim(self, idle_s: float, keep: int) -> int:
-        """Give free pool memory back to the system when no put has come for ``idle_s`` seconds.
+        """Return free memory to the system when no put has come for ``idle_s`` seconds.
 
         Args:
-            keep: bytes of each volume to keep warm whatever happens.
+            keep: bytes of each volume that stay warm in any case.
 
         Returns:
-            Bytes given back.
+            Bytes returned.
         """
         if time.monotonic() - self._last_put < idle_s:
             return 0
@@ -410,7 +412,10 @@ class Controller:
         *,
         remember: bool = False,
     ) -> None:
-        """Give leases back, whole or in part; what nobody needs any more is freed."""
+        """End leases, or some values' part of them, and free what nobody holds any more.
+
+        ``remember``: see :meth:`abort`.
+        """
         returned: list[Value | None] = []
         for lease in leases:
             held = session.leases.pop(lease, None)
@@ -469,9 +474,9 @@ class Controller:
                 self.volumes[index].allocator.free(freed)
 
     def lose_volume(self, index: int, why: str) -> None:
-        """The memory of a volume is gone, for good. Values that have no copy elsewhere are lost:
-        who reads them is told, and may put them again. All others go on. Puts under way that have
-        bytes there alone fail when they commit.
+        """The memory of a volume is gone for good. Values without a copy elsewhere are lost: their
+        readers get an error, and may put them again. Unfinished puts with bytes that were there
+        alone fail when they commit.
         """
         if self.volumes[index].lost:
             return

@@ -51,7 +51,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     Args:
         store_name: shown in status.
         num_storage_volumes: how many volumes.
-        attached: they live in other processes, which attach them; else all in this one.
+        attached: whether they live in other processes, which attach them, and not in this one.
         capacity: bytes over all volumes; None: half of the memory limit.
         prefault: bytes to warm at the start; None: up to 1 GiB, at most half of the capacity and
             an eighth of the memory limit; 0: never warm anything in the background.
@@ -59,7 +59,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         trim_after: seconds without a put after which free pool memory beyond ``prefault`` goes
             back to the system.
         block: plug-in names not to load.
-        owner: pid that the server ends with; 0: none.
+        owner: pid of the process with which the server ends; 0: none.
         directory: where to put the socket; None: a fresh private one.
     """
 
@@ -89,9 +89,8 @@ class Server:
     Attributes:
         conversations: with clients and volumes, whatever carries them.
         connections: those on the Unix socket.
-        before_close: awaited before what a client process held through a connection here is
-            undone: an agent of this host may still be writing for it. Called with its pid.
-        owner: pid of the process that the store ends with, for people to see; 0: none.
+        before_close: see ``serving.frames.Host``.
+        owner: pid of the process with which the store ends, for people to see; 0: none.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -169,7 +168,7 @@ class Server:
 
     @property
     def controller(self) -> Controller:
-        """The brain.
+        """The state of the store.
 
         Raises:
             StoreClosedError: not all volumes are attached yet.
@@ -195,14 +194,14 @@ class Server:
         await self._stopped.wait()
 
     def stop_soon(self) -> None:
-        """End the server after the replies under way are sent."""
+        """End the server once the replies under way are sent."""
         if not self._stopping:
             self._stopping = True
             asyncio.get_running_loop().call_later(0.01, self._stopped.set)
 
     async def close(self) -> None:
         """Stop listening, close every connection, release memory, remove the directory."""
-        self._stopping = True  # who leaves now is not worth a line
+        self._stopping = True  # from now on, clients that leave are not worth a line
         self._watcher.close()
         self._listener.close()
         for connection in list(self.connections):
@@ -258,8 +257,8 @@ class Server:
             self._all_attached.set()
 
     def when_trimmed(self, call: Callable[[], None]) -> bool:
-        """If memory is being given back at this moment, ``call`` when it can be used again; whether
-        that is so.
+        """Whether memory is being returned to the system at this moment. If so, ``call`` when it
+        can be used again.
         """
         memories = [record.memory for record in self._attached.values()]
         if not any(
@@ -280,7 +279,7 @@ class Server:
         return [volume.info.id for volume in there if volume.lost]
 
     def volume_warmed(self, index: int, message: m.Warm) -> None:
-        """A volume in another process says how much of it is warm."""
+        """A volume in another process has said how much of it is warm."""
         memory = self._attached[index].memory
         if isinstance(memory, AttachedMemory):
             memory.warmed(message)
@@ -290,7 +289,7 @@ class Server:
             self._broadcast_warm()
 
     def volume_ended(self, index: int, why: str) -> None:
-        """A volume in another process is gone: what only it had is lost."""
+        """A volume in another process is gone, and what only it had is lost."""
         if self._controller is None:
             del self._attached[index]
             return

@@ -1,4 +1,4 @@
-"""A put that contributes to generations: shards, state dicts, explicit versions."""
+"""Puts that contribute to generations: of shards, of state dicts, and of explicit versions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ _MAX_VERSION = 1 << 63
 
 
 class CollectivePut:
-    """Making one decides which generations it belongs to, and changes nothing. Then :meth:`clear`
-    makes way for it, :meth:`compare` finds what must be stored, and, when there is room for
-    :attr:`items`, :meth:`enter` makes it part of its generations.
+    """One such put. It is done in four steps, of which the first and the third change nothing:
+
+    1. Making it decides which generations it belongs to.
+    2. :meth:`clear` drops what has to make way for it.
+    3. :meth:`compare` finds the :attr:`items` that have to be stored.
+    4. When there is room for them, :meth:`enter` makes the put part of its generations.
 
     Attributes:
-        items: what must be stored; other participants put the rest.
-        boxes: for each of them the shard that it is, or None.
+        items: what has to be stored; other participants put the rest.
+        boxes: for each of them the shard that it is, or None if it is the whole value.
 
     Raises:
         ProtocolError: it contradicts itself.
@@ -49,7 +52,7 @@ class CollectivePut:
         self._decide()
 
     def _checked(self) -> list[Box | None]:
-        """For each item the shard that it is, see ``checked_box``."""
+        """For each item the shard that it is (see ``checked_box``), if the put makes sense."""
         request = self._request
         publication = request.group
         if not 0 <= request.version < _MAX_VERSION:
@@ -96,13 +99,11 @@ class CollectivePut:
             self._found.append((target, box))
 
     def clear(self) -> list[Value]:
-        """Drop what is not to be waited for any more when this put comes; what nobody holds any
-        more.
-        """
+        """Drop what has to make way for this put; the values that nobody holds any more."""
         return [value for target in self._targets.values() for value in self._catalog.clear(target)]
 
     def compare(self) -> None:
-        """Find what must be stored, because no other participant puts it.
+        """Find what has to be stored because no other participant puts it.
 
         Raises:
             LayoutMismatchError: another participant puts an entry with another shape or dtype.
@@ -152,7 +153,7 @@ class CollectivePut:
 
     @property
     def prefix(self) -> str:
-        """What comes before the keys of the items to name them in the store."""
+        """What the names of the entries begin with in the store; empty if the items are keys."""
         publication = self._request.group
         return "" if publication is None else f"{publication.key}/"
 
@@ -200,7 +201,7 @@ class CollectivePut:
         return Txn(list(values), granted, plain, list(contributions.values()), results)
 
     def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
-        """The answer to the put; None if there is nothing to grant: all of it was inline."""
+        """The grants that answer the put; None if all of it was inline, so that it is complete."""
         by_item = dict(zip(self._stored, values, strict=True))
         asked = [at for at, i in enumerate(self._request.items) if i.data is None and i.same_as < 0]
         if not asked:
@@ -211,7 +212,7 @@ class CollectivePut:
 def _check_once(
     seen: dict[str, tuple[m.PutItem, set[Box] | None]], item: m.PutItem, box: Box | None
 ) -> None:
-    """Several items of one key are different shards of one tensor."""
+    """Raises ProtocolError unless several items of one key are different shards of one tensor."""
     if item.key not in seen:
         seen[item.key] = item, None if box is None else {box}
         return
@@ -228,7 +229,7 @@ def _check_once(
 
 
 def _layout_of(item: m.PutItem) -> tuple[Hashable, str]:
-    """The line that a put of one key belongs to, and who puts it."""
+    """The layout of a put to one key, and the participant that it is of."""
     part = item.part
     if part is None or not isinstance(item.meta, TensorMeta):
         return "value", ""

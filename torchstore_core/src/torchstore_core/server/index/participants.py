@@ -103,7 +103,7 @@ class PutSequence:
         self.participants: dict[str, Participant] = {}
 
     def announce(self, version: int, pending: Collection[int]) -> None:
-        """A version of this sequence begins. Old ones are forgotten, unless they are ``pending``."""
+        """A version of this sequence begins. Old ones are forgotten unless they are ``pending``."""
         if self.lost.pop(version, None) is not None:  # it is put again, by its number
             self.versions.remove(version)
         bisect.insort(self.versions, version)

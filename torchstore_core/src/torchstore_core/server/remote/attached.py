@@ -1,8 +1,8 @@
-"""Volumes in other processes: what the controller holds of one, and the volume's end of the line.
+"""Volumes in other processes: the server's view of one, and the volume's own connection.
 
-A volume connects like a client, but its first message is ``Attach``. From then on the server tells
-it what to warm and what to give back, and it tells what is warm. The line's end is its end: a
-volume that is gone is lost, and a volume whose server is gone has no use.
+A volume connects like a client, but its first message is ``Attach``. From then on the server says
+what to warm and what to return to the system, and the volume says what is warm. When the connection
+closes, both sides are done: the volume is lost to the server, and without a server it has no use.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ class AttachedMemory:
 
     @property
     def warm(self) -> int:
-        """Bytes from the start that are warm, as far as is known here."""
+        """How many bytes, from the start, are warm, as far as is known here."""
         return self._warm
 
     def touched(self, end: int) -> None:
-        """A client wrote up to ``end``."""
+        """A client has written up to ``end``."""
         self._warm = max(self._warm, end)
 
     def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Ask for it; the volume tells all when it is done, so ``done`` is not called."""
+        """Ask the volume to do it. It tells the server when it is done: ``done`` is not called."""
         if target > max(self._target, self._warm):
             self._target = target
             self._send(m.Prefault(target))
 
     def trim(self, start: int) -> int:
-        """Ask for pages from ``start`` on to be given back. Until the volume has answered, nothing
-        is placed there: it would be thrown away with them.
+        """Ask the volume to return the pages from ``start`` on. Until it has answered, nothing is
+        placed there: it would be thrown away with them.
         """
         if self._reserved is not None or start >= self._warm:
             return 0
@@ -81,15 +81,15 @@ class AttachedMemory:
         return self._reserved is not None
 
     def read(self, offset: int, nbytes: int) -> None:
-        """Not from here: clients read it, under a lease."""
+        """None: only clients can read it, under a lease."""
         return None
 
     def watch(self, wanted: m.WatchProcess) -> None:
-        """Ask the volume, which is on the process's host."""
+        """Have the volume watch a process of its host."""
         self._send(wanted)
 
     def warmed(self, message: m.Warm) -> None:
-        """The volume says how much is warm now."""
+        """The volume has said how much is warm now."""
         self._warm = message.nbytes if message.trimmed else max(self._warm, message.nbytes)
         self._target = 0
         if message.trimmed and self._reserved is not None:
@@ -98,12 +98,12 @@ class AttachedMemory:
 
 
 class VolumeConnection(FrameProtocol):
-    """The volume's end; made by :meth:`open`.
+    """A volume's connection to its server; made by :meth:`open`.
 
     Args:
         volume: started.
         info: what ``volume.start()`` gave.
-        lost: called once when the server is gone that the volume was attached to.
+        lost: called once when the server is gone.
     """
 
     def __init__(self, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class VolumeConnection(FrameProtocol):
     async def open(
         cls, path: str, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None], timeout: float
     ) -> VolumeConnection:
-        """Attach the volume to the server whose control socket (or relay) is at ``path``.
+        """Attach a volume to the server whose control socket, or relay, is at ``path``.
 
         Raises:
             StoreClosedError: nobody answers there.

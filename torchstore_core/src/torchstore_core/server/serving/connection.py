@@ -1,4 +1,4 @@
-"""The pipe of one conversation on a Unix socket."""
+"""A client's, or a volume's, connection to the server's Unix socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HELLO_TIMEOUT_S = 10.0
 
 
 class Connection(ClientSocket):
-    """Frames in, frames out; ``pid`` is at the other end."""
+    """Carries one conversation."""
 
     def __init__(self, server: Server, pid: int) -> None:
         super().__init__(m.MAX_HELLO_FRAME, pid, server)

@@ -1,6 +1,6 @@
-"""What one client says and is told, whatever carries it: frames in, controller asked, frames out.
+"""The requests and replies of one connection, whatever carries them.
 
-Whatever comes in can only end this conversation, never the server or anybody else's.
+Whatever a client sends can end its own conversation, but never the server or another conversation.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _MAX_WAITERS = 100_000
 
 
 class Conversation:
-    """Server side of an anchor, a lane, or a volume's line.
+    """The server's side of an anchor, of a lane, or of a volume's connection.
 
     Args:
-        write: takes a frame that is to be sent.
-        end: close the pipe once that is sent.
-        via: where the relay is that carries it, if one does.
-        process: at the other end of that relay's socket, if that is known.
+        write: sends a frame.
+        end: closes the connection once everything is sent.
+        via: where the relay is that carries it; None if none does.
+        process: the client's, if a relay carries it and knows.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Conversation:
 
     @property
     def greeted(self) -> bool:
-        """Whether it is known who is at the other end."""
+        """Whether the other end has said who it is."""
         return self._session is not None or self._volume >= 0
 
     @property
     def is_anchor(self) -> bool:
-        """Whether it is a session's anchor (its janitor thread reads it), not a lane."""
+        """Whether it is the anchor of a session, which the client's janitor thread reads."""
         return self._anchor
 
     @property
@@ -85,7 +85,7 @@ class Conversation:
         return self._volume >= 0
 
     def handle(self, body: bytes) -> None:
-        """Answer one message. What cannot be answered ends the conversation."""
+        """Answer one message. One that cannot be answered ends the conversation."""
         try:
             self._handle(decode_request(body))
         except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -101,8 +101,8 @@ class Conversation:
         self.end()
 
     def process_died(self) -> None:
-        """The client's process is dead, but a forked child of it, which still reads what it
-        inherited, may keep the pipe open: nobody is left to commit the unfinished puts.
+        """The client's process is dead, so nobody will commit its unfinished puts. A forked child
+        of it may keep the connection open, and still read what it has inherited.
         """
         session = self._session
         if session is not None:
@@ -112,11 +112,11 @@ class Conversation:
                 self._server.controller.close_session(session)
 
     def ended(self, why: str = "its connection has closed") -> None:
-        """The other end has closed the pipe: undo what was held through it. Idempotent."""
+        """The connection has closed: undo what was held through it. Idempotent."""
         self._end(why, lambda session: self._server.controller.close_session(session))
 
     def relay_lost(self, why: str) -> None:
-        """The relay is gone; the client may live, and read what it has mapped. Idempotent."""
+        """The relay is gone. The client may live, and read what it has mapped. Idempotent."""
         self._end(
             why, lambda session: self._server.controller.detached.detach(session, self._process)
         )
@@ -125,8 +125,8 @@ class Conversation:
         if self not in self._server.conversations:
             return
         self._server.conversations.discard(self)
-        # The pipe refers to this and this to the pipe: what was held is free at once, not when the
-        # collector comes.
+        # The connection refers to this and this to the connection: without the cycle, both are free
+        # at once, and not when the garbage collector comes.
         self._sender.close()
         self.end = _nothing
         for waiter in self._waiters.values():
@@ -295,7 +295,7 @@ class Conversation:
 
 
 def _nothing() -> None:
-    """It is closed already."""
+    """The connection is closed already."""
 
 
 def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:
