@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+import msgspec
+
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
@@ -38,7 +40,7 @@ __all__ = ["Generation"]
 _MAX_SHOWN = 100
 
 
-class Generation:
+class Generation(msgspec.Struct, eq=False):
     """A version on its way.
 
     Args:
@@ -53,34 +55,15 @@ class Generation:
         lost: why, if committed parts of it are gone with a volume.
     """
 
-    __slots__ = (
-        "contributions",
-        "dropped",
-        "entries",
-        "lost",
-        "participants",
-        "publication",
-        "relied",
-        "sequence",
-        "version",
-    )
-
-    def __init__(
-        self,
-        sequence: PutSequence,
-        version: int,
-        participants: int,
-        publication: m.Publication | None,
-    ) -> None:
-        self.sequence = sequence
-        self.version = version
-        self.participants = participants
-        self.publication = publication
-        self.entries: dict[str, Value | Shards] = {}
-        self.contributions: dict[str, Contribution] = {}
-        self.relied: dict[str, ValueMeta] = {}
-        self.dropped = False
-        self.lost = ""
+    sequence: PutSequence
+    version: int
+    participants: int
+    publication: m.Publication | None
+    entries: dict[str, Value | Shards] = {}
+    contributions: dict[str, Contribution] = {}
+    relied: dict[str, ValueMeta] = {}
+    dropped: bool = False
+    lost: str = ""
 
     def holds(self, name: str, meta: ValueMeta, box: Box | None, nbytes: int) -> bool:
         """Whether another participant puts these very bytes.

@@ -8,6 +8,8 @@ import bisect
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from torchstore_core.errors import ConfigurationError, VersionGoneError
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.participants import Contribution, PutSequence
@@ -43,7 +45,7 @@ class PutTarget(NamedTuple):
     replaced: Sequence[Contribution] = ()
 
 
-class KeyHistory:
+class KeyHistory(msgspec.Struct, eq=False):
     """What there is of a key besides its newest version.
 
     Attributes:
@@ -53,13 +55,10 @@ class KeyHistory:
         keep: how many versions can be read, the newest included.
     """
 
-    __slots__ = ("keep", "kept", "pending", "sequences")
-
-    def __init__(self) -> None:
-        self.sequences: dict[Hashable, PutSequence] = {}
-        self.pending: dict[int, Generation] = {}
-        self.kept: dict[int, Stored] = {}
-        self.keep = 1
+    sequences: dict[Hashable, PutSequence] = {}
+    pending: dict[int, Generation] = {}
+    kept: dict[int, Stored] = {}
+    keep: int = 1
 
     # ---- decisions, which change nothing --------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection
 
+import msgspec
+
 from torchstore_core.server.index.records import SessionRecord, Value
 from torchstore_core.values import ValueMeta
 
@@ -17,7 +19,7 @@ _MAX_PARTICIPANTS = 1 << 16
 _MAX_SESSIONS = 8
 
 
-class Contribution:
+class Contribution(msgspec.Struct, eq=False):
     """What one participant puts into a generation. It holds its values.
 
     Attributes:
@@ -30,30 +32,16 @@ class Contribution:
         partial: see ``messages.Publication``.
     """
 
-    __slots__ = (
-        "aliases",
-        "before",
-        "committed",
-        "items",
-        "order",
-        "others",
-        "partial",
-        "participant",
-        "paths",
-        "session",
-    )
-
-    def __init__(self, participant: str, session: SessionRecord, before: int) -> None:
-        self.participant = participant
-        self.session = session
-        self.before = before
-        self.items: list[tuple[str, Value]] = []
-        self.others: dict[str, ValueMeta] = {}
-        self.paths: dict[str, bytes] = {}
-        self.aliases: dict[str, str] = {}
-        self.order: dict[str, None] = {}
-        self.partial = False
-        self.committed = False
+    participant: str
+    session: SessionRecord
+    before: int
+    items: list[tuple[str, Value]] = []
+    others: dict[str, ValueMeta] = {}
+    paths: dict[str, bytes] = {}
+    aliases: dict[str, str] = {}
+    order: dict[str, None] = {}
+    partial: bool = False
+    committed: bool = False
 
     @property
     def values(self) -> list[Value]:
@@ -61,7 +49,7 @@ class Contribution:
         return [value for _, value in self.items]
 
 
-class Participant:
+class Participant(msgspec.Struct, eq=False):
     """How far one participant of a sequence is.
 
     Attributes:
@@ -69,11 +57,8 @@ class Participant:
         sessions: the last ones that put for it; the newest at the end.
     """
 
-    __slots__ = ("sessions", "version")
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.sessions: list[SessionRecord] = []
+    version: int = 0
+    sessions: list[SessionRecord] = []
 
     def puts(self, version: int, session: SessionRecord) -> None:
         """It begins a put to a version."""
@@ -83,7 +68,7 @@ class Participant:
             del self.sessions[:-_MAX_SESSIONS]
 
 
-class PutSequence:
+class PutSequence(msgspec.Struct, eq=False):
     """The puts of one layout to one key, in the order in which they make versions: the n-th put of
     each participant belongs to the n-th version.
 
@@ -94,13 +79,10 @@ class PutSequence:
         participants: by name, in the order of their last puts.
     """
 
-    __slots__ = ("lost", "participants", "versions", "whole")
-
-    def __init__(self) -> None:
-        self.versions: list[int] = []
-        self.whole: set[int] = set()
-        self.lost: dict[int, str] = {}
-        self.participants: dict[str, Participant] = {}
+    versions: list[int] = []
+    whole: set[int] = set()
+    lost: dict[int, str] = {}
+    participants: dict[str, Participant] = {}
 
     def announce(self, version: int, pending: Collection[int]) -> None:
         """A version of this sequence begins. Old ones are forgotten unless they are ``pending``."""

@@ -192,7 +192,7 @@ def release(values: Iterable[Value]) -> list[Value]:
     return freed
 
 
-class Txn:
+class Txn(msgspec.Struct, eq=False):
     """An unfinished put: a client is writing its values into the memory granted for them.
 
     Args:
@@ -203,22 +203,11 @@ class Txn:
         results: whose versions the commit returns, in order.
     """
 
-    __slots__ = ("contributions", "granted", "plain", "results", "started", "values")
-
-    def __init__(
-        self,
-        values: list[Value],
-        granted: dict[int, int],
-        plain: list[Value],
-        contributions: list[tuple[PutTarget, Contribution]],
-        results: list[Value] | list[PutTarget] | list[Value | PutTarget],
-    ) -> None:
-        self.values = values
-        self.granted = granted
-        self.plain = plain
-        self.contributions = contributions
-        self.results = results
-        self.started = time.monotonic()
+    values: list[Value]
+    granted: dict[int, int]
+    plain: list[Value]
+    contributions: list[tuple[PutTarget, Contribution]]
+    results: Sequence[Value | PutTarget]
 
     @property
     def nbytes(self) -> int:
@@ -226,35 +215,21 @@ class Txn:
         return sum(self.granted.values())
 
 
-class SessionRecord:
+class SessionRecord(msgspec.Struct, eq=False):
     """One client process and everything it holds."""
 
-    __slots__ = (
-        "closed",
-        "facts",
-        "given_back",
-        "keeps_memory",
-        "lanes",
-        "leases",
-        "opened",
-        "token",
-        "topology",
-        "txns",
-    )
-
-    def __init__(self, token: bytes, facts: ClientFacts, topology: Topology) -> None:
-        self.token = token
-        self.facts = facts
-        self.topology = topology
-        self.txns: dict[int, Txn] = {}
-        self.leases: dict[int, list[Value | None]] = {}
-        # Leases and puts that were given back before the request that begins them, which came over
-        # another, slower connection.
-        self.given_back: set[int] = set()
-        self.keeps_memory = False  # see messages.Keep
-        self.lanes = 0
-        self.opened = time.monotonic()
-        self.closed: float | None = None
+    token: bytes
+    facts: ClientFacts
+    topology: Topology
+    txns: dict[int, Txn] = {}
+    leases: dict[int, list[Value | None]] = {}
+    #: Leases and puts that were given back before the request that begins them, which came over
+    #: another, slower connection.
+    given_back: set[int] = set()
+    keeps_memory: bool = False  # see messages.Keep
+    lanes: int = 0
+    opened: float = msgspec.field(default_factory=time.monotonic)
+    closed: float | None = None
 
     def end(self) -> None:
         """Its process has ended, or left the store."""
@@ -329,14 +304,9 @@ class VolumeRecord:
         )
 
 
-class Waiter:
+class Waiter(msgspec.Struct, eq=False):
     """A Wait that has not been answered yet."""
 
-    __slots__ = ("keys", "min_version", "reply")
-
-    def __init__(
-        self, keys: list[str], min_version: int, reply: Callable[[list[int]], None]
-    ) -> None:
-        self.keys = keys
-        self.min_version = min_version
-        self.reply = reply
+    keys: list[str]
+    min_version: int
+    reply: Callable[[list[int]], None]

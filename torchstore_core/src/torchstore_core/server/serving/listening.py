@@ -1,9 +1,9 @@
 """Listening sockets that wait, instead of spinning, when file descriptors are used up.
 
 While accepting fails, a listening socket stays readable. An event loop that keeps watching it
-spins, and one that closes what it cannot serve turns clients away that could have waited. So nothing
-is accepted while there are no descriptors: clients wait in the backlog as long as they like, and
-accepting goes on by itself once other connections have closed.
+spins, and one that closes what it cannot serve turns clients away that could have waited. So
+nothing is accepted while there are no descriptors: clients wait in the backlog as long as they
+like, and accepting goes on by itself once other connections have closed.
 """
 
 from __future__ import annotations
