@@ -115,7 +115,7 @@ class Controller:
         """
         session.end()
         self.abort(session, list(session.txns))
-        self._apply(self.catalog.settle(all_keys=True))
+        self._apply(*self.catalog.settle(all_keys=True))
 
     # ---- put ------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Controller:
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         if not sizes:
-            self._apply(Change(self.catalog.flip(values)), values)
+            self._apply(self.catalog.flip(values), plain=values)
             return [value.version for value in values], None
         self._begin(session, request.txn, Txn(values, granted, values, [], values))
         if len(granted) == 1:
@@ -169,7 +169,7 @@ class Controller:
             txn = put.enter(values, granted)
         finally:  # it may have dropped what others waited for
             if self.catalog.unsettled:
-                self._apply(self.catalog.settle())
+                self._apply(*self.catalog.settle())
         grants = put.grants(values)
         if grants is None:
             return self._finish(txn), None
@@ -258,21 +258,25 @@ class Controller:
 
     def _finish(self, txn: Txn) -> list[int]:
         """Make what the put brought visible, in one cut; the versions to answer."""
-        change = Change(self.catalog.flip(txn.plain))
+        freed: Sequence[Value] = self.catalog.flip(txn.plain)
+        visible: Sequence[str] = ()
         if txn.contributions:
-            change = Change.of([change, *(self.catalog.commit(*one) for one in txn.contributions)])
-        self._apply(change, txn.plain)
+            changes = [self.catalog.commit(*one) for one in txn.contributions]
+            freed, visible = Change.of([Change(freed), *changes])
+        self._apply(freed, visible, txn.plain)
         return [result.version for result in txn.results]
 
-    def _apply(self, change: Change, plain: Sequence[Value] = ()) -> None:
+    def _apply(
+        self, freed: Sequence[Value], visible: Sequence[str] = (), plain: Sequence[Value] = ()
+    ) -> None:
         """Free what nobody holds any more, and answer those who wait for what is visible now.
 
         ``plain``: values that became the newest versions of their keys by themselves.
         """
-        if change.freed:
-            self._free(change.freed)
-        if self.waiting and (plain or change.visible):
-            self.waiting.wake([value.key for value in plain], change.visible)
+        if freed:
+            self._free(freed)
+        if self.waiting and (plain or visible):
+            self.waiting.wake([value.key for value in plain], visible)
 
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
@@ -291,7 +295,7 @@ class Controller:
                 continue
             self._written(txn)
             changes = [self.catalog.abort(target, one) for target, one in txn.contributions]
-            self._apply(Change.of([Change(release(txn.plain)), *changes]))
+            self._apply(*Change.of([Change(release(txn.plain)), *changes]))
 
     def _written(self, txn: Txn) -> None:
         """A put is over, committed or not: its memory has been written to."""
@@ -480,7 +484,7 @@ class Controller:
         """
         if self.volumes[index].lost:
             return
-        self._apply(self.lost_volumes.lose(index, why, self.catalog, self._holders.values()))
+        self._apply(*self.lost_volumes.lose(index, why, self.catalog, self._holders.values()))
         self.detached.volume_lost()
 
     def _remember(self, session: SessionRecord, given_back: int) -> None:
