@@ -128,7 +128,7 @@ class Controller:
             StoreFullError: the volumes that the strategy names have no room; nothing was changed.
             ProtocolError: the txn id is in use, or sizes or shards make no sense.
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: it does
-                not go with what there is of its generation, see ``Catalog.slot``.
+                not go with what there is of its generation, see ``Catalog.target``.
             ObjectLostError: others have put parts of that version, and they are lost.
         """
         if session.closed is not None:  # nobody is left to write, or to give it up

@@ -1,4 +1,4 @@
-"""What is said of a volume's memory: by and to volumes in other processes, and to clients unasked.
+"""Messages about the memory of volumes: from and to those in other processes, and to clients.
 
 :mod:`.messages` names all of it, too.
 """
@@ -24,7 +24,7 @@ class Attach(Message, frozen=True, tag="attach"):
 
 class Warm(Message, frozen=True, tag="warm"):
     """No reply. From a volume: its first ``nbytes`` bytes are warm. ``trimmed``: this answers a
-    :class:`Trim`; from there on nothing is.
+    :class:`Trim`, so none after them is.
     """
 
     nbytes: int
@@ -44,8 +44,8 @@ class Prefault(Message, frozen=True, tag="prefault"):
 
 
 class Trim(Message, frozen=True, tag="trim"):
-    """Unasked, to a volume: give the pages from ``start`` on back to the system. Clients have
-    written up to ``warm``. Answered by :class:`Warm`.
+    """Unasked, to a volume: return the pages from ``start`` on to the system. Clients have
+    written up to ``warm``. It is answered by :class:`Warm`.
     """
 
     start: int
@@ -54,7 +54,7 @@ class Trim(Message, frozen=True, tag="trim"):
 
 class WatchProcess(Message, frozen=True, tag="watch"):
     """Unasked, to a volume: answer :class:`ProcessDied` when a process has ended that may have
-    mapped the volume's memory (``server.remote.detached``).
+    mapped the volume's memory, and whose relay is gone.
 
     Args:
         session: token of the session that the process had.
@@ -67,9 +67,9 @@ class WatchProcess(Message, frozen=True, tag="watch"):
 
 
 class Warmed(Message, frozen=True, tag="warmed"):
-    """Unasked, to anchors: pool memory became warm.
+    """Unasked, to anchors: memory has become warm.
 
-    Each item: volume, segment, bytes from the segment's start.
+    Each item is a volume, a segment, and how many bytes of it, from its start, are warm.
     """
 
     warm: list[tuple[int, int, int]]

@@ -37,7 +37,7 @@ class CollectivePut:
     Raises:
         ProtocolError: it contradicts itself.
         VersionGoneError, ConfigurationError, KeyNotFoundError, ObjectLostError: see
-            ``Catalog.slot``.
+            ``Catalog.target``.
     """
 
     def __init__(self, catalog: Catalog, session: SessionRecord, request: m.Put) -> None:

@@ -12,20 +12,20 @@ __all__ = ["ProcessWatches"]
 
 
 class ProcessWatches:
-    """Says when processes have ended. Everything here runs on one event loop.
+    """Reports when processes have ended. Everything here runs on one event loop.
 
     Args:
-        say: takes what is known: each ``Watch`` is answered once, or never if it cannot be known
+        report: is given the answer to each ``WatchProcess``: one, or none if it cannot be known
             from here (an unknown process, another pid namespace, an old kernel).
     """
 
-    def __init__(self, say: Callable[[m.ProcessDied], None]) -> None:
-        self._say = say
+    def __init__(self, report: Callable[[m.ProcessDied], None]) -> None:
+        self._report = report
         self._watches: dict[bytes, ProcessWatch] = {}
         self._closed = False
 
     def watch(self, wanted: m.WatchProcess) -> None:
-        """Answer when that process has ended: at once if there is none."""
+        """Report when that process has ended, or right away if there is none."""
         if self._closed or wanted.pid <= 0 or wanted.namespace != pid_namespace() != 0:
             return
         if wanted.session not in self._watches:
@@ -34,7 +34,7 @@ class ProcessWatches:
 
     def _ended(self, session: bytes) -> None:
         del self._watches[session]
-        self._say(m.ProcessDied(session))
+        self._report(m.ProcessDied(session))
 
     def close(self) -> None:
         """Stop, for good. Idempotent."""

@@ -144,11 +144,8 @@ class Conversation:
     # ---- messages -------------------------------------------------------------------------
 
     def _handle(self, request: m.Request) -> None:
-        if isinstance(request, m.Hello):
-            self._hello(request)
-            return
-        if isinstance(request, m.Attach):
-            self._attach(request)
+        if isinstance(request, (m.Hello, m.Attach)):
+            self._begin(request)
             return
         if self._volume >= 0:
             match request:
@@ -188,43 +185,38 @@ class Conversation:
             except StoreClosedError as error:
                 self.refuse(error.message, error.code)
 
-    def _hello(self, hello: m.Hello) -> None:
-        self._check_first("client", hello.protocol)
-        controller = self._server.controller
-        try:
-            if hello.session:
-                session = controller.join_session(hello.session)
-                session.lanes += 1
-            else:
-                session = controller.open_session(hello.facts, hello.topology)
-                self._anchor = True
-                journal.client_joined(session, len(controller.sessions))
-        except TorchStoreError as error:
-            self.send(m.Failure(hello.id, error.code, error.message))
-            self.end()
-            return
-        self._session = session
-        self.send(self._server.welcome(hello.id, session.token, self._via))
-
-    def _attach(self, request: m.Attach) -> None:
-        self._check_first("volume", request.protocol)
-        try:
-            self._server.volume_attached(request.info, self.send)
-        except TorchStoreError as error:
-            self.send(m.Failure(request.id, error.code, error.message))
-            self.end()
-            return
-        self._volume = request.info.index
-        self.send(m.Done(request.id))
-
-    def _check_first(self, who: str, protocol: int) -> None:
+    def _begin(self, first: m.Hello | m.Attach) -> None:
+        """Answer the first message, of a client or a volume."""
         if self.greeted:
             raise ProtocolError("a connection has one Hello")
-        if protocol != m.PROTOCOL_VERSION:
+        if first.protocol != m.PROTOCOL_VERSION:
+            peer = "client" if isinstance(first, m.Hello) else "volume"
             raise ProtocolError(
-                f"{who} speaks protocol {protocol}, this server {m.PROTOCOL_VERSION}; "
+                f"{peer} speaks protocol {first.protocol}, this server {m.PROTOCOL_VERSION}; "
                 "install the same torchstore-core on both sides"
             )
+        try:
+            if isinstance(first, m.Hello):
+                self._hello(first)
+            else:
+                self._server.volume_attached(first.info, self.send)
+                self._volume = first.info.index
+                self.send(m.Done(first.id))
+        except TorchStoreError as error:
+            self.send(m.Failure(first.id, error.code, error.message))
+            self.end()
+
+    def _hello(self, hello: m.Hello) -> None:
+        controller = self._server.controller
+        if hello.session:
+            session = controller.join_session(hello.session)
+            session.lanes += 1
+        else:
+            session = controller.open_session(hello.facts, hello.topology)
+            self._anchor = True
+            journal.client_joined(session, len(controller.sessions))
+        self._session = session
+        self.send(self._server.welcome(hello.id, session.token, self._via))
 
     def _answer(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
         controller = self._server.controller
