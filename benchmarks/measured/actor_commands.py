@@ -119,7 +119,7 @@ class OtherHosts:
         clients. (A relay keeps no such count. The agents are in this process if the store was
         opened with ``mesh="procs"``.)
         """
-        from torchstore_core.server.remote.uplinks import SaidList
+        from torchstore_core.server.remote.relay_server import RelayRequests
         from torchstore_monarch import host
 
         if not self._counting:
@@ -127,7 +127,7 @@ class OtherHosts:
             calls = self._calls
 
             async def counted(uplink: Any, said: bytes) -> bytes:
-                bodies = [one.body for one in SaidList.decode(said) if one.body]
+                bodies = [one.body for one in RelayRequests.decode(said) if one.body]
                 kinds = {msgspec.msgpack.decode(body)[0] for body in bodies}
                 calls.append(not kinds <= NO_REPLY)
                 return await exchange(uplink, said)

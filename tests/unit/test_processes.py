@@ -10,19 +10,19 @@ import sys
 
 import pytest
 
-from torchstore_core.machine.processes import DeathWatch
+from torchstore_core.machine.processes import ProcessWatch
 
 # Watches its parent, says that it does, and says when the parent has ended.
 INNER = """
 import asyncio, os, sys
-from torchstore_core.machine.processes import DeathWatch
+from torchstore_core.machine.processes import ProcessWatch
 if sys.argv[1] == "old":
     del os.pidfd_open
 
 async def main():
     ended = asyncio.Event()
     parent = os.getppid()
-    watch = DeathWatch(parent, ended.set, is_parent=True)
+    watch = ProcessWatch(parent, ended.set, is_parent=True)
     os.write(1, b"watching\\n")
     await asyncio.wait_for(ended.wait(), 60)
     assert os.getppid() != parent
@@ -39,14 +39,14 @@ subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 async def test_a_process_that_is_killed_is_told_once() -> None:
     process = subprocess.Popen(["sleep", "60"])
     ended = asyncio.Queue[int]()
-    watch = DeathWatch(process.pid, lambda: ended.put_nowait(1))
-    closed = DeathWatch(process.pid, lambda: ended.put_nowait(2))
+    watch = ProcessWatch(process.pid, lambda: ended.put_nowait(1))
+    closed = ProcessWatch(process.pid, lambda: ended.put_nowait(2))
     closed.close()
     assert ended.empty()
     process.kill()
     process.wait()
     assert await asyncio.wait_for(ended.get(), 30) == 1
-    gone = DeathWatch(process.pid, lambda: ended.put_nowait(3))
+    gone = ProcessWatch(process.pid, lambda: ended.put_nowait(3))
     assert await asyncio.wait_for(ended.get(), 30) == 3
     for one in (watch, gone):
         one.close()
@@ -73,7 +73,7 @@ def test_the_end_of_the_parent_is_known_on_every_kernel(kernel: str) -> None:
 async def test_a_pid_that_is_no_parent_any_more_has_ended() -> None:
     """The parent ended before it was watched, and its pid is another process's now."""
     ended = asyncio.Event()
-    watch = DeathWatch(os.getpid(), ended.set, is_parent=True)
+    watch = ProcessWatch(os.getpid(), ended.set, is_parent=True)
     await asyncio.wait_for(ended.wait(), 30)
     watch.close()
 

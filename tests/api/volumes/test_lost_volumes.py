@@ -34,13 +34,13 @@ VOLUMES = 3
 VOLUME = """
 import asyncio, sys
 from torchstore_core.plugins.registry import Registry
-from torchstore_core.server.remote.attached import VolumeLine
+from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.memory.volume import Volume
 
 async def main(path, index, directory):
     ended = asyncio.Event()
     volume = Volume("lossy", int(index), 64 << 20, Registry(), directory)
-    await VolumeLine.open(path, volume, await volume.start(), ended.set, 30)
+    await VolumeConnection.open(path, volume, await volume.start(), ended.set, 30)
     await ended.wait()
     await volume.close()
 

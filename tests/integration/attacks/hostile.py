@@ -302,7 +302,7 @@ Version = st.sampled_from([0, 0, 0, 0, 1, 2, 5, -1, 2**63 - 1, 2**63, 2**64 - 1]
 WantedBox = st.none() | st.tuples(Extents, Extents)
 SomeKey = st.sampled_from(["fuzz/a", "fuzz/sd", "fuzz/sd/w", "fuzz/sd/fuzz/a", "fuzz/b"]) | Key
 Wanted = st.builds(m.Want, SomeKey, Version, WantedBox)
-JointPut = st.builds(
+CollectivePut = st.builds(
     lambda i, t, items, version, group: m.Put(i, t, items, version, group),
     st.integers(0, 3),
     st.integers(0, 3),
@@ -347,8 +347,8 @@ Hostile = st.one_of(
         st.sampled_from(["fuzz/a", "fuzz/b"]),
         st.integers(1, 100_000),
     ),
-    JointPut,
-    JointPut,
+    CollectivePut,
+    CollectivePut,
     Sound,
     Sound,
     st.builds(m.Put, Id, Id, st.lists(Item, max_size=4), Version, st.none() | Group),

@@ -23,7 +23,7 @@ from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import remove_stale
-from torchstore_core.server.remote.attached import VolumeLine
+from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode
 from torchstore_spmd.member import Member
@@ -69,7 +69,7 @@ async def _member(path: str) -> object:
 
 async def _volume(path: str) -> object:
     info = m.VolumeInfo("v", 0, 0, HERE, 4096, {})
-    return await VolumeLine.open(path, _NoVolume(), info, lambda: None, 20)  # type: ignore[arg-type]
+    return await VolumeConnection.open(path, _NoVolume(), info, lambda: None, 20)  # type: ignore[arg-type]
 
 
 async def _shm(path: str) -> object:

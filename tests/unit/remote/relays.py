@@ -15,7 +15,7 @@ import msgspec
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.server.remote.relay import Relay
-from torchstore_core.server.remote.uplinks import SaidList, Uplinks
+from torchstore_core.server.remote.relay_server import RelayRequests, RelayServer
 from torchstore_core.server.server import Server, ServerOptions
 
 __all__ = ["Backstage", "Direct", "Relayed"]
@@ -63,9 +63,9 @@ class Direct:
         delays: how long the answers to the next exchanges take, seconds.
     """
 
-    def __init__(self, uplinks: Uplinks, here: topology.Topology) -> None:
-        self._uplinks = uplinks
-        self.token = uplinks.open(msgspec.msgpack.encode(here))
+    def __init__(self, relay_server: RelayServer, here: topology.Topology) -> None:
+        self._relay_server = relay_server
+        self.token = relay_server.open(msgspec.msgpack.encode(here))
         self.calls: Counter[str] = Counter()
         self.said: list[int] = []
         self.silent = False
@@ -74,10 +74,10 @@ class Direct:
     def exchange(self, said: bytes) -> Awaitable[bytes]:
         """See ``Uplink``: what was said is there before this returns."""
         self.calls["exchange"] += 1
-        self.said.append(len(SaidList.decode(said)))
+        self.said.append(len(RelayRequests.decode(said)))
         if self.silent:
             return asyncio.get_running_loop().create_future()
-        answer = self._uplinks.exchange(self.token, said)
+        answer = self._relay_server.exchange(self.token, said)
         seconds = self.delays.pop() if self.delays else 0.0
         return asyncio.ensure_future(self._later(answer, seconds))
 
@@ -88,7 +88,7 @@ class Direct:
     async def poll(self) -> bytes:
         """See ``Uplink``."""
         self.calls["poll"] += 1
-        answer = b"" if self.silent else await self._uplinks.poll(self.token)
+        answer = b"" if self.silent else await self._relay_server.poll(self.token)
         if self.silent:
             await asyncio.Event().wait()
         return answer
@@ -100,7 +100,7 @@ class Relayed:
     Args:
         stage: where both run.
         base: an empty directory.
-        expire_s: see ``Uplinks``.
+        expire_s: see ``RelayServer``.
     """
 
     def __init__(self, stage: Backstage, base: Path, expire_s: float = 60.0) -> None:
@@ -116,8 +116,8 @@ class Relayed:
             ServerOptions(capacity=CAPACITY, prefault=0, directory=str(base / "server"))
         )
         self.direct = await self.server.start()
-        self.uplinks = Uplinks(self.server, expire_s=expire_s)
-        self.uplink = Direct(self.uplinks, topology.probe())
+        self.relay_server = RelayServer(self.server, expire_s=expire_s)
+        self.uplink = Direct(self.relay_server, topology.probe())
         self.relay = Relay(
             self.uplink, PrivateDirectory(str(base / "relay")), self._lost, expire_s=expire_s
         )
@@ -132,7 +132,7 @@ class Relayed:
 
     def __exit__(self, *_: object) -> None:
         self.stage.call(self.relay.close)
-        self.stage.call(self.uplinks.close)
+        self.stage.call(self.relay_server.close)
         self.stage.do(self.server.close())
 
     def books(self) -> tuple[int, int, int]:

@@ -26,8 +26,8 @@ from torchstore_core.machine.processes import Process, pid_namespace
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume import Volume
-from torchstore_core.server.remote.attached import AttachedMemory, VolumeLine
-from torchstore_core.server.remote.uplinks import Said, Uplinks
+from torchstore_core.server.remote.attached import AttachedMemory, VolumeConnection
+from torchstore_core.server.remote.relay_server import RelayRequest, RelayServer
 from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
@@ -49,7 +49,7 @@ class _Attached:
             **{"prefault": 0, "strategy": "spread", **options},
         )
         self.volumes: list[Volume] = []
-        self.lines: list[VolumeLine] = []
+        self.lines: list[VolumeConnection] = []
         self.gone: list[int] = []
 
     async def start(self) -> None:
@@ -60,7 +60,7 @@ class _Attached:
         volume = Volume(store_name, index, CAPACITY, Registry(), str(self.base / f"{index}"))
         (self.base / f"{index}").mkdir(exist_ok=True)
         self.volumes.append(volume)
-        line = await VolumeLine.open(
+        line = await VolumeConnection.open(
             self.address.partition(":")[2],
             volume,
             await volume.start(),
@@ -155,7 +155,9 @@ async def test_a_server_that_does_not_answer(stage: Backstage, tmp_path: Path) -
         silent.listen()
 
         async def attach() -> None:
-            await VolumeLine.open(path, volume, await volume.start(), lambda: gone.append(0), 0.2)
+            await VolumeConnection.open(
+                path, volume, await volume.start(), lambda: gone.append(0), 0.2
+            )
 
         with pytest.raises(ts.StoreTimeoutError, match="torchstore-0"):
             stage.do(attach())
@@ -315,8 +317,8 @@ class _Orphaned:
         command = [sys.executable, "-c", "import os; os.read(0, 1)"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
         here = msgspec.structs.replace(topology.probe(), host_id=host_id)
-        self._uplinks = stage.call(Uplinks, made.server)
-        self._token = self._uplinks.open(msgspec.msgpack.encode(here))
+        self._relay_server = stage.call(RelayServer, made.server)
+        self._token = self._relay_server.open(msgspec.msgpack.encode(here))
         process = Process(self.process.pid, pid_namespace())
         facts = ClientFacts(self.process.pid, here.host_id, here.hostname)
         said = [
@@ -329,12 +331,14 @@ class _Orphaned:
 
     def say(self, *messages: m.Message) -> None:
         """Through the relay."""
-        bodies = [Said(1, bytes(encode(one)[HEADER:]), process=self._process) for one in messages]
+        bodies = [
+            RelayRequest(1, bytes(encode(one)[HEADER:]), process=self._process) for one in messages
+        ]
         said = msgspec.msgpack.encode(bodies)
-        self._stage.call(self._uplinks.exchange, self._token, said)
+        self._stage.call(self._relay_server.exchange, self._token, said)
 
     def cut_off(self) -> None:
-        self._stage.call(self._uplinks.close, self._token)
+        self._stage.call(self._relay_server.close, self._token)
 
     def books(self) -> tuple[int, list[int], int]:
         """Sessions of that process; leased bytes of each volume; unfinished ones of all."""
@@ -350,7 +354,7 @@ class _Orphaned:
 
     def close(self) -> None:
         self.kill()
-        self._stage.call(self._uplinks.close)
+        self._stage.call(self._relay_server.close)
         if self.process.stdin is not None:
             self.process.stdin.close()
 
@@ -385,7 +389,7 @@ async def test_leases_of_an_orphan_stay_until_a_volume_sees_its_process_die(
         orphaned.cut_off()
         assert orphaned.books() == (1, [MB, MB], 0)
         # What a volume says of others changes nothing.
-        stage.call(made.lines[0]._send, m.Died(b"somebody"))
+        stage.call(made.lines[0]._send, m.ProcessDied(b"somebody"))
         client = await _client(made)
         await client.delete_batch(["k0", "k1"])
         assert orphaned.books() == (1, [MB, MB], 0)

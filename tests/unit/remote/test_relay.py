@@ -325,7 +325,7 @@ async def test_an_unseen_process_is_not_taken_for_dead(
             if how == "child":
                 holder.kill()
                 await until(lambda: relayed.books() == (1, MB, 0))
-            stage.call(relayed.uplinks.close, relayed.uplink.token)
+            stage.call(relayed.relay_server.close, relayed.uplink.token)
             assert relayed.books() == (1, MB, 0)
             holder.kill()
             await _turns(stage)
@@ -380,7 +380,7 @@ async def test_closing_a_relay_ends_its_clients_and_nobody_else(relayed: Relayed
     with pytest.raises(ts.StoreClosedError):
         await client.get("k")
     assert not relayed.relay.valid
-    relayed.stage.call(relayed.uplinks.close, relayed.uplink.token)
+    relayed.stage.call(relayed.relay_server.close, relayed.uplink.token)
     await until(lambda: relayed.books()[0] == 1)
     await other.put("k", 1)
     await ts.shutdown("direct")
@@ -390,7 +390,7 @@ async def test_closing_a_relay_ends_its_clients_and_nobody_else(relayed: Relayed
 
 async def test_a_server_that_ends_is_told_once(relayed: Relayed) -> None:
     client = await _client(relayed)
-    relayed.stage.call(relayed.uplinks.close)
+    relayed.stage.call(relayed.relay_server.close)
     with pytest.raises(ts.StoreClosedError):
         await client.put("k", 1)
     await until(lambda: relayed.losses == 1)
@@ -399,4 +399,4 @@ async def test_a_server_that_ends_is_told_once(relayed: Relayed) -> None:
 
 async def test_an_unknown_relay_is_told_so(relayed: Relayed) -> None:
     with pytest.raises(ts.StoreClosedError, match="unknown"):
-        relayed.stage.call(relayed.uplinks.exchange, b"nobody", b"\x90")
+        relayed.stage.call(relayed.relay_server.exchange, b"nobody", b"\x90")

@@ -196,8 +196,8 @@ def reachable(controller: Controller) -> Iterator[Value]:
     yield from leased(controller)
     for stored in controller.catalog.newest.values():
         yield from all_values(stored)
-    for group in controller.catalog.groups.values():
-        for stored in group.history.values():
+    for group in controller.catalog.histories.values():
+        for stored in group.kept.values():
             yield from all_values(stored)
         for generation in group.pending.values():
             for contribution in generation.contributions.values():
@@ -327,7 +327,7 @@ class Model:
             return
         put.version = version
         assert request.version in (0, version)
-        group = self.catalog.groups.get(put.key)
+        group = self.catalog.histories.get(put.key)
         generation = None if group is None else group.pending.get(version)
         others = self.pending[put.key].setdefault(version, {})
         if generation is None and version <= self.highest[put.key]:  # late: it stores nothing

@@ -30,7 +30,7 @@ def a_store(capacity: int = CAPACITY) -> Iterator[Controller]:
         yield controller
         for session in list(controller.sessions.values()):
             controller.close_session(session)
-        controller.delete([*controller.catalog.newest, *controller.catalog.groups], strict=False)
+        controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
         (volume,) = records
         assert (volume.used, volume.inline, volume.leased, volume.unfinished) == (0,) * 4
 

@@ -351,7 +351,7 @@ def test_a_version_that_everybody_gave_up_leaves_nothing(store: Controller) -> N
     second.abort(txns[1])
     first.abort(txns[0])
     assert used(store) == 0
-    assert not store.catalog.groups
+    assert not store.catalog.histories
     with pytest.raises(KeyNotFoundError) as caught:
         content(store)
     assert caught.type is KeyNotFoundError

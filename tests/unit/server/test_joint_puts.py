@@ -73,7 +73,7 @@ class JointPuts(RuleBasedStateMachine):
                 self.controller.close_session(client.record)
             self.controller.delete(KEYS, strict=False)
             assert not self.catalog.newest
-            assert not any(group.pending for group in self.catalog.groups.values())
+            assert not any(group.pending for group in self.catalog.histories.values())
             for volume in self.controller.volumes:
                 assert (volume.allocator.used, volume.inline) == (0, 0)
                 assert (volume.leased, volume.unfinished) == (0, 0)

@@ -228,7 +228,7 @@ class LosingMachine(RuleBasedStateMachine):
             self.becomes_visible(known)
             return
         if group:
-            known.version = max(self.controller.catalog.groups["sd"].pending)
+            known.version = max(self.controller.catalog.histories["sd"].pending)
         placed = [item.key for item in items if item.data is None]
         write(self.controller, grants, [contents[key] for key in placed])
         for key, grant in zip(itertools.cycle(placed), grants, strict=False):
@@ -271,7 +271,7 @@ class LosingMachine(RuleBasedStateMachine):
 
     @rule()
     def deletes_the_state_dict(self) -> None:
-        group = self.controller.catalog.groups.get("sd")
+        group = self.controller.catalog.histories.get("sd")
         if group is not None and group.pending:
             self.overtaken = max(self.overtaken, *group.pending)
         self.controller.delete(["sd"], strict=False)
@@ -562,8 +562,8 @@ def test_a_lost_version_can_be_put_again_explicitly() -> None:
             begin_joint(controller, session, 2, m.Put(1, 2, [shard("t", at, 2)], 7))
             assert controller.commit(session, 2) == [7]
         assert controller.catalog.versions("t") == [7]
-        (line,) = controller.catalog.groups["t"].lines.values()
-        assert (line.versions, line.lost) == ([7], {})
+        (sequence,) = controller.catalog.histories["t"].sequences.values()
+        assert (sequence.versions, sequence.lost) == ([7], {})
 
 
 def test_a_put_of_which_only_unwritten_bytes_are_lost_is_undone_and_may_come_again() -> None:

@@ -154,7 +154,7 @@ def test_tools_are_told_a_page_at_a_time(store: Controller) -> None:
         after = pages[-1][-1]
     keys = [key for page in pages for key in page]
     assert len(pages) > 1
-    assert keys == sorted(store.catalog.groups)
+    assert keys == sorted(store.catalog.histories)
 
 
 def test_who_waits_is_woken_by_the_last_participant(store: Controller) -> None:
@@ -335,7 +335,7 @@ def test_participants_that_come_and_go_are_not_remembered_for_ever(
         assert other.put(obj("own"), version=number) == number
         assert numbers(store) == {number}
         other.die()
-    (line,) = store.catalog.groups["k"].lines.values()
+    (line,) = store.catalog.histories["k"].sequences.values()
     assert len(line.participants) == 8
 
 
@@ -348,6 +348,6 @@ def test_layouts_that_come_and_go_are_not_remembered_for_ever(store: Controller)
         for start, stop, at in ((0, half, 0), (half, size, 1)):
             assert rank.put(piece("k", start, stop, size, (2,), (at,)), version=size) == size
         assert len(content(store)) == size
-    assert len(store.catalog.groups["k"].lines) <= 17
+    assert len(store.catalog.histories["k"].sequences) <= 17
     assert Rank(store, "1", 2).put(obj("own1")) == 1000
     assert numbers(store) == {1}

@@ -20,8 +20,8 @@ from torchstore_core.wire.framing import HEADER, decode_reply, decode_request, e
 
 REQUESTS: tuple[type[Any], ...] = typing.get_args(m.Request)
 REPLIES: tuple[type[Any], ...] = typing.get_args(m.Reply)
-NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel, m.Warm, m.Died)
-UNASKED = (m.Warmed, m.Lost, m.Prefault, m.Trim, m.Watch)
+NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel, m.Warm, m.ProcessDied)
+UNASKED = (m.Warmed, m.Lost, m.Prefault, m.Trim, m.WatchProcess)
 
 Text = st.text(max_size=8)
 Integer = st.integers(-(2**63), 2**64 - 1)

@@ -1,4 +1,4 @@
-"""The actor that hosts a store's server: the controller, its Unix socket, and the uplinks."""
+"""The actor that hosts a store's server: the controller, its Unix socket, and its relays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
-from torchstore_core.server.remote.uplinks import Uplinks
+from torchstore_core.server.remote.relay_server import RelayServer
 from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.server.serving.members import Members
 from torchstore_monarch.core_thread import CoreThread
@@ -32,7 +32,7 @@ class ControllerActor(Actor):
     def __init__(self) -> None:
         self._core: CoreThread | None = None
         self._server: Server | None = None
-        self._uplinks: Uplinks | None = None
+        self._relay_server: RelayServer | None = None
         self._carrier: Carrier | None = None
         self._directory: SweptDirectory | None = None
         self._serving: asyncio.Task[None] | None = None  # while its members are there
@@ -62,7 +62,7 @@ class ControllerActor(Actor):
         server = Server(options)
         address = await server.start()
         self._server = server
-        self._uplinks = Uplinks(server)
+        self._relay_server = RelayServer(server)
         self._carrier = Carrier(directory)
         await self._carrier.start()
         server.before_close = self._carrier.idle
@@ -96,11 +96,11 @@ class ControllerActor(Actor):
         await core.run(server.attached(timeout))
         return True
 
-    # ---- the server's end of the uplinks --------------------------------------------------
+    # ---- the server's end of the relays ---------------------------------------------------
 
     @concurrent_endpoint
     async def open_uplink(self, here: bytes, expire_s: float) -> tuple[bytes, bytes | None]:
-        """See ``Uplinks.open``."""
+        """See ``RelayServer.open``."""
         return await outcome(self._on_uplinks("open", here, expire_s))
 
     @concurrent_endpoint
@@ -108,26 +108,26 @@ class ControllerActor(Actor):
         """The engine says that an agent is dead, some seconds after it died: the one that has been
         silent since.
         """
-        if self._core is not None and self._uplinks is not None:
-            await self._core.call(self._uplinks.close_silent, _SILENT)
+        if self._core is not None and self._relay_server is not None:
+            await self._core.call(self._relay_server.close_silent, _SILENT)
 
     @concurrent_endpoint
     async def exchange(self, token: bytes, said: bytes) -> tuple[bytes, bytes | None]:
-        """See ``Uplinks.exchange``."""
+        """See ``RelayServer.exchange``."""
         return await outcome(self._on_uplinks("exchange", token, said))
 
     @concurrent_endpoint
     async def poll(self, token: bytes) -> tuple[bytes, bytes | None]:
-        """See ``Uplinks.poll``."""
+        """See ``RelayServer.poll``."""
         return await outcome(self._poll(token))
 
     async def _poll(self, token: bytes) -> bytes:
-        core, uplinks = self._started()
-        return await core.run(uplinks.poll(token))
+        core, relay_server = self._started()
+        return await core.run(relay_server.poll(token))
 
     @concurrent_endpoint
     async def close_uplink(self, token: bytes) -> tuple[bytes, bool | None]:
-        """See ``Uplinks.close``."""
+        """See ``RelayServer.close``."""
 
         async def work() -> bool:
             await self._on_uplinks("close", token)
@@ -136,14 +136,14 @@ class ControllerActor(Actor):
         return await outcome(work())
 
     async def _on_uplinks(self, name: str, *args: bytes | float) -> bytes:
-        core, uplinks = self._started()
-        made: bytes = await core.call(getattr(uplinks, name), *args)
+        core, relay_server = self._started()
+        made: bytes = await core.call(getattr(relay_server, name), *args)
         return made
 
-    def _started(self) -> tuple[CoreThread, Uplinks]:
-        if self._core is None or self._uplinks is None:
+    def _started(self) -> tuple[CoreThread, RelayServer]:
+        if self._core is None or self._relay_server is None:
             raise StoreClosedError("this store has ended")
-        return self._core, self._uplinks
+        return self._core, self._relay_server
 
     # ---- the end --------------------------------------------------------------------------
 
@@ -163,8 +163,8 @@ class ControllerActor(Actor):
     async def _close(self) -> None:
         if self._carrier is not None:
             await self._carrier.close()
-        if self._uplinks is not None:
-            self._uplinks.close(why="the store was shut down")
+        if self._relay_server is not None:
+            self._relay_server.close(why="the store was shut down")
         if self._server is not None:
             await self._server.close()
         if self._directory is not None:

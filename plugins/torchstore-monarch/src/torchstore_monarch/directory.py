@@ -25,7 +25,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.machine.topology import Topology
-from torchstore_core.server.remote.uplinks import EXPIRE_S
+from torchstore_core.server.remote.relay_server import EXPIRE_S
 from torchstore_monarch.controller import ControllerActor
 from torchstore_monarch.host import HostActor
 from torchstore_monarch.placing import spread

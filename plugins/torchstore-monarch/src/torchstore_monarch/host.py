@@ -15,7 +15,7 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.volume import Volume, default_capacity
-from torchstore_core.server.remote.attached import VolumeLine
+from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.remote.relay import Relay
 from torchstore_monarch.core_thread import CoreThread
 from torchstore_monarch.hosting import hosting
@@ -56,7 +56,7 @@ class HostActor(Actor):
         self._core: CoreThread | None = None
         self._directory: SweptDirectory | None = None
         self._volumes: list[Volume] = []
-        self._lines: list[VolumeLine] = []
+        self._lines: list[VolumeConnection] = []
         self._relay: Relay | None = None
         self._carrier: Carrier | None = None
         self._controller: Any = None
@@ -110,7 +110,9 @@ class HostActor(Actor):
             self._volumes.append(volume)
             with hosting():
                 info = await volume.start()
-            line = await VolumeLine.open(path, volume, info, self._server_gone, wanted.timeout)
+            line = await VolumeConnection.open(
+                path, volume, info, self._server_gone, wanted.timeout
+            )
             self._lines.append(line)
         self._own = wanted.own
         if wanted.own:

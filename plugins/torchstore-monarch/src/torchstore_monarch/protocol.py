@@ -11,7 +11,7 @@ import msgspec
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
 from torchstore_core.plugins.strategy_data import encode_strategy
-from torchstore_core.server.remote.uplinks import EXPIRE_S
+from torchstore_core.server.remote.relay_server import EXPIRE_S
 
 __all__ = ["Asked", "Failed", "FoundStore", "Placement", "VolumePlan", "outcome", "result"]
 

@@ -50,7 +50,7 @@ MEMBER_ROLE = "rank"
 
 
 class Uplink(Protocol):
-    """A relay's way to the server: calls that reach the ``server.remote.uplinks.Uplinks`` there.
+    """A relay's way to the server: calls that reach the ``server.remote.relay_server.RelayServer`` there.
 
     The engine opens it with ``Uplinks.open``, whose token goes along with every call. The calls
     reach the server in the order in which they are made, and ``exchange`` has sent before it

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["DeathWatch", "Process", "pid_namespace"]
+__all__ = ["Process", "ProcessWatch", "pid_namespace"]
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def pid_namespace() -> int:
         return 0
 
 
-class DeathWatch:
+class ProcessWatch:
     """Calls ``ended`` once when a process has ended, however it ends: the kernel tells through a
     pidfd. On the event loop that made this.
 

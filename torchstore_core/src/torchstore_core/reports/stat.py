@@ -1,6 +1,6 @@
-"""What a store knows of its keys, as values for users: what `stat` returns, and lists of keys.
+"""What a store knows of its keys, as values for users: what ``stat`` returns, and lists of keys.
 
-They travel inside of the wire's messages.
+The wire's messages carry them. Torch-free.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class Pending(msgspec.Struct, frozen=True):
 
     Args:
         participants: how many make it; 0: as many as it takes to cover the tensor.
-        committed, writing: who of them is done, who is at it.
-        missing: boxes that nobody has put, as (name, offset, shape), by the name of an entry, or
-            the key of a plain tensor; the first hundred. Of a state dict only `stat`, and the error
-            of who reads it, say them.
-        key: whose version it is.
-        nbytes: bytes of those that are done.
-        missing_participants: who has not begun, as far as their names are known; the first hundred.
+        committed: the participants that are done.
+        writing: those that are putting their part at this moment.
+        missing: the first hundred boxes that nobody has put, as (name of the entry, offset, shape);
+            for a plain tensor the name is its key. For a state dict only ``stat``, and the error
+            that its readers get, tell them.
+        key: the one that it is a version of.
+        nbytes: bytes of what is committed.
+        missing_participants: the first hundred that have not begun, as far as their names are
+            known.
     """
 
     version: int
@@ -48,14 +50,14 @@ class Pending(msgspec.Struct, frozen=True):
     missing_participants: list[str] = []
 
     def plain(self) -> dict[str, Any]:
-        """It as the details of errors have it: dicts and lists."""
+        """As dicts and lists, for the details of an error."""
         boxes = [[name, list(offset), list(shape)] for name, offset, shape in self.missing]
         return {**msgspec.structs.asdict(self), "missing": boxes}
 
 
 class Described:
-    """What the facts of a key say of its value: ``dtype`` and ``shape`` are of a tensor, ``codec``
-    is of an object, ``entries`` (how many) of a state dict; each else None.
+    """What kind of value a key has. Tensors have ``dtype`` and ``shape``, objects have ``codec``,
+    and state dicts have ``entries``; everything else is None.
     """
 
     __slots__ = ()
@@ -71,12 +73,12 @@ class Described:
 
     @property
     def dtype(self) -> str | None:
-        """As in ``torch.<dtype>``."""
+        """The name of the dtype, as in ``torch.<dtype>``."""
         return getattr(self.meta, "dtype", None)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """In elements."""
+        """The shape, in elements."""
         return getattr(self.meta, "shape", None)
 
     @property
@@ -86,17 +88,17 @@ class Described:
 
     @property
     def entries(self) -> int | None:
-        """Tensors and objects."""
+        """How many tensors and objects it has."""
         return getattr(self.meta, "entries", None)
 
     @property
     def inline(self) -> bool:
-        """Whether it came in the message, and lies in no segment."""
+        """Whether it lies with the controller, because it came inside the message."""
         return self.segment == -1
 
 
 class Listed(Described, msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One key among many; the fields mean what they mean in :class:`Found`."""
+    """One key of a list. Its fields mean the same as in :class:`Found`."""
 
     key: str
     version: int
@@ -111,12 +113,17 @@ class Listed(Described, msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Found(Described, msgspec.Struct, frozen=True):
-    """What a store knows of one key: what ``stat`` returns; printed, some lines for people.
+    """What a store knows of one key: what ``stat`` returns. As a string, a few lines for people.
 
-    ``segment`` is -1 for an inline value, -2 for what is in several places (shards, a state dict);
-    ``offset`` is -1 for both. ``parts``: the shards it lies in, or entries it has. ``versions``:
-    what can be read; ``pending``: what is on its way. ``lost``: why some or all of it cannot be
-    read any more; empty if it can. ``copies``: in how many volumes each byte lies, at least.
+    Args:
+        segment: -1 for an inline value, -2 for what is in several places (shards, a state dict).
+        offset: in the segment; -1 where there is none.
+        created: when the version was committed, in seconds since the epoch.
+        parts: how many shards it lies in, or entries it has.
+        versions: those that can be read, ascending.
+        pending: those on their way.
+        lost: why some or all of it cannot be read any more; empty if it can.
+        copies: in how many volumes each byte lies, at least.
     """
 
     key: str

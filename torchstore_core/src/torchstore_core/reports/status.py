@@ -1,6 +1,6 @@
 """What a store knows of itself, as values for users: what ``status`` returns. Torch-free.
 
-They travel inside of the wire's messages.
+The wire's messages carry them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ __all__ = ["SessionStatus", "StatusReport", "VolumeStatus"]
 
 
 class VolumeStatus(msgspec.Struct, frozen=True):
-    """Memory of one volume, bytes. ``warm``: pool memory that is already backed by pages.
+    """The memory of one volume.
 
-    ``lost``: why the volume is gone for good; empty while it lives. Nothing of it is free then.
+    Args:
+        used_bytes: leased and unfinished ones included.
+        leased_bytes: what readers hold.
+        unfinished_bytes: what is being written.
+        warm_bytes: memory that is backed by pages already.
+        transports: the names of those that serve it.
+        lost: why the volume is gone for good; empty while it lives. Then nothing of it is free.
     """
 
     id: str
@@ -35,8 +41,13 @@ class VolumeStatus(msgspec.Struct, frozen=True):
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
-    """One client process. ``role``: see ``ClientFacts``; "orphan": its relay is gone, and what is
-    left is what the process may still read (``server.orphans``).
+    """One client process and what it holds.
+
+    Args:
+        lanes: event loops of it that are connected.
+        age_s: seconds since it connected.
+        role: see ``ClientFacts``; or "orphan": its relay is gone, and all that is left are leases
+            on what the process may still read.
     """
 
     pid: int
@@ -52,10 +63,15 @@ class SessionStatus(msgspec.Struct, frozen=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True):
-    """What a store knows of itself: what ``status`` returns; printed, some lines for people.
+    """What a store knows of itself: what ``status`` returns. As a string, a few lines for people.
 
-    ``operations`` counts by name since the start. ``pending``: the first versions that are not
-    whole yet, of ``pending_versions``; what is done of all of them takes ``pending_bytes``.
+    Args:
+        keys: how many there are.
+        operations: how many requests of each kind there were since the start.
+        plugin_errors: why plug-ins do not work, by name.
+        pending: the first versions that are not whole yet.
+        pending_versions: how many of them there are in all.
+        pending_bytes: the bytes that are committed of all of them.
     """
 
     store_name: str

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
-from torchstore_core.machine.processes import DeathWatch
+from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
@@ -92,7 +92,7 @@ def _end_with_others(options: ServerOptions, server: Server) -> None:
     else:
         server.owner = options.owner
     if options.owner:
-        DeathWatch(options.owner, owner_ended, is_parent=True)
+        ProcessWatch(options.owner, owner_ended, is_parent=True)
 
 
 def _say(line: object) -> None:

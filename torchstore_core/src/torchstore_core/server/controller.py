@@ -1,7 +1,8 @@
-"""The brain: index, versions, leases, placement, memory accounting.
+"""The controller of a store: index, versions, leases, placement and memory accounts.
 
-A synchronous state machine: every method decides at once and does no I/O, so that every request is
-one consistent cut. Connections call it and send what it returns; errors are raised.
+It is a synchronous state machine without I/O: every method decides at once, so that every request
+sees and changes one consistent state. Connections call it and send what it returns; errors are
+raised.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index.catalog import Catalog
-from torchstore_core.server.index.joint_puts import JointPut
+from torchstore_core.server.index.collective_puts import CollectivePut
 from torchstore_core.server.index.records import (
     Change,
     Manifest,
@@ -34,7 +35,7 @@ from torchstore_core.server.index.records import (
 from torchstore_core.server.index.waiting import Waiting
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.memory.leases import Leases
-from torchstore_core.server.memory.lost_volumes import Losses
+from torchstore_core.server.memory.lost_volumes import LostVolumes
 from torchstore_core.server.memory.placement import (
     Run,
     checked_items,
@@ -56,8 +57,8 @@ class Controller:
 
     Args:
         volumes: where bytes can go.
-        strategy: decides which volume.
-        prefault: keep this kind of look-ahead: after a put of n bytes, n more are kept warm.
+        strategy: decides which volume they go to.
+        prefault: whether to keep n bytes warm for the next put after a put of n bytes.
         warmed: called (from a thread) when a background prefault ended.
         watch: asks a volume, which lives, to say when a process of its host has ended.
     """
@@ -69,7 +70,7 @@ class Controller:
         *,
         prefault: bool = True,
         warmed: Callable[[], None] = lambda: None,
-        watch: Callable[[VolumeRecord, m.Watch], None] = lambda volume, wanted: None,
+        watch: Callable[[VolumeRecord, m.WatchProcess], None] = lambda volume, wanted: None,
     ) -> None:
         self.volumes = list(volumes)
         self.strategy = strategy
@@ -82,8 +83,8 @@ class Controller:
         self._prefault = prefault
         self._warmed = warmed
         self._last_put = time.monotonic()
-        self.losses = Losses(self.volumes)
-        self.waiting = Waiting(self.catalog, self.losses.is_lost)
+        self.lost_volumes = LostVolumes(self.volumes)
+        self.waiting = Waiting(self.catalog, self.lost_volumes.is_lost)
         self._leases = Leases(self.volumes, strategy)
 
     # ---- sessions -------------------------------------------------------------------------
@@ -95,7 +96,7 @@ class Controller:
         return session
 
     def join_session(self, token: bytes) -> SessionRecord:
-        """The session that a lane's token names."""
+        """The session with this token, which a lane joins."""
         session = self.sessions.get(token)
         if session is None:
             raise StoreClosedError("this session has ended; connect again")
@@ -109,12 +110,12 @@ class Controller:
         self.release(session, list(session.leases), [])
 
     def end_session(self, session: SessionRecord) -> None:
-        """Its process has ended, or leaves: nobody commits what it was putting, or puts the rest of
-        what it has put. What it has mapped may still be read, by a forked child.
+        """The process of a session has ended: nobody will commit its unfinished puts. What it has
+        mapped may still be read, by a forked child.
         """
         session.end()
         self.abort(session, list(session.txns))
-        self._apply(self.catalog.settle(all_keys=True))
+        self._apply(*self.catalog.settle(all_keys=True))
 
     # ---- put ------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class Controller:
             StoreFullError: the volumes that the strategy names have no room; nothing was changed.
             ProtocolError: the txn id is in use, or sizes or shards make no sense.
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: it does
-                not go with what there is of its generation, see ``Catalog.slot``.
+                not go with what there is of its generation, see ``Catalog.target``.
             ObjectLostError: others have put parts of that version, and they are lost.
         """
         if session.closed is not None:  # nobody is left to write, or to give it up
@@ -148,7 +149,7 @@ class Controller:
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         if not sizes:
-            self._apply(Change(self.catalog.flip(values)), values)
+            self._apply(self.catalog.flip(values), plain=values)
             return [value.version for value in values], None
         self._begin(session, request.txn, Txn(values, granted, values, [], values))
         if len(granted) == 1:
@@ -159,7 +160,7 @@ class Controller:
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """A put that contributes to generations: shards, a state dict, an explicit version."""
-        put = JointPut(self.catalog, session, request)
+        put = CollectivePut(self.catalog, session, request)
         self._free(put.clear())
         try:
             put.compare()
@@ -168,7 +169,7 @@ class Controller:
             txn = put.enter(values, granted)
         finally:  # it may have dropped what others waited for
             if self.catalog.unsettled:
-                self._apply(self.catalog.settle())
+                self._apply(*self.catalog.settle())
         grants = put.grants(values)
         if grants is None:
             return self._finish(txn), None
@@ -179,7 +180,7 @@ class Controller:
         self,
         session: SessionRecord,
         items: Sequence[m.PutItem],
-        joint: JointPut | None,
+        joint: CollectivePut | None,
         placed: int,
         inline: int,
         sizes: list[int],
@@ -207,7 +208,7 @@ class Controller:
         placed: int,
         inline: int,
         sizes: list[int],
-        joint: JointPut | None,
+        joint: CollectivePut | None,
     ) -> list[Run]:
         """Where the items go. Generations that wait in vain make room.
 
@@ -241,9 +242,9 @@ class Controller:
         txn = session.txns.get(txn_id)
         if txn is None:
             raise ProtocolError(f"there is no unfinished put {txn_id} to commit")
-        if self.losses.any:
+        if self.lost_volumes.any:
             try:
-                self.losses.check_put(txn)
+                self.lost_volumes.check_put(txn)
             except ObjectLostError:
                 self.abort(session, [txn_id])
                 raise
@@ -257,30 +258,35 @@ class Controller:
 
     def _finish(self, txn: Txn) -> list[int]:
         """Make what the put brought visible, in one cut; the versions to answer."""
-        change = Change(self.catalog.flip(txn.plain))
-        if txn.joined:
-            change = Change.of([change, *(self.catalog.commit(*one) for one in txn.joined)])
-        self._apply(change, txn.plain)
+        freed: Sequence[Value] = self.catalog.flip(txn.plain)
+        visible: Sequence[str] = ()
+        if txn.contributions:
+            changes = [self.catalog.commit(*one) for one in txn.contributions]
+            freed, visible = Change.of([Change(freed), *changes])
+        self._apply(freed, visible, txn.plain)
         return [result.version for result in txn.results]
 
-    def _apply(self, change: Change, plain: Sequence[Value] = ()) -> None:
-        """Free what nobody holds any more, and wake those who wait for what is visible now.
+    def _apply(
+        self, freed: Sequence[Value], visible: Sequence[str] = (), plain: Sequence[Value] = ()
+    ) -> None:
+        """Free what nobody holds any more, and answer those who wait for what is visible now.
 
         ``plain``: values that became the newest versions of their keys by themselves.
         """
-        if change.freed:
-            self._free(change.freed)
-        if self.waiting and (plain or change.visible):
-            self.waiting.wake([value.key for value in plain], change.visible)
+        if freed:
+            self._free(freed)
+        if self.waiting and (plain or visible):
+            self.waiting.wake([value.key for value in plain], visible)
 
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
     ) -> None:
-        """Give unfinished puts' memory back.
+        """Undo unfinished puts.
 
-        ``remember``: unknown ids are refused later (their Put comes by another, slower pipe).
+        ``remember``: puts with ids that are unknown yet are refused when they come, over another,
+        slower connection.
         """
-        # The latest first, so that its participant gets back the place that it had before all.
+        # The latest first, so that its participant is back where it was before all of them.
         for txn_id in sorted(txn_ids, reverse=True):
             txn = session.txns.pop(txn_id, None)
             if txn is None:
@@ -288,11 +294,11 @@ class Controller:
                     self._remember(session, txn_id)
                 continue
             self._written(txn)
-            changes = [self.catalog.abort(slot, one) for slot, one in txn.joined]
-            self._apply(Change.of([Change(release(txn.plain)), *changes]))
+            changes = [self.catalog.abort(target, one) for target, one in txn.contributions]
+            self._apply(*Change.of([Change(release(txn.plain)), *changes]))
 
     def _written(self, txn: Txn) -> None:
-        """The put is over, one way or the other: its memory has been written to."""
+        """A put is over, committed or not: its memory has been written to."""
         alone = len(self.volumes) == 1
         for index, nbytes in txn.granted.items():
             volume = self.volumes[index]
@@ -305,13 +311,13 @@ class Controller:
             volume.memory.touched(max(ends, default=0))
 
     def trim(self, idle_s: float, keep: int) -> int:
-        """Give free pool memory back to the system when no put has come for ``idle_s`` seconds.
+        """Return free memory to the system when no put has come for ``idle_s`` seconds.
 
         Args:
-            keep: bytes of each volume to keep warm whatever happens.
+            keep: bytes of each volume that stay warm in any case.
 
         Returns:
-            Bytes given back.
+            Bytes returned.
         """
         if time.monotonic() - self._last_put < idle_s:
             return 0
@@ -344,9 +350,9 @@ class Controller:
         if missing:
             raise self.catalog.missing_error(missing)
         boxes = [want.box for want in request.wants]
-        if self.losses.any:
+        if self.lost_volumes.any:
             for want, (there, _) in zip(request.wants, found, strict=True):
-                self.losses.check(want.key, there, want.box)
+                self.lost_volumes.check(want.key, there, want.box)
         return self._leases.entries(
             session, request.lease, found, boxes, request.inline_max, request.avoid
         )
@@ -384,11 +390,11 @@ class Controller:
             boxes = [want.box for want in request.wants]
         there = [(stored, version) for stored in wanted if stored is not None]
         cuts = [box for box, stored in zip(boxes, wanted, strict=True) if stored is not None]
-        if self.losses.any:
+        if self.lost_volumes.any:
             asked_names = names if request.wants is None else [want.key for want in request.wants]
             for name, some, box in zip(asked_names, wanted, boxes, strict=True):
                 if some is not None:
-                    self.losses.check(f"{request.key}/{name}", some, box)
+                    self.lost_volumes.check(f"{request.key}/{name}", some, box)
         made, leased = self._leases.entries(
             session, request.lease, there, cuts, request.inline_max, request.avoid
         )
@@ -410,7 +416,10 @@ class Controller:
         *,
         remember: bool = False,
     ) -> None:
-        """Give leases back, whole or in part; what nobody needs any more is freed."""
+        """End leases, or some values' part of them, and free what nobody holds any more.
+
+        ``remember``: see :meth:`abort`.
+        """
         returned: list[Value | None] = []
         for lease in leases:
             held = session.leases.pop(lease, None)
@@ -451,7 +460,7 @@ class Controller:
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Whether each key, or entry, has a whole version, and no part of it is lost."""
         found = map(self.catalog.find, keys)
-        return [one is not None and not self.losses.is_lost(one[0]) for one in found]
+        return [one is not None and not self.lost_volumes.is_lost(one[0]) for one in found]
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -469,13 +478,13 @@ class Controller:
                 self.volumes[index].allocator.free(freed)
 
     def lose_volume(self, index: int, why: str) -> None:
-        """The memory of a volume is gone, for good. Values that have no copy elsewhere are lost:
-        who reads them is told, and may put them again. All others go on. Puts under way that have
-        bytes there alone fail when they commit.
+        """The memory of a volume is gone for good. Values without a copy elsewhere are lost: their
+        readers get an error, and may put them again. Unfinished puts with bytes that were there
+        alone fail when they commit.
         """
         if self.volumes[index].lost:
             return
-        self._apply(self.losses.lose(index, why, self.catalog, self._holders.values()))
+        self._apply(*self.lost_volumes.lose(index, why, self.catalog, self._holders.values()))
         self.detached.volume_lost()
 
     def _remember(self, session: SessionRecord, given_back: int) -> None:

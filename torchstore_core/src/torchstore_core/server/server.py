@@ -29,7 +29,7 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.remote.attached import AttachedMemory
-from torchstore_core.server.remote.process_watches import Watcher
+from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.serving import inspection, journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
@@ -51,7 +51,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     Args:
         store_name: shown in status.
         num_storage_volumes: how many volumes.
-        attached: they live in other processes, which attach them; else all in this one.
+        attached: whether they live in other processes, which attach them, and not in this one.
         capacity: bytes over all volumes; None: half of the memory limit.
         prefault: bytes to warm at the start; None: up to 1 GiB, at most half of the capacity and
             an eighth of the memory limit; 0: never warm anything in the background.
@@ -59,7 +59,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         trim_after: seconds without a put after which free pool memory beyond ``prefault`` goes
             back to the system.
         block: plug-in names not to load.
-        owner: pid that the server ends with; 0: none.
+        owner: pid of the process with which the server ends; 0: none.
         directory: where to put the socket; None: a fresh private one.
     """
 
@@ -89,10 +89,9 @@ class Server:
     Attributes:
         conversations: with clients and volumes, whatever carries them.
         connections: those on the Unix socket.
-        before_close: awaited before what a client process held through a connection here is
-            undone: an agent of this host may still be writing for it. Called with its pid.
-        owner: pid of the process that the store ends with, for people to see; 0: none.
-        members: the processes that it ends with; None: not with any.
+        before_close: see ``serving.frames.Host``.
+        owner: pid of the process with which the store ends, for people to see; 0: none.
+        members: the processes with the last of which the server ends; None: it has no members.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -106,7 +105,7 @@ class Server:
         self._all_attached = asyncio.Event()
         self._when_trimmed: list[Callable[[], None]] = []
         self._controller: Controller | None = None
-        self._watcher = Watcher(self.process_ended)
+        self._watcher = ProcessWatches(self.process_ended)
         self.refusals = Refusals()
         self._listener = Listener(speaking(functools.partial(Connection, self)))
         self._stopping = False
@@ -171,7 +170,7 @@ class Server:
 
     @property
     def controller(self) -> Controller:
-        """The brain.
+        """The state of the store.
 
         Raises:
             StoreClosedError: not all volumes are attached yet.
@@ -197,7 +196,7 @@ class Server:
         await self._stopped.wait()
 
     def stop_soon(self) -> None:
-        """End the server after the replies under way are sent."""
+        """End the server once the replies under way are sent."""
         if not self._stopping:
             self._stopping = True
             asyncio.get_running_loop().call_later(0.01, self._stopped.set)
@@ -211,7 +210,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, close every connection, release memory, remove the directory."""
-        self._stopping = True  # who leaves now is not worth a line
+        self._stopping = True  # from now on, clients that leave are not worth a line
         self._watcher.close()
         self._listener.close()
         for connection in list(self.connections):
@@ -267,8 +266,8 @@ class Server:
             self._all_attached.set()
 
     def when_trimmed(self, call: Callable[[], None]) -> bool:
-        """If memory is being given back at this moment, ``call`` when it can be used again; whether
-        that is so.
+        """Whether memory is being returned to the system at this moment. If so, ``call`` when it
+        can be used again.
         """
         memories = [record.memory for record in self._attached.values()]
         if not any(
@@ -289,7 +288,7 @@ class Server:
         return [volume.info.id for volume in there if volume.lost]
 
     def volume_warmed(self, index: int, message: m.Warm) -> None:
-        """A volume in another process says how much of it is warm."""
+        """A volume in another process has said how much of it is warm."""
         memory = self._attached[index].memory
         if isinstance(memory, AttachedMemory):
             memory.warmed(message)
@@ -299,7 +298,7 @@ class Server:
             self._broadcast_warm()
 
     def volume_ended(self, index: int, why: str) -> None:
-        """A volume in another process is gone: what only it had is lost."""
+        """A volume in another process is gone, and what only it had is lost."""
         if self._controller is None:
             del self._attached[index]
             return
@@ -329,16 +328,16 @@ class Server:
             others = self.controller.sessions.keys() - {session.token}
             journal.client_left(session, why, len(others))
 
-    def _watch(self, volume: VolumeRecord, wanted: m.Watch) -> None:
+    def _watch(self, volume: VolumeRecord, wanted: m.WatchProcess) -> None:
         """Have a process of a volume's host watched, there."""
         if isinstance(volume.memory, AttachedMemory):
             volume.memory.watch(wanted)
         else:
             self._watcher.watch(wanted)
 
-    def process_ended(self, message: m.Died) -> None:
+    def process_ended(self, message: m.ProcessDied) -> None:
         """The process of a session whose relay is gone has ended."""
-        self.controller.detached.process_ended(message.orphan)
+        self.controller.detached.process_ended(message.session)
 
     def _start_prefault(self) -> None:
         wanted = self.options.prefault

@@ -1,4 +1,4 @@
-"""What messages share: their base, and what they tell of volumes.
+"""The base of all messages, and how they describe volumes.
 
 :mod:`.messages` names all of it, too.
 """

@@ -1,4 +1,4 @@
-"""What is said of a volume's memory: by and to volumes in other processes, and to clients unasked.
+"""Messages about the memory of volumes: from and to those in other processes, and to clients.
 
 :mod:`.messages` names all of it, too.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from torchstore_core.wire.facts import Message, VolumeInfo
 
-__all__ = ["Attach", "Died", "Lost", "Prefault", "Trim", "Warm", "Warmed", "Watch"]
+__all__ = ["Attach", "Lost", "Prefault", "ProcessDied", "Trim", "Warm", "Warmed", "WatchProcess"]
 
 
 class Attach(Message, frozen=True, tag="attach"):
     """First message of a volume in another process. Reply :class:`Done`.
 
-    Then the server sends :class:`Prefault`, :class:`Trim` and :class:`Watch`, the volume
-    :class:`Warm` and :class:`Died`.
+    Then the server sends :class:`Prefault`, :class:`Trim` and :class:`WatchProcess`, the volume
+    :class:`Warm` and :class:`ProcessDied`.
     """
 
     id: int
@@ -24,17 +24,17 @@ class Attach(Message, frozen=True, tag="attach"):
 
 class Warm(Message, frozen=True, tag="warm"):
     """No reply. From a volume: its first ``nbytes`` bytes are warm. ``trimmed``: this answers a
-    :class:`Trim`; from there on nothing is.
+    :class:`Trim`, so none after them is.
     """
 
     nbytes: int
     trimmed: bool = False
 
 
-class Died(Message, frozen=True, tag="died"):
-    """No reply. From a volume, to :class:`Watch`: that process has ended."""
+class ProcessDied(Message, frozen=True, tag="died"):
+    """No reply. From a volume: the process of a :class:`WatchProcess` has ended."""
 
-    orphan: bytes
+    session: bytes
 
 
 class Prefault(Message, frozen=True, tag="prefault"):
@@ -44,29 +44,32 @@ class Prefault(Message, frozen=True, tag="prefault"):
 
 
 class Trim(Message, frozen=True, tag="trim"):
-    """Unasked, to a volume: give the pages from ``start`` on back to the system. Clients have
-    written up to ``warm``. Answered by :class:`Warm`.
+    """Unasked, to a volume: return the pages from ``start`` on to the system. Clients have
+    written up to ``warm``. It is answered by :class:`Warm`.
     """
 
     start: int
     warm: int
 
 
-class Watch(Message, frozen=True, tag="watch"):
-    """Unasked, to a volume: say :class:`Died` when the process ``pid`` has ended, which may have
-    mapped the volume's memory. ``orphan``: the token of the session it had (``server.orphans``).
-    ``namespace``: where it has that pid.
+class WatchProcess(Message, frozen=True, tag="watch"):
+    """Unasked, to a volume: answer :class:`ProcessDied` when a process has ended that may have
+    mapped the volume's memory, and whose relay is gone.
+
+    Args:
+        session: token of the session that the process had.
+        pid: of the process, in the pid namespace ``namespace``.
     """
 
-    orphan: bytes
+    session: bytes
     pid: int
     namespace: int
 
 
 class Warmed(Message, frozen=True, tag="warmed"):
-    """Unasked, to anchors: pool memory became warm.
+    """Unasked, to anchors: memory has become warm.
 
-    Each item: volume, segment, bytes from the segment's start.
+    Each item is a volume, a segment, and how many bytes of it, from its start, are warm.
     """
 
     warm: list[tuple[int, int, int]]

@@ -26,13 +26,13 @@ from torchstore_core.values import TensorSlice, ValueMeta
 from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.memory import Attach as Attach
-from torchstore_core.wire.memory import Died as Died
 from torchstore_core.wire.memory import Lost as Lost
 from torchstore_core.wire.memory import Prefault as Prefault
+from torchstore_core.wire.memory import ProcessDied as ProcessDied
 from torchstore_core.wire.memory import Trim as Trim
 from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
-from torchstore_core.wire.memory import Watch as Watch
+from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
 PROTOCOL_VERSION = 5
 
@@ -87,7 +87,7 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
     """What makes the items of a put entries of the state dict ``key``.
 
     Args:
-        who: the participant that this put is of.
+        participant: which one puts this.
         participants: how many of them make a version.
         partial: entries that no participant puts are those of the version before.
         keep: how many versions stay readable; 0: as before.
@@ -95,7 +95,7 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
     """
 
     key: str
-    who: str
+    participant: str
     participants: int
     partial: bool = False
     keep: int = 0
@@ -293,7 +293,7 @@ Request = (
     | Status
     | Attach
     | Warm
-    | Died
+    | ProcessDied
     | Shutdown
 )
 
@@ -506,7 +506,7 @@ Reply = (
     | Warmed
     | Prefault
     | Trim
-    | Watch
+    | WatchProcess
     | Lost
     | Failure
 )

@@ -1,6 +1,6 @@
 """Which versions of which keys there are, and which are on their way. Pure bookkeeping.
 
-Knows nothing of memory: every transition returns the values that nobody holds any more.
+It knows nothing of memory: every transition returns the values that nobody holds any more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torchstore_core.server.index.errors import (
     version_lost_error,
 )
 from torchstore_core.server.index.generations import Generation
-from torchstore_core.server.index.groups import Group, Slot
+from torchstore_core.server.index.key_history import KeyHistory, PutTarget
 from torchstore_core.server.index.key_names import KeyNames, splits
-from torchstore_core.server.index.participants import Contribution, Line
+from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Change,
     Manifest,
@@ -48,7 +48,7 @@ class Catalog:
 
     Attributes:
         newest: the newest whole version of every key.
-        groups: what else there is of keys that several puts make, or that keep old versions.
+        histories: what else there is of keys that several puts make, or that keep old versions.
         unsettled: keys of which a version on its way was dropped to make way for a put; partial
             ones that waited for it are finished by :meth:`settle`.
     """
@@ -57,7 +57,7 @@ class Catalog:
         self._sessions = sessions
         self.newest: dict[str, Stored] = {}
         self.names = KeyNames(self.newest)
-        self.groups: dict[str, Group] = {}
+        self.histories: dict[str, KeyHistory] = {}
         self.unsettled: set[str] = set()
         # A key that is put again after a delete goes on above its last version, so no (key,
         # version) is ever used twice. The last versions of the latest deleted keys are remembered;
@@ -81,8 +81,8 @@ class Catalog:
             return entry
         if not version or stored.version == version:
             return stored, stored.version
-        group = self.groups.get(key)
-        old = None if group is None else group.history.get(version)
+        history = self.histories.get(key)
+        old = None if history is None else history.kept.get(version)
         if old is None:
             raise gone_error(key, version, self.versions(key))
         return old, version
@@ -92,8 +92,8 @@ class Catalog:
         for base, name in splits(key):
             stored = self.newest.get(base)
             if version and stored is not None and stored.version != version:
-                group = self.groups.get(base)
-                stored = None if group is None else group.history.get(version)
+                history = self.histories.get(base)
+                stored = None if history is None else history.kept.get(version)
             if type(stored) is Manifest and name in stored.entries:
                 return stored.entries[name], stored.version
         return None
@@ -126,38 +126,38 @@ class Catalog:
         return found
 
     def _all_versions(self, key: str) -> list[tuple[int, Stored]]:
-        group = self.groups.get(key)
-        found = sorted(group.history.items()) if group is not None else []
+        history = self.histories.get(key)
+        found = sorted(history.kept.items()) if history is not None else []
         stored = self.newest.get(key)
         return found if stored is None else [*found, (stored.version, stored)]
 
     def pending(self, key: str, *, brief: bool = False) -> list[Pending]:
         """The versions of a key that are on their way; ``brief``: see ``Generation.state``."""
-        group = self.groups.get(key)
-        if group is None:
+        history = self.histories.get(key)
+        if history is None:
             return []
-        return [g.state(key, brief=brief) for g in group.pending.values()]
+        return [g.state(key, brief=brief) for g in history.pending.values()]
 
     def unfinished(self, prefix: str = "") -> list[str]:
         """Keys that start with ``prefix`` and have versions on their way."""
-        groups = self.groups.items()
-        return [key for key, group in groups if group.pending and key.startswith(prefix)]
+        histories = self.histories.items()
+        return [key for key, history in histories if history.pending and key.startswith(prefix)]
 
     # ---- plain versions -------------------------------------------------------------------
 
     def flip(self, values: Sequence[Value]) -> list[Value]:
-        """Make each value the newest version of its key, all at once; what nobody holds any more
-        of those before.
+        """Make each value the newest version of its key, all at once; the values of the versions
+        before that nobody holds any more.
         """
         now = time.time()
-        newest, groups = self.newest, self.groups
+        newest, histories = self.newest, self.histories
         fresh: list[str] = []
         freed: list[Value] = []
         for value in values:
             value.created = now
             key = value.key
             old = newest.get(key)
-            if groups and key in groups:
+            if histories and key in histories:
                 freed += self._replace(key, value, self._next_version(key))
                 continue
             if old is None:
@@ -177,9 +177,9 @@ class Catalog:
         return freed
 
     def _next_version(self, key: str) -> int:
-        """Above all that there are, or were, or are on their way."""
-        group = self.groups.get(key)
-        pending = 0 if group is None else max(group.pending, default=0)
+        """The lowest one above all that there are, or were, or are on their way."""
+        history = self.histories.get(key)
+        pending = 0 if history is None else max(history.pending, default=0)
         return max(pending + 1, self._lowest_version(key))
 
     def _lowest_version(self, key: str) -> int:
@@ -190,103 +190,107 @@ class Catalog:
         return self._deleted.get(key, self._version_floor) + 1
 
     def _replace(self, key: str, stored: Stored, version: int) -> list[Value]:
-        """The newest version of a key with a group; what nobody holds any more of older ones."""
+        """Make something the newest version of a key with a history; what nobody holds any more."""
         stored.version = version
-        group = self.groups[key]
-        freed = group.overtake(version)
+        history = self.histories[key]
+        freed = history.overtake(version)
         old = self.newest.get(key)
         self.newest[key] = stored
         if old is None:
             self.names.add((key,))
         self._deleted.pop(key, None)
-        return freed + group.shelve(old)
+        return freed + history.shelve(old)
 
     # ---- generations ----------------------------------------------------------------------
 
-    def slot(
+    def target(
         self,
         session: SessionRecord,
         key: str,
-        who: str,
+        participant: str,
         layout: Hashable,
         version: int,
         participants: int,
         publication: m.Publication | None,
         *,
         replica: bool = False,
-    ) -> Slot:
-        """Where a put of ``who`` belongs. Nothing changes before :meth:`clear` makes way for it and
-        :meth:`join` makes it part of the generation. ``replica``: see ``Group.next_of``.
+    ) -> PutTarget:
+        """Where a participant's put belongs. Nothing changes before :meth:`clear` makes way for it
+        and :meth:`join` makes it part of its generation. ``replica``: see ``KeyHistory.next_of``.
 
         Raises:
             VersionGoneError: that version, or a newer one, is there already.
-            ConfigurationError: the participant is putting that version at this moment, or another
-                layout has it.
-            KeyNotFoundError: a partial put, but there is nothing to take the rest from.
-            ObjectLostError: that version was lost before it was whole; ``who`` has had its turn.
+            ConfigurationError: the participant is putting that version at this moment.
+            KeyNotFoundError: a partial put, but there is nothing to take the other entries from.
+            ObjectLostError: that version was lost before it was whole; the participant's turn is
+                over.
         """
-        group = self.groups.get(key) or Group()
-        line = group.lines.get(layout) or Line()
+        history = self.histories.get(key) or KeyHistory()
+        sequence = history.sequences.get(layout) or PutSequence()
         living = self._sessions.values()
         generation: Generation | None = None
         left_over: list[Generation] = []
         replaced: list[Contribution] = []
         if not version:
-            version, generation, left_over = group.next_of(
-                line, who, session, replica=replica, living=living
+            version, generation, left_over = history.next_of(
+                sequence, participant, session, replica=replica, living=living
             )
             if version and generation is None:
-                if version in line.lost:
-                    line.participant(who).puts(version, session)
-                    raise version_lost_error(key, version, line.lost[version])
-                return Slot(key, who, layout, line, version, None, left_over)  # others were faster
-        elif (there := group.pending.get(version)) is not None:
-            generation, replaced = group.rejoin(there, key, line, who, session, living)
+                if version in sequence.lost:
+                    sequence.participant(participant).puts(version, session)
+                    raise version_lost_error(key, version, sequence.lost[version])
+                return PutTarget(
+                    key, participant, layout, sequence, version, None, left_over
+                )  # others were faster
+        elif (there := history.pending.get(version)) is not None:
+            generation, replaced = history.rejoin(
+                there, key, sequence, participant, session, living
+            )
             left_over = [there] if generation is None else []
         elif version < self._lowest_version(key):
-            if version in line.versions and line.last_of(who) < version:
-                return Slot(key, who, layout, line, version, None)
+            if version in sequence.versions and sequence.last_of(participant) < version:
+                return PutTarget(key, participant, layout, sequence, version, None)
             used = self._lowest_version(key) - 1
             raise used_error(key, version, used, self.newest_version(key))
         behind: list[Generation] = []
         if generation is None:
-            version = version or max(self._next_version(key), line.next_version())
-            generation = Generation(line, version, participants, publication)
-            behind = group.far_behind(line, without=left_over)
+            version = version or max(self._next_version(key), sequence.next_version())
+            generation = Generation(sequence, version, participants, publication)
+            behind = history.far_behind(sequence, without=left_over)
         partial = publication is not None and publication.partial
         if partial and not self._has_base(key, version, without=left_over + behind):
             raise no_base_error(key)
-        return Slot(key, who, layout, line, version, generation, left_over, behind, replaced)
+        return PutTarget(
+            key, participant, layout, sequence, version, generation, left_over, behind, replaced
+        )
 
     def _has_base(self, key: str, version: int, without: Collection[Generation] = ()) -> bool:
         """Whether a state dict is there, or on its way, that a partial version can build on."""
         if type(self.newest.get(key)) is Manifest:
             return True
-        group = self.groups.get(key)
-        earlier = [] if group is None else [g for v, g in group.pending.items() if v < version]
+        history = self.histories.get(key)
+        earlier = [] if history is None else [g for v, g in history.pending.items() if v < version]
         return any(
             g.publication is not None and not g.is_partial for g in earlier if g not in without
         )
 
-    def clear(self, slot: Slot) -> list[Value]:
-        """Make way for a put: drop what is not to be waited for any more when it comes. What
-        nobody holds any more.
-        """
-        if slot.left_over or slot.behind:
-            self.unsettled.add(slot.key)
-        group = self.groups.get(slot.key)
-        return [] if group is None else group.clear(slot)
+    def clear(self, target: PutTarget) -> list[Value]:
+        """Drop what has to make way for a put; the values that nobody holds any more."""
+        if target.left_over or target.behind:
+            self.unsettled.add(target.key)
+        history = self.histories.get(target.key)
+        return [] if history is None else history.clear(target)
 
-    def join(self, slot: Slot, session: SessionRecord) -> Contribution:
+    def join(self, target: PutTarget, session: SessionRecord) -> Contribution:
         """Begin a contribution."""
-        group = self.groups.get(slot.key)
-        if group is None:
-            group = self.groups[slot.key] = Group()
-        return group.join(slot, session)
+        history = self.histories.get(target.key)
+        if history is None:
+            history = self.histories[target.key] = KeyHistory()
+        return history.join(target, session)
 
-    def commit(self, slot: Slot, contribution: Contribution) -> Change:
-        """A contribution is complete, and maybe the version that it belongs to."""
-        generation = slot.generation
+    def commit(self, target: PutTarget, contribution: Contribution) -> Change:
+        """A contribution is complete, and maybe the version that it belongs to, too."""
+        generation = target.generation
         if generation is None:
             return Change()
         contribution.committed = True
@@ -296,106 +300,109 @@ class Catalog:
         for value in contribution.values:
             value.created = now
         changes: list[Change] = []
-        if self._is_ready(slot.key, generation):
-            changes.append(self._finish(slot.key, generation))
-        return Change.of(changes + self._settle(slot.key))
+        if self._is_ready(target.key, generation):
+            changes.append(self._finish(target.key, generation))
+        return Change.of(changes + self._settle(target.key))
 
     def _is_ready(self, key: str, generation: Generation) -> bool:
-        """Whether it is whole; and if it is partial, whether the version before it is decided."""
+        """Whether a generation is whole; and if it is partial, whether it is decided which version
+        comes before it.
+        """
         if not generation.is_complete:
             return False
         if not generation.is_partial:
             return True
         if type(self.newest.get(key)) is not Manifest:
             return False
-        pending = self.groups[key].pending.items()
+        pending = self.histories[key].pending.items()
         return not any(older.is_alive for v, older in pending if v < generation.version)
 
     def _finish(self, key: str, generation: Generation) -> Change:
-        """A generation is whole: now it is the newest version."""
-        group = self.groups[key]
+        """Make a generation that is whole the newest version."""
+        history = self.histories[key]
         if generation.publication is not None and generation.publication.keep:
-            group.keep = generation.publication.keep
-        stored = generation.seal(key, self.newest.get(key), inherit=group.keep == 1)
-        del group.pending[generation.version]
+            history.keep = generation.publication.keep
+        stored = generation.seal(key, self.newest.get(key), inherit=history.keep == 1)
+        del history.pending[generation.version]
         if generation.participants:  # all were part of it: nobody can be late for it
-            generation.line.versions.remove(generation.version)
+            generation.sequence.versions.remove(generation.version)
         else:
-            generation.line.whole.add(generation.version)
+            generation.sequence.whole.add(generation.version)
         freed = generation.discard()
         return Change(freed + self._replace(key, stored, generation.version), [key])
 
     def settle(self, *, all_keys: bool = False) -> Change:
-        """Finish the partial versions that waited for nothing but older ones that were dropped.
+        """Finish the partial versions that waited only for older ones, which were dropped.
 
         Args:
-            all_keys: of every key: a process has ended, and nobody waits for what it was putting.
+            all_keys: look at every key, because a process has ended: what only it was putting is
+                not waited for.
         """
-        keys = list(self.groups) if all_keys else list(self.unsettled)
+        keys = list(self.histories) if all_keys else list(self.unsettled)
         self.unsettled.clear()
         return Change.of([change for key in keys for change in self._settle(key)])
 
     def _settle(self, key: str) -> list[Change]:
-        group = self.groups.get(key)
-        if group is None:
+        history = self.histories.get(key)
+        if history is None:
             return []
         return [
             self._finish(key, later)
-            for later in list(group.pending.values())
+            for later in list(history.pending.values())
             if not later.dropped and later.is_partial and self._is_ready(key, later)
         ]
 
     def reclaim(self, keys: Collection[str], kept: Collection[Generation]) -> list[Value] | None:
         """There is no room for a put to ``keys``: drop one generation that waits in vain, because
-        all that put to it have died, or because the participant that puts now is ahead of others.
+        all who put to it have died, or because the participant that puts now is ahead of others.
 
         Args:
             kept: generations that the put itself belongs to.
 
         Returns:
-            What nobody holds any more; None if there is no such generation.
+            The values that nobody holds any more; None if there is no such generation.
         """
-        for key, group in self.groups.items():
-            for version, old in group.pending.items():
+        for key, history in self.histories.items():
+            for version, old in history.pending.items():
                 if old in kept or old.is_written or (old.is_alive and key not in keys):
                     continue
                 if old.is_complete and self._has_base(key, version):  # its time will come
                     continue
-                del group.pending[version]
+                del history.pending[version]
                 self.unsettled.add(key)
                 return old.discard()
         return None
 
     def lose(self, reason: Callable[[Iterable[Value]], str]) -> Change:
-        """Memory is gone: drop the versions on their way that cannot be made whole any more,
-        because committed parts of them are lost. ``reason`` says why some values are; empty if
-        none is.
+        """Memory is gone: drop the versions on their way that can never be whole, because committed
+        parts of them are lost. ``reason`` says why some of the values are lost; it is empty if none
+        is.
         """
         freed: list[Value] = []
-        for key, group in self.groups.items():
-            for version, generation in list(group.pending.items()):
+        for key, history in self.histories.items():
+            for version, generation in list(history.pending.items()):
                 if why := reason(generation.stored_values()):
-                    del group.pending[version]
+                    del history.pending[version]
                     freed += generation.discard()
-                    generation.lost = generation.line.lost[version] = why
+                    generation.lost = generation.sequence.lost[version] = why
                     self.unsettled.add(key)
         return Change.of([Change(freed), self.settle()])
 
     def waiting_bytes(self) -> dict[str, int]:
         """Bytes that versions which are not whole yet hold, by key."""
         found: dict[str, int] = {}
-        for key, group in self.groups.items():
-            nbytes = sum([g.nbytes for g in group.pending.values()])
+        for key, history in self.histories.items():
+            nbytes = sum([g.nbytes for g in history.pending.values()])
             if nbytes:
                 found[key] = nbytes
         return found
 
-    def abort(self, slot: Slot, contribution: Contribution) -> Change:
-        """A contribution will never be complete."""
-        one = slot.line.participants.get(slot.who)
-        generation = slot.generation
-        turn = generation is None or not generation.lost  # else all have had theirs
-        same = one and one.version == slot.version and one.sessions[-1] is contribution.session
+    def abort(self, target: PutTarget, contribution: Contribution) -> Change:
+        """A contribution is given up."""
+        one = target.sequence.participants.get(target.participant)
+        generation = target.generation
+        turn = generation is None or not generation.lost  # of a lost one, every turn is over
+        same = one and one.version == target.version and one.sessions[-1] is contribution.session
         if one and same and turn:
             one.version = contribution.before
         if generation is None:
@@ -403,24 +410,24 @@ class Catalog:
         if generation.dropped:
             return Change(release(contribution.values))
         freed = generation.remove(contribution)
-        group = self.groups[slot.key]
+        history = self.histories[target.key]
         if not generation.contributions:
-            group.pending.pop(generation.version, None)
-            slot.line.versions.remove(generation.version)
+            history.pending.pop(generation.version, None)
+            target.sequence.versions.remove(generation.version)
             generation.dropped = True
-            if slot.key not in self.newest and not group.pending:
-                del self.groups[slot.key]
-        return Change.of([Change(freed), *self._settle(slot.key)])
+            if target.key not in self.newest and not history.pending:
+                del self.histories[target.key]
+        return Change.of([Change(freed), *self._settle(target.key)])
 
     # ---- deleting -------------------------------------------------------------------------
 
     def delete(self, key: str) -> list[Value] | None:
-        """Forget a key, old versions and unfinished ones too. What nobody holds any more; None if
-        there is no such key.
+        """Forget a key with its old and its unfinished versions; the values that nobody holds any
+        more. None if there is no such key.
         """
         stored = self.newest.get(key)
-        group = self.groups.get(key)
-        if stored is None and (group is None or not group.pending):
+        history = self.histories.get(key)
+        if stored is None and (history is None or not history.pending):
             return None
         freed: list[Value] = []
         last = self._lowest_version(key) - 1
@@ -428,12 +435,12 @@ class Catalog:
             del self.newest[key]
             self.names.remove(key)
             freed += release(all_values(stored))
-        if group is not None:
-            del self.groups[key]
-            last = max([last, *group.pending])
-            for generation in group.pending.values():
+        if history is not None:
+            del self.histories[key]
+            last = max([last, *history.pending])
+            for generation in history.pending.values():
                 freed += generation.discard()
-            for old in group.history.values():
+            for old in history.kept.values():
                 freed += release(all_values(old))
         self._bury(key, last)
         return freed

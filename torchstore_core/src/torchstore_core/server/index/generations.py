@@ -1,11 +1,11 @@
 """Versions that several puts make together: the shards of a DTensor, the ranks of a state dict.
 
-Each put of a participant contributes to one *generation* of a key. Without an explicit version the
-n-th put of a participant belongs to the n-th generation of its *line*: the puts of one layout
-(mesh, shape, dtype), or of one number of participants. A generation that is whole becomes the
-newest version at once, and every older one that is not is dropped.
+Each put of a participant contributes to one *generation* of a key. A put that names no version
+belongs to the next generation of its *sequence*: the puts of one layout (mesh, shape, dtype), or of
+one number of participants, of which each participant's n-th put makes the n-th generation. As soon
+as a generation is whole it becomes the newest version, and every older one that is not is dropped.
 
-Pure bookkeeping; knows nothing of memory. What nobody holds any more is returned.
+Pure bookkeeping, which knows nothing of memory: values that nobody holds any more are returned.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+import msgspec
+
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.reports.stat import Pending
-from torchstore_core.server.index.participants import Contribution, Line
+from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Manifest,
     Shards,
@@ -38,44 +40,37 @@ __all__ = ["Generation"]
 _MAX_SHOWN = 100
 
 
-class Generation:
+class Generation(msgspec.Struct, eq=False):
     """A version on its way.
 
     Args:
         participants: how many make it; 0: as many as it takes to cover the one tensor.
+
+    Attributes:
+        entries: what is put, by name; "" is the name of a key's own value.
+        contributions: by participant.
+        relied: entries that nobody stores any more, but that some participants put as well and
+            left to those who stored them.
+        dropped: it will never be a version.
+        lost: why, if committed parts of it are gone with a volume.
     """
 
-    __slots__ = (
-        "contributions",
-        "dropped",
-        "entries",
-        "line",
-        "lost",
-        "participants",
-        "publication",
-        "relied",
-        "version",
-    )
-
-    def __init__(
-        self, line: Line, version: int, participants: int, publication: m.Publication | None
-    ) -> None:
-        self.line = line
-        self.version = version
-        self.participants = participants
-        self.publication = publication
-        self.entries: dict[str, Value | Shards] = {}
-        self.contributions: dict[str, Contribution] = {}
-        # What entries are that nobody stores any more, but some have put, too, and rely on.
-        self.relied: dict[str, ValueMeta] = {}
-        self.dropped = False
-        self.lost = ""  # why, if what was committed of it is gone
+    sequence: PutSequence
+    version: int
+    participants: int
+    publication: m.Publication | None
+    entries: dict[str, Value | Shards] = {}
+    contributions: dict[str, Contribution] = {}
+    relied: dict[str, ValueMeta] = {}
+    dropped: bool = False
+    lost: str = ""
 
     def holds(self, name: str, meta: ValueMeta, box: Box | None, nbytes: int) -> bool:
-        """Whether somebody puts these very bytes.
+        """Whether another participant puts these very bytes.
 
         Raises:
-            LayoutMismatchError: somebody puts the entry with another shape, dtype or element size.
+            LayoutMismatchError: another participant puts the entry with another shape, dtype or
+                element size.
         """
         entry = self.entries.get(name)
         there = self.relied.get(name) if entry is None else entry.meta
@@ -105,7 +100,7 @@ class Generation:
         return box in entry.parts
 
     def add(self, contribution: Contribution, name: str, key: str, value: Value) -> None:
-        """Take in a value that nobody else puts."""
+        """Add a value of a contribution, which nobody else puts."""
         contribution.items.append((name, value))
         entry = self.entries.get(name)
         if value.box is None and entry is None:
@@ -118,7 +113,7 @@ class Generation:
         shards.parts[box] = value
 
     def shards(self, name: str, key: str, meta: ValueMeta, creator: ClientFacts) -> Shards:
-        """The entry in parts; begun if it is not there."""
+        """An entry that comes in parts; a new one if there is none yet."""
         entry = self.entries.get(name)
         if type(entry) is Shards:
             return entry
@@ -128,9 +123,9 @@ class Generation:
         return made
 
     def remove(self, contribution: Contribution) -> list[Value]:
-        """Take a contribution out again; the values of it that nobody holds any more."""
-        if self.contributions.get(contribution.who) is contribution:
-            del self.contributions[contribution.who]
+        """Take a contribution out again; those of its values that nobody holds any more."""
+        if self.contributions.get(contribution.participant) is contribution:
+            del self.contributions[contribution.participant]
         names = dict.fromkeys([*contribution.others, *(name for name, _ in contribution.items)])
         for name, value in contribution.items:
             entry = self.entries.get(name)
@@ -144,7 +139,7 @@ class Generation:
         return freed
 
     def _forget(self, names: Iterable[str]) -> None:
-        """Somebody does not put these entries any more, who maybe was the only one."""
+        """Somebody does not put these entries any more: forget those that nobody else puts."""
         others = [c.others for c in self.contributions.values() if c.others]
         for name in names:
             self.relied.pop(name, None)
@@ -158,15 +153,15 @@ class Generation:
 
     def discard(self) -> list[Value]:
         """Drop it; the values that nobody holds any more. Contributions that are still being
-        written end by themselves.
+        written release theirs when they end.
         """
         self.dropped = True
         return release(self.stored_values())
 
     @property
     def is_complete(self) -> bool:
-        """Whether all participants are done and the committed boxes cover every tensor. If it is
-        partial, it also needs the version before it to be whole.
+        """Whether all participants are done and the committed boxes cover every tensor. (A partial
+        one becomes a version only after the one before it.)
         """
         done = sum(c.committed for c in self.contributions.values())
         if done < self.participants:
@@ -180,22 +175,22 @@ class Generation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds and nobody is writing."""
+        """Bytes of the values of it that are committed."""
         return sum([value.nbytes for value in self.stored_values()])
 
     def stored_values(self) -> list[Value]:
-        """What was committed of it."""
+        """The values of it that are committed."""
         done = [c.items for c in self.contributions.values() if c.committed]
         return [value for items in done for _, value in items]
 
     @property
     def is_alive(self) -> bool:
-        """Whether any process that put some of it still lives."""
+        """Whether any of the processes that put to it still lives."""
         return any(c.session.closed is None for c in self.contributions.values())
 
     @property
     def is_partial(self) -> bool:
-        """Whether a participant leaves some of its entries to the version before."""
+        """Whether it takes the entries that it does not bring from the version before."""
         return any(c.partial for c in self.contributions.values())
 
     @property
@@ -206,12 +201,12 @@ class Generation:
             yield from contribution.aliases
 
     def missing(self) -> Iterable[tuple[str, Box]]:
-        """The boxes that nobody has committed, by name."""
+        """The boxes that are not committed, with the names of their entries."""
         for name, meta, ready in self._incomplete():
             yield from ((name, box) for box in boxes.missing(_whole(meta), ready))
 
     def _incomplete(self) -> Iterable[tuple[str, ValueMeta, Sequence[Box]]]:
-        """The entries of which not all is committed: what they are, and the boxes that are."""
+        """The entries that are not committed completely: what they are, and the boxes that are."""
         tied = self._tied_and_empty()
         for name, entry in self.entries.items():
             if name in tied:
@@ -227,26 +222,28 @@ class Generation:
                 yield name, meta, ()
 
     def _tied_and_empty(self) -> dict[str, str]:
-        """Entries of which there are only empty shards: who has some says what they are tied to."""
+        """Entries of which only empty shards were put here, but which other participants tie to
+        another entry: by name, what they are tied to.
+        """
         done = [c.aliases for c in self.contributions.values() if c.committed and c.aliases]
         aliases = [(name, of) for some in done for name, of in some.items() if self._is_bare(name)]
         return {name: of for name, of in reversed(aliases) if not self._is_bare(of)}
 
     def _is_bare(self, name: str) -> bool:
-        """Whether there are only empty shards of an entry."""
+        """Whether only empty shards of an entry were put."""
         entry = self.entries.get(name)
         return type(entry) is Shards and not entry.parts
 
     def state(self, key: str, *, brief: bool = False) -> Pending:
-        """What of it is there, for people. ``brief``: without the boxes of a state dict, which take
-        long to find.
+        """How far it is, for people. ``brief``: without the missing boxes of a state dict, which
+        take long to find.
         """
         boxes_of = () if brief and self.publication is not None else self.missing()
         return Pending(
             self.version,
             self.participants,
-            [who for who, c in self.contributions.items() if c.committed],
-            [who for who, c in self.contributions.items() if not c.committed],
+            [c.participant for c in self.contributions.values() if c.committed],
+            [c.participant for c in self.contributions.values() if not c.committed],
             [(n or key, b.offset, b.shape) for n, b in boxes_of][:_MAX_SHOWN],
             key,
             self.nbytes,
@@ -254,23 +251,23 @@ class Generation:
         )
 
     def _missing_participants(self) -> list[str]:
-        """Who has not begun: of ranks the others, else those that put before."""
+        """The participants that have not begun: of ranks all others, else those that put before."""
         here = self.contributions
         if len(here) >= self.participants:
             return []
-        every: Iterable[str] = self.line.participants
-        if all(who.isdecimal() and int(who) < self.participants for who in here):
+        every: Iterable[str] = self.sequence.participants
+        if all(name.isdecimal() and int(name) < self.participants for name in here):
             every = map(str, range(self.participants))
-        missing = (who for who in every if who not in here)
+        missing = (name for name in every if name not in here)
         return list(itertools.islice(missing, min(self.participants - len(here), _MAX_SHOWN)))
 
     def seal(self, key: str, base: Stored | None, *, inherit: bool = False) -> Stored:
-        """The finished version, which holds its values; the contributions let go of theirs.
+        """The finished version, which now holds its values, besides the contributions.
 
         Args:
-            base: the version before, from which a partial publish takes the other entries.
-            inherit: that version is about to be let go of; what the new one shares with it changes
-                hands, so that a small publish costs little, however many entries there are.
+            base: the version before, from which a partial version takes the other entries.
+            inherit: that version is about to be dropped. Then the new one takes over what it shares
+                with it, so that a small put costs little however many entries there are.
         """
         now = time.time()
         tied = self._tied_and_empty()
@@ -317,7 +314,9 @@ class Generation:
 
 
 def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:
-    """The entry as the version keeps it: committed parts only; one that is all of it is whole."""
+    """An entry as a version keeps it: with the committed parts only; as one value if one of them is
+    all of it.
+    """
     entry.version, entry.created = version, now
     if type(entry) is Value:
         return entry

@@ -1,4 +1,4 @@
-"""The names of a store in order, so that those with a prefix are found without looking at all."""
+"""The names of a store in order, so that finding a prefix does not take a look at all of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["KeyNames", "KeyOrder", "splits"]
 class KeyOrder:
     """A sorted set of keys.
 
-    Adding or removing one costs less than a microsecond among 500,000, finding those with a prefix
-    some twenty, and what there are of them.
+    Among 500,000 keys, adding or removing one takes less than a microsecond. Finding those with a
+    prefix takes some twenty, and then as long as what is found.
 
     >>> order = KeyOrder()
     >>> order.add(["b/2", "a", "b", "b/1"])
@@ -33,14 +33,14 @@ class KeyOrder:
         self._keys: SortedList = SortedList()
 
     def add(self, keys: Collection[str]) -> None:
-        """Take in keys that are not there yet."""
+        """Add keys that are not there yet."""
         if len(keys) == 1:  # the usual case
             self._keys.add(*keys)
         else:
             self._keys.update(keys)
 
     def remove(self, key: str) -> None:
-        """Take out a key that is there."""
+        """Remove a key that is there."""
         self._keys.remove(key)
 
     def starting(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
@@ -83,7 +83,7 @@ class KeyNames:
         return [name for name, _ in islice(groupby(self._from(prefix, after, limit)), limit)]
 
     def _from(self, prefix: str, after: str, limit: int | None) -> Iterator[str]:
-        """Keys, at most ``limit`` of them, and the entries between them, in order."""
+        """Keys, at most ``limit`` of them, and entries between them, in order."""
         # A state dict whose own key is not above the bound may have entries that are.
         bound, most = (after, len(after)) if after >= prefix else (prefix, len(prefix) - 1)
         before = [bound[:n] for n in range(1, min(most, MAX_KEY) + 1)]

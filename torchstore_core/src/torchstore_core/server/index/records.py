@@ -1,4 +1,4 @@
-"""What the controller keeps: stored values, unfinished puts, sessions, volumes. Plain records."""
+"""What the controller keeps: stored values, unfinished puts, sessions and volumes, as records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
-    from torchstore_core.server.index.groups import Slot
+    from torchstore_core.server.index.key_history import PutTarget
     from torchstore_core.server.index.participants import Contribution
 
 __all__ = ["Change", "Manifest", "SegmentView", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
@@ -24,14 +24,14 @@ __all__ += ["VolumeRecord", "Waiter", "all_values", "release", "retain", "values
 
 
 class SegmentView(Protocol):
-    """What the controller needs of a segment's memory (see ``server.memory``)."""
+    """What the controller needs of a segment's memory (see ``memory.segment``)."""
 
     @property
     def warm(self) -> int:
-        """Bytes from the start that are warm."""
+        """How many bytes, from the start, are warm."""
 
     def touched(self, end: int) -> None:
-        """A client wrote up to ``end``."""
+        """A client has written up to ``end``."""
 
     def prefault(self, target: int, done: Callable[[], None]) -> None:
         """Warm the first ``target`` bytes in the background."""
@@ -40,22 +40,24 @@ class SegmentView(Protocol):
         """Give pages from ``start`` on back to the system."""
 
     def read(self, offset: int, nbytes: int) -> bytes | None:
-        """Bytes at ``offset``; None if only clients can read them (it is another process's)."""
+        """Bytes at ``offset``; None if only clients can read them, because the memory belongs to
+        another process.
+        """
 
 
 @final
 class Value(msgspec.Struct, eq=False, gc=False):
     """Immutable bytes: inline ``data``, or a range of a volume's segment.
 
-    It is a whole value, or the shard ``box`` of a tensor that ``meta`` describes.
+    It is a whole value, or the shard ``box`` of the tensor that ``meta`` describes.
 
     Args:
-        created: when it was committed (seconds since the epoch); 0 before.
-        pins: leases on it.
-        uses: how many hold it besides: keys, manifests, and the put that makes it. Its memory is
+        created: when it was committed, in seconds since the epoch; 0 before that.
+        pins: how many leases hold it.
+        uses: how many others hold it: keys, manifests, and the put that makes it. Its memory is
             free when both are 0.
-        more: volumes and offsets of further copies, all of them alive. If ``volume`` is lost,
-            there is no other copy.
+        more: volumes and offsets of further copies, none of which is lost. If ``volume`` is, there
+            is no other copy.
     """
 
     key: str
@@ -74,7 +76,7 @@ class Value(msgspec.Struct, eq=False, gc=False):
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Volume and offset of every copy; none of an inline value."""
+        """Volume and offset of every copy; empty for an inline value."""
         if self.data is not None:
             return ()
         return ((self.volume, self.offset), *self.more)
@@ -82,7 +84,7 @@ class Value(msgspec.Struct, eq=False, gc=False):
 
 @final
 class Shards(msgspec.Struct, eq=False):
-    """A tensor in parts, by their boxes, which may overlap."""
+    """A tensor in parts, by their boxes. These may overlap."""
 
     key: str
     meta: TensorMeta
@@ -190,33 +192,22 @@ def release(values: Iterable[Value]) -> list[Value]:
     return freed
 
 
-class Txn:
-    """An unfinished put: values whose granted memory is being written.
+class Txn(msgspec.Struct, eq=False):
+    """An unfinished put: a client is writing its values into the memory granted for them.
 
     Args:
         values: all that it makes.
-        granted: memory granted for them, in bytes, by volume.
-        plain: those that become versions of their keys by themselves.
-        joined: what it contributes to generations, see ``server.generations``.
-        results: whose versions the commit answers, in order.
+        granted: bytes of memory granted for them, by volume.
+        plain: the values that become versions of their keys by themselves.
+        contributions: what it brings to generations, see ``server.index.generations``.
+        results: whose versions the commit returns, in order.
     """
 
-    __slots__ = ("granted", "joined", "plain", "results", "started", "values")
-
-    def __init__(
-        self,
-        values: list[Value],
-        granted: dict[int, int],
-        plain: list[Value],
-        joined: list[tuple[Slot, Contribution]],
-        results: list[Value] | list[Slot] | list[Value | Slot],
-    ) -> None:
-        self.values = values
-        self.granted = granted
-        self.plain = plain
-        self.joined = joined
-        self.results = results
-        self.started = time.monotonic()
+    values: list[Value]
+    granted: dict[int, int]
+    plain: list[Value]
+    contributions: list[tuple[PutTarget, Contribution]]
+    results: Sequence[Value | PutTarget]
 
     @property
     def nbytes(self) -> int:
@@ -224,34 +215,21 @@ class Txn:
         return sum(self.granted.values())
 
 
-class SessionRecord:
+class SessionRecord(msgspec.Struct, eq=False):
     """One client process and everything it holds."""
 
-    __slots__ = (
-        "closed",
-        "facts",
-        "given_back",
-        "keeps_memory",
-        "lanes",
-        "leases",
-        "opened",
-        "token",
-        "topology",
-        "txns",
-    )
-
-    def __init__(self, token: bytes, facts: ClientFacts, topology: Topology) -> None:
-        self.token = token
-        self.facts = facts
-        self.topology = topology
-        self.txns: dict[int, Txn] = {}
-        self.leases: dict[int, list[Value | None]] = {}
-        # Ids given back before the request that makes them was seen (it came by another pipe).
-        self.given_back: set[int] = set()
-        self.keeps_memory = False  # see messages.Keep
-        self.lanes = 0
-        self.opened = time.monotonic()
-        self.closed: float | None = None
+    token: bytes
+    facts: ClientFacts
+    topology: Topology
+    txns: dict[int, Txn] = {}
+    leases: dict[int, list[Value | None]] = {}
+    #: Leases and puts that were given back before the request that begins them, which came over
+    #: another, slower connection.
+    given_back: set[int] = set()
+    keeps_memory: bool = False  # see messages.Keep
+    lanes: int = 0
+    opened: float = msgspec.field(default_factory=time.monotonic)
+    closed: float | None = None
 
     def end(self) -> None:
         """Its process has ended, or left the store."""
@@ -262,8 +240,8 @@ class SessionRecord:
 class VolumeRecord:
     """One volume: its allocator and its accounts, in bytes.
 
-    ``lost``: why its memory is gone, for good; empty while it lives. Inline values are the
-    controller's own, so they stay, and are counted here.
+    ``lost`` says why its memory is gone for good; it is empty while the volume lives. Inline values
+    lie with the controller, so they survive that; they are counted here, too.
     """
 
     __slots__ = (
@@ -291,12 +269,12 @@ class VolumeRecord:
 
     @property
     def used(self) -> int:
-        """Bytes taken: segments and inline values, leased and unfinished ones included."""
+        """Bytes in use, in the segment and inline, leased and unfinished ones included."""
         return self.inline if self.lost else self.allocator.used + self.inline
 
     @property
     def free(self) -> int:
-        """Bytes that puts can get, maybe in pieces."""
+        """Bytes that are left for puts, though maybe not in one piece."""
         return 0 if self.lost else max(0, self.info.capacity_bytes - self.used)
 
     def lose(self, why: str) -> None:
@@ -307,7 +285,7 @@ class VolumeRecord:
         self.info = msgspec.structs.replace(self.info, offers={}, lost=self.lost)
 
     def look_ahead(self, nbytes: int, warmed: Callable[[], None]) -> None:
-        """Keep as much warm and free as the last put took: its successor goes beside it."""
+        """Keep as much warm memory free as the last put took: its successor will need as much."""
         memory = self.memory
         short = nbytes - (memory.warm - self.allocator.used)
         if short > 0:
@@ -326,14 +304,9 @@ class VolumeRecord:
         )
 
 
-class Waiter:
-    """A Wait that is not fulfilled yet."""
+class Waiter(msgspec.Struct, eq=False):
+    """A Wait that has not been answered yet."""
 
-    __slots__ = ("keys", "min_version", "reply")
-
-    def __init__(
-        self, keys: list[str], min_version: int, reply: Callable[[list[int]], None]
-    ) -> None:
-        self.keys = keys
-        self.min_version = min_version
-        self.reply = reply
+    keys: list[str]
+    min_version: int
+    reply: Callable[[list[int]], None]

@@ -1,4 +1,4 @@
-"""Who waits for which versions."""
+"""The clients that wait for versions of keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOST_NAMES = 256
 
 
 class Waiting:
-    """All open Waits of a store. False if there are none.
+    """All unanswered Waits of a store. False if there are none.
 
     Args:
-        is_lost: whether a version cannot be read any more: then the next one is waited for.
+        is_lost: whether a version cannot be read any more; then the Wait is for the next one.
     """
 
     def __init__(self, catalog: Catalog, is_lost: Callable[[Stored], bool]) -> None:
@@ -36,7 +36,7 @@ class Waiting:
     def add(
         self, keys: list[str], min_version: int, reply: Callable[[list[int]], None]
     ) -> Waiter | None:
-        """Call ``reply`` with the versions once all keys are there; None if it did so at once."""
+        """Call ``reply`` with the versions once all keys are there; None if they are already."""
         waiter = Waiter(keys, min_version, reply)
         versions = self._satisfied(waiter)
         if versions is not None:
@@ -55,14 +55,16 @@ class Waiting:
                 if not waiting:
                     del self._by_key[key]
 
-    def wake(self, keys: Iterable[str], groups: Iterable[str]) -> None:
-        """Who waits for these keys, or for these groups or entries of them, has another look."""
+    def wake(self, keys: Iterable[str], state_dicts: Iterable[str]) -> None:
+        """Look again for those who wait for one of these keys, or for one of these state dicts or
+        an entry of it.
+        """
         woken: set[Waiter] = set()
         for key in keys:
             woken |= self._by_key.get(key, set())
-        for group in groups:
+        for base in state_dicts:
             for key, waiting in self._by_key.items():
-                if key == group or key.startswith(f"{group}/"):
+                if key == base or key.startswith(f"{base}/"):
                     woken |= waiting
         for waiter in woken:
             versions = self._satisfied(waiter)
@@ -71,7 +73,7 @@ class Waiting:
                 waiter.reply(versions)
 
     def unmet(self, keys: list[str], min_version: int) -> list[m.UnmetKey]:
-        """The first keys that are not there, or not in that version, and why; in short."""
+        """The first keys that are not there, or not in that version, and why, in short."""
         found: list[m.UnmetKey] = []
         for key in keys:
             there = self._catalog.find(key)
@@ -84,7 +86,7 @@ class Waiting:
         return found
 
     def _pending(self, key: str) -> list[Pending]:
-        """What is on its way of a key, or of the state dict that it may be an entry of."""
+        """Versions on their way of a key, or of the state dict that it may be an entry of."""
         bases = [key, *(key[:at] for at, character in enumerate(key) if character == "/")]
         for base in bases:
             if pending := self._catalog.pending(base):

@@ -31,7 +31,7 @@ class DetachedSessions:
     """
 
     def __init__(
-        self, controller: Controller, watch: Callable[[VolumeRecord, m.Watch], None]
+        self, controller: Controller, watch: Callable[[VolumeRecord, m.WatchProcess], None]
     ) -> None:
         self._controller = controller
         self._watch = watch
@@ -62,7 +62,7 @@ class DetachedSessions:
         self._drop_if_empty(left)
         if token in self.sessions and process is not None:
             for volume in self._volumes_beside(left):
-                self._watch(volume, m.Watch(token, *process))
+                self._watch(volume, m.WatchProcess(token, *process))
 
     def process_ended(self, token: bytes) -> None:
         """The process of a session has ended. Idempotent."""

@@ -1,4 +1,4 @@
-"""Volumes that are gone for good, and what went with them."""
+"""Volumes whose memory is gone for good, and the values that were lost with them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torchstore_core.server.index.records import (
 )
 from torchstore_core.wire import messages as m
 
-__all__ = ["Losses", "lost_reason"]
+__all__ = ["LostVolumes", "lost_reason"]
 
 
-class Losses:
-    """Which values are lost: those whose every copy was in a lost volume.
+class LostVolumes:
+    """Knows which values are lost: those of which every copy was in a lost volume.
 
     Attributes:
-        any: whether any volume is lost. Until then nothing else is looked at.
+        any: whether any volume is lost. Until then there is nothing to check.
     """
 
     def __init__(self, volumes: Sequence[VolumeRecord]) -> None:
@@ -51,7 +51,7 @@ class Losses:
         return catalog.lose(self._reason)
 
     def is_lost(self, stored: Stored) -> bool:
-        """Whether any of it is."""
+        """Whether some of it, or all, is lost."""
         return self.any and self._first_lost(all_values(stored)) is not None
 
     def check(self, key: str, stored: Stored, box: m.Box | None) -> None:
@@ -65,9 +65,9 @@ class Losses:
         gone = self._first_lost(txn.values)
         if gone is not None:
             raise self._error(gone.key, gone, 0)
-        for slot, _ in txn.joined:
-            if slot.generation is not None and slot.generation.lost:
-                raise version_lost_error(slot.key, slot.version, slot.generation.lost)
+        for target, _ in txn.contributions:
+            if target.generation is not None and target.generation.lost:
+                raise version_lost_error(target.key, target.version, target.generation.lost)
 
     def _first_lost(self, values: Iterable[Value]) -> Value | None:
         volumes = self._volumes
@@ -100,7 +100,7 @@ class Losses:
 
 
 def lost_reason(volume: VolumeRecord) -> str:
-    """Which volume is gone, since when and why; empty if it lives."""
+    """In words: which volume is gone, since when and why; empty if it lives."""
     if not volume.lost:
         return ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(volume.lost_at))
@@ -108,7 +108,7 @@ def lost_reason(volume: VolumeRecord) -> str:
 
 
 def _forget_copy(value: Value, index: int) -> None:
-    """The first copy that lives is the first."""
+    """Drop the copy in a volume from a value's places, unless it is the only one."""
     if value.data is not None:
         return
     places = value.places
@@ -119,13 +119,13 @@ def _forget_copy(value: Value, index: int) -> None:
 
 
 def _every_value(catalog: Catalog, sessions: Iterable[SessionRecord]) -> Iterator[Value]:
-    """All that anybody holds, some of them several times."""
+    """Every value that anybody holds; some come several times."""
     for stored in catalog.newest.values():
         yield from all_values(stored)
-    for group in catalog.groups.values():
-        for stored in group.history.values():
+    for history in catalog.histories.values():
+        for stored in history.kept.values():
             yield from all_values(stored)
-        for generation in group.pending.values():
+        for generation in history.pending.values():
             for contribution in generation.contributions.values():
                 yield from (value for _, value in contribution.items)
     for session in sessions:

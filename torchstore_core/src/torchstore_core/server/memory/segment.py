@@ -59,10 +59,11 @@ def call_from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], object]
 
 
 class SegmentMemory:
-    """One segment: descriptor, size, and how much of it (from the start) is known to be warm.
+    """One segment: its descriptor, its size, and how much of it, from the start, is surely warm.
 
-    A fresh page costs several times a warm one. :meth:`prefault` pays that in a thread of low
-    priority, through a mapping that is dropped at once, so that the server's own size stays small.
+    Writing to a fresh page takes several times as long as to a warm one. :meth:`prefault` spends
+    that time in a thread of low priority, through a mapping that is dropped at once, so that the
+    server itself stays small.
     """
 
     def __init__(self, name: str, nbytes: int) -> None:
@@ -86,9 +87,9 @@ class SegmentMemory:
                 self._warm = max(self._warm, min(end, self.nbytes))
 
     def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Make the first ``target`` bytes warm in the background, then call ``done``.
+        """Warm the first ``target`` bytes in the background, then call ``done``, from that thread.
 
-        ``done`` is called from the thread. A running prefault is only extended.
+        A prefault that is running already is only extended.
         """
         with self._lock:
             self._target = max(self._target, min(target, self.nbytes))
@@ -100,9 +101,9 @@ class SegmentMemory:
             self._thread.start()
 
     def trim(self, start: int) -> int:
-        """Give the pages from ``start`` on back to the system; bytes given back.
+        """Return the pages from ``start`` on to the system; how many bytes these are.
 
-        Nothing there may be allocated. What is mapped there reads as zeros afterwards.
+        Nothing there may be allocated. Mappings of them read as zeros afterwards.
         """
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:

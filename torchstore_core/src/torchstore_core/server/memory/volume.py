@@ -20,18 +20,18 @@ _GIB = 1 << 30
 
 
 class Volume:
-    """Memory of this process, served by every transport that can.
+    """Memory of this process, which every transport serves that can.
 
     Args:
         store_name: the store that it is part of.
         index: its place in the store's list of volumes.
         capacity: bytes.
         registry: the plug-ins of this process.
-        directory: private one, for the sockets of transports.
+        directory: a private one, for the sockets of transports.
 
     Raises:
         ConfigurationError: the capacity is less than a page.
-        StoreFullError: the system does not give so much address space.
+        StoreFullError: the system does not grant so much address space.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class Volume:
         self._halves: list[TransportServer] = []
 
     async def start(self) -> m.VolumeInfo:
-        """Bring up the server halves; what clients are told. A broken transport is left out."""
+        """Start the transports' server halves, without those that are broken; what clients need to
+        know of the volume.
+        """
         offers: dict[str, bytes] = {}
         segment = Segment(0, self.memory.fd, self.capacity)
         for spec in self._registry.transports():

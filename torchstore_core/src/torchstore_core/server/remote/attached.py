@@ -1,8 +1,8 @@
-"""Volumes in other processes: what the controller holds of one, and the volume's end of the line.
+"""Volumes in other processes: the server's view of one, and the volume's own connection.
 
-A volume connects like a client, but its first message is ``Attach``. From then on the server tells
-it what to warm and what to give back, and it tells what is warm. The line's end is its end: a
-volume that is gone is lost, and a volume whose server is gone has no use.
+A volume connects like a client, but its first message is ``Attach``. From then on the server says
+what to warm and what to return to the system, and the volume says what is warm. When the connection
+closes, both sides are done: the volume is lost to the server, and without a server it has no use.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchstore_core.machine.unix_sockets import connect, opening
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
-from torchstore_core.server.remote.process_watches import Watcher
+from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_reply, encode
 
-__all__ = ["AttachedMemory", "VolumeLine"]
+__all__ = ["AttachedMemory", "VolumeConnection"]
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +51,22 @@ class AttachedMemory:
 
     @property
     def warm(self) -> int:
-        """Bytes from the start that are warm, as far as is known here."""
+        """How many bytes, from the start, are warm, as far as is known here."""
         return self._warm
 
     def touched(self, end: int) -> None:
-        """A client wrote up to ``end``."""
+        """A client has written up to ``end``."""
         self._warm = max(self._warm, end)
 
     def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Ask for it; the volume tells all when it is done, so ``done`` is not called."""
+        """Ask the volume to do it. It tells the server when it is done: ``done`` is not called."""
         if target > max(self._target, self._warm):
             self._target = target
             self._send(m.Prefault(target))
 
     def trim(self, start: int) -> int:
-        """Ask for pages from ``start`` on to be given back. Until the volume has answered, nothing
-        is placed there: it would be thrown away with them.
+        """Ask the volume to return the pages from ``start`` on. Until it has answered, nothing is
+        placed there: it would be thrown away with them.
         """
         if self._reserved is not None or start >= self._warm:
             return 0
@@ -81,15 +81,15 @@ class AttachedMemory:
         return self._reserved is not None
 
     def read(self, offset: int, nbytes: int) -> None:
-        """Not from here: clients read it, under a lease."""
+        """None: only clients can read it, under a lease."""
         return None
 
-    def watch(self, wanted: m.Watch) -> None:
-        """Ask the volume, which is on the process's host."""
+    def watch(self, wanted: m.WatchProcess) -> None:
+        """Have the volume watch a process of its host."""
         self._send(wanted)
 
     def warmed(self, message: m.Warm) -> None:
-        """The volume says how much is warm now."""
+        """The volume has said how much is warm now."""
         self._warm = message.nbytes if message.trimmed else max(self._warm, message.nbytes)
         self._target = 0
         if message.trimmed and self._reserved is not None:
@@ -97,13 +97,13 @@ class AttachedMemory:
             self._reserved = None
 
 
-class VolumeLine(FrameProtocol):
-    """The volume's end; made by :meth:`open`.
+class VolumeConnection(FrameProtocol):
+    """A volume's connection to its server; made by :meth:`open`.
 
     Args:
         volume: started.
         info: what ``volume.start()`` gave.
-        lost: called once when the server is gone that the volume was attached to.
+        lost: called once when the server is gone.
     """
 
     def __init__(self, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None]) -> None:
@@ -113,15 +113,15 @@ class VolumeLine(FrameProtocol):
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._attached: asyncio.Future[None] = self._loop.create_future()
-        self._watcher = Watcher(self._send)
+        self._watcher = ProcessWatches(self._send)
         self._wanted = False
         self._closing = False
 
     @classmethod
     async def open(
         cls, path: str, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None], timeout: float
-    ) -> VolumeLine:
-        """Attach the volume to the server whose control socket (or relay) is at ``path``.
+    ) -> VolumeConnection:
+        """Attach a volume to the server whose control socket, or relay, is at ``path``.
 
         Raises:
             StoreClosedError: nobody answers there.
@@ -198,7 +198,7 @@ class VolumeLine(FrameProtocol):
                 memory.touched(message.warm)  # clients write without telling this process
                 memory.trim(message.start)
                 self._tell(trimmed=True)
-            case m.Watch():
+            case m.WatchProcess():
                 self._watcher.watch(message)
             case _:
                 log.debug("volume %s: nothing to do for %s", self._info.id, type(message).__name__)

@@ -5,36 +5,36 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from torchstore_core.machine.processes import DeathWatch, pid_namespace
+from torchstore_core.machine.processes import ProcessWatch, pid_namespace
 from torchstore_core.wire import messages as m
 
-__all__ = ["Watcher"]
+__all__ = ["ProcessWatches"]
 
 
-class Watcher:
-    """Says when processes have ended. Everything here runs on one event loop.
+class ProcessWatches:
+    """Reports when processes have ended. Everything here runs on one event loop.
 
     Args:
-        say: takes what is known: each ``Watch`` is answered once, or never if it cannot be known
+        report: is given the answer to each ``WatchProcess``: one, or none if it cannot be known
             from here (an unknown process, another pid namespace, an old kernel).
     """
 
-    def __init__(self, say: Callable[[m.Died], None]) -> None:
-        self._say = say
-        self._watches: dict[bytes, DeathWatch] = {}
+    def __init__(self, report: Callable[[m.ProcessDied], None]) -> None:
+        self._report = report
+        self._watches: dict[bytes, ProcessWatch] = {}
         self._closed = False
 
-    def watch(self, wanted: m.Watch) -> None:
-        """Answer when that process has ended: at once if there is none."""
+    def watch(self, wanted: m.WatchProcess) -> None:
+        """Report when that process has ended, or right away if there is none."""
         if self._closed or wanted.pid <= 0 or wanted.namespace != pid_namespace() != 0:
             return
-        if wanted.orphan not in self._watches:
-            ended = functools.partial(self._ended, wanted.orphan)
-            self._watches[wanted.orphan] = DeathWatch(wanted.pid, ended)
+        if wanted.session not in self._watches:
+            ended = functools.partial(self._ended, wanted.session)
+            self._watches[wanted.session] = ProcessWatch(wanted.pid, ended)
 
-    def _ended(self, orphan: bytes) -> None:
-        del self._watches[orphan]
-        self._say(m.Died(orphan))
+    def _ended(self, session: bytes) -> None:
+        del self._watches[session]
+        self._report(m.ProcessDied(session))
 
     def close(self) -> None:
         """Stop, for good. Idempotent."""

@@ -1,4 +1,4 @@
-"""The relay: a Unix socket on a host where the server is not. See ``server.relaying``."""
+"""A relay: the Unix socket of a host on which there is no server. See :mod:`.relay_server`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from torchstore_core.contracts.engine import Uplink
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.machine.processes import Process, pid_namespace
-from torchstore_core.server.remote.uplinks import EXPIRE_S, Said, Told, ToldList
+from torchstore_core.server.remote.relay_server import (
+    EXPIRE_S,
+    RelayReplies,
+    RelayRequest,
+)
 from torchstore_core.server.serving.frames import ClientSocket
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.wire import messages as m
@@ -29,15 +33,15 @@ _GIVE_UP = 2 / 3
 
 
 class Relay:
-    """Listens for clients of this host and carries what they say.
+    """Listens for the clients of this host, and passes on what they send.
 
     Args:
         uplink: open.
         directory: where to put the socket.
         lost: called once when the server cannot be reached any more.
-        before_close: see ``Server.before_close``.
-        expire_s: the one of the server's :class:`~torchstore_core.server.remote.uplinks.Uplinks`.
-            When a poll is not answered for two thirds of it, the server is gone.
+        before_close: see ``serving.frames.Host``.
+        expire_s: that of the server's ``RelayServer``. When a poll has not been answered for two
+            thirds of it, the server is gone.
     """
 
     def __init__(
@@ -54,10 +58,10 @@ class Relay:
         self._lost = lost
         self.before_close = before_close
         self._ids = itertools.count(1)
-        self._pipes: dict[int, _Pipe] = {}
-        self._listener = Listener(speaking(lambda pid: _Pipe(self, pid)))
+        self._clients: dict[int, _Client] = {}
+        self._listener = Listener(speaking(lambda pid: _Client(self, pid)))
         self._tasks: set[asyncio.Task[None]] = set()
-        self._outbox: list[Said] = []
+        self._outbox: list[RelayRequest] = []
         self._patience_s = expire_s * _GIVE_UP
         self._alive_until = time.monotonic() + self._patience_s
         self._closed = False
@@ -71,79 +75,76 @@ class Relay:
 
     @property
     def valid(self) -> bool:
-        """Whether the server surely still keeps what clients here hold."""
+        """Whether the server is sure to keep what clients of this host hold."""
         return not self._closed and time.monotonic() < self._alive_until
 
     def close(self) -> None:
-        """Stop; every connection ends. Idempotent."""
+        """Stop; every connection is closed. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._listener.close()
-        for pipe in list(self._pipes.values()):
-            pipe.close()
+        for client in list(self._clients.values()):
+            client.close()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
 
-    # ---- pipes ----------------------------------------------------------------------------
+    # ---- clients --------------------------------------------------------------------------
 
-    def opened(self, pipe: _Pipe) -> int:
-        """A client has connected: the number of the connection."""
+    def client_connected(self, client: _Client) -> int:
+        """The number of a new connection."""
         conn = next(self._ids)
-        self._pipes[conn] = pipe
+        self._clients[conn] = client
         return conn
 
-    def say(self, said: Said) -> None:
-        """Carry it, together with what else comes in this turn of the loop."""
+    def client_gone(self, conn: int) -> None:
+        """A connection has closed."""
+        self._clients.pop(conn, None)
+        self._listener.freed()
+        self.send(RelayRequest(conn, closed=True))
+
+    def send(self, request: RelayRequest) -> None:
+        """Send it to the server, together with all others of this turn of the event loop."""
         if self._closed:
             return
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(said)
-
-    def ended(self, conn: int) -> None:
-        """A connection has closed."""
-        self._pipes.pop(conn, None)
-        self._listener.freed()
-        self.say(Said(conn, closed=True))
+        self._outbox.append(request)
 
     # ---- the uplink -----------------------------------------------------------------------
 
     def _flush(self) -> None:
-        said, self._outbox = self._outbox, []
-        if said and not self._closed:
+        requests, self._outbox = self._outbox, []
+        if requests and not self._closed:
             started = time.monotonic()
-            self._spawn(self._hear(self._uplink.exchange(msgspec.msgpack.encode(said)), started))
+            answer = self._uplink.exchange(msgspec.msgpack.encode(requests))
+            self._spawn(self._receive(answer, started))
 
     async def _poll(self) -> None:
         while not self._closed:
             try:
                 async with asyncio.timeout(self._patience_s):
-                    await self._hear(self._uplink.poll(), time.monotonic())
-            except TimeoutError:  # an engine may wait for ever for what is dead
+                    await self._receive(self._uplink.poll(), time.monotonic())
+            except TimeoutError:  # an engine may wait for a dead process for ever
                 self._give_up(TimeoutError(f"it was silent for {self._patience_s} s"))
 
-    async def _hear(self, answer: Awaitable[bytes], started: float) -> None:
+    async def _receive(self, answer: Awaitable[bytes], started: float) -> None:
+        """Do as the server answers to a call that was made at ``started``."""
         try:
-            told = ToldList.decode(await answer)
+            replies = RelayReplies.decode(await answer)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever the engine raises, the server is gone
             self._give_up(error)
             return
         self._alive_until = max(self._alive_until, started + self._patience_s)
-        for one in told:
-            self._tell(one)
-
-    def _tell(self, one: Told) -> None:
-        pipe = self._pipes.get(one.conn)
-        if pipe is None:
-            return
-        if one.frame:
-            pipe.write(one.frame)
-        if one.close:
-            pipe.close()
+        for reply in replies:
+            client = self._clients.get(reply.conn)
+            if client is not None and reply.frame:
+                client.write(reply.frame)
+            if client is not None and reply.close:
+                client.close()
 
     def _give_up(self, error: Exception) -> None:
         if not self._closed:
@@ -157,40 +158,40 @@ class Relay:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Pipe(ClientSocket):
+class _Client(ClientSocket):
     """A client's connection to the relay."""
 
     def __init__(self, relay: Relay, pid: int) -> None:
         super().__init__(m.MAX_FRAME, pid, relay)
         self._relay = relay
         self._conn = 0
-        self._process: Process | None = None  # until the server knows it
+        self._process: Process | None = None  # until the server has been told
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._conn = self._relay.opened(self)
+        self._conn = self._relay.client_connected(self)
         self._process = Process(self.pid, pid_namespace()) if self.pid else None
         self.watch()
 
     def received(self, bodies: list[bytes]) -> None:
-        """Have them carried."""
+        """Pass messages on."""
         for body in bodies:
-            self._relay.say(Said(self._conn, body, process=self._process))
+            self._relay.send(RelayRequest(self._conn, body, process=self._process))
             self._process = None
 
     def unreadable(self, error: ProtocolError) -> None:
-        """Close."""
+        """Close the connection."""
         log.warning("a client sent something unreadable: %s", error)
         self.close()
 
     def process_died(self) -> None:
-        """Have the server told."""
-        self._relay.say(Said(self._conn, died=True))
+        """Tell the server."""
+        self._relay.send(RelayRequest(self._conn, died=True))
 
     def left_behind(self, bodies: list[bytes]) -> None:
         """Have the server told of what the client gave back before it left, too."""
         self.received(bodies)
 
     def ended(self) -> None:
-        """Have the server told."""
-        self._relay.ended(self._conn)
+        """Tell the server."""
+        self._relay.client_gone(self._conn)

@@ -1,4 +1,4 @@
-"""The pipe of one conversation on a Unix socket."""
+"""A client's, or a volume's, connection to the server's Unix socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HELLO_TIMEOUT_S = 10.0
 
 
 class Connection(ClientSocket):
-    """Frames in, frames out; ``pid`` is at the other end."""
+    """Carries one conversation."""
 
     def __init__(self, server: Server, pid: int) -> None:
         super().__init__(m.MAX_HELLO_FRAME, pid, server)
@@ -40,7 +40,7 @@ class Connection(ClientSocket):
         """Answer what came, as long as the client takes the answers."""
         self._backlog.extend(bodies)
         while self._backlog and not self._paused and self.is_open:
-            self._conversation.hear(self._backlog.popleft())
+            self._conversation.handle(self._backlog.popleft())
             if self._hello_timer is not None and self._conversation.greeted:
                 self._greeted(self._hello_timer)
 

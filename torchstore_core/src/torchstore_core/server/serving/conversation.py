@@ -1,6 +1,6 @@
-"""What one client says and is told, whatever carries it: frames in, controller asked, frames out.
+"""The requests and replies of one connection, whatever carries them.
 
-Whatever comes in can only end this conversation, never the server or anybody else's.
+Whatever a client sends can end its own conversation, but never the server or another conversation.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _MAX_WAITERS = 100_000
 
 
 class Conversation:
-    """Server side of an anchor, a lane, or a volume's line.
+    """The server's side of an anchor, of a lane, or of a volume's connection.
 
     Args:
-        write: takes a frame that is to be sent.
-        end: close the pipe once that is sent.
-        via: where the relay is that carries it, if one does.
-        process: at the other end of that relay's socket, if that is known.
+        write: sends a frame.
+        end: closes the connection once everything is sent.
+        via: where the relay is that carries it; None if none does.
+        process: the client's, if a relay carries it and knows.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Conversation:
 
     @property
     def greeted(self) -> bool:
-        """Whether it is known who is at the other end."""
+        """Whether the other end has said who it is."""
         return self._session is not None or self._volume >= 0
 
     @property
     def is_anchor(self) -> bool:
-        """Whether it is a session's anchor (its janitor thread reads it), not a lane."""
+        """Whether it is the anchor of a session, which the client's janitor thread reads."""
         return self._anchor
 
     @property
@@ -89,8 +89,8 @@ class Conversation:
         """Whether a volume is at the other end."""
         return self._volume >= 0
 
-    def hear(self, body: bytes) -> None:
-        """Answer one message. What cannot be answered ends the conversation."""
+    def handle(self, body: bytes) -> None:
+        """Answer one message. One that cannot be answered ends the conversation."""
         try:
             self._handle(decode_request(body))
         except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -117,8 +117,8 @@ class Conversation:
         self.end()
 
     def process_died(self) -> None:
-        """The client's process is dead, but a forked child of it, which still reads what it
-        inherited, may keep the pipe open: nobody is left to commit the unfinished puts.
+        """The client's process is dead, so nobody will commit its unfinished puts. A forked child
+        of it may keep the connection open, and still read what it has inherited.
         """
         session = self._session
         if session is not None:
@@ -128,11 +128,11 @@ class Conversation:
                 self._server.controller.close_session(session)
 
     def ended(self, why: str = "its connection has closed") -> None:
-        """The other end has closed the pipe: undo what was held through it. Idempotent."""
+        """The connection has closed: undo what was held through it. Idempotent."""
         self._end(why, lambda session: self._server.controller.close_session(session))
 
-    def cut_off(self, why: str) -> None:
-        """The relay is gone; the client may live, and read what it has mapped. Idempotent."""
+    def relay_lost(self, why: str) -> None:
+        """The relay is gone. The client may live, and read what it has mapped. Idempotent."""
         self._end(
             why, lambda session: self._server.controller.detached.detach(session, self._process)
         )
@@ -141,8 +141,8 @@ class Conversation:
         if self not in self._server.conversations:
             return
         self._server.conversations.discard(self)
-        # The pipe refers to this and this to the pipe: what was held is free at once, not when the
-        # collector comes.
+        # The connection refers to this and this to the connection: without the cycle, both are free
+        # at once, and not when the garbage collector comes.
         self._sender.close()
         self.end = _nothing
         for waiter in self._waiters.values():
@@ -160,17 +160,14 @@ class Conversation:
     # ---- messages -------------------------------------------------------------------------
 
     def _handle(self, request: m.Request) -> None:
-        if isinstance(request, m.Hello):
-            self._hello(request)
-            return
-        if isinstance(request, m.Attach):
-            self._attach(request)
+        if isinstance(request, (m.Hello, m.Attach)):
+            self._begin(request)
             return
         if self._volume >= 0:
             match request:
                 case m.Warm():
                     self._server.volume_warmed(self._volume, request)
-                case m.Died():
+                case m.ProcessDied():
                     self._server.process_ended(request)
                 case _:
                     raise ProtocolError(f"a volume does not send {type(request).__name__}")
@@ -204,43 +201,38 @@ class Conversation:
             except StoreClosedError as error:
                 self.refuse(error.message, error.code)
 
-    def _hello(self, hello: m.Hello) -> None:
-        self._check_first("client", hello.protocol)
-        controller = self._server.controller
-        try:
-            if hello.session:
-                session = controller.join_session(hello.session)
-                session.lanes += 1
-            else:
-                session = controller.open_session(hello.facts, hello.topology)
-                self._anchor = True
-                self._server.joined(session)
-        except TorchStoreError as error:
-            self.send(m.Failure(hello.id, error.code, error.message))
-            self.end()
-            return
-        self._session = session
-        self.send(self._server.welcome(hello.id, session.token, self._via))
-
-    def _attach(self, request: m.Attach) -> None:
-        self._check_first("volume", request.protocol)
-        try:
-            self._server.volume_attached(request.info, self.send)
-        except TorchStoreError as error:
-            self.send(m.Failure(request.id, error.code, error.message))
-            self.end()
-            return
-        self._volume = request.info.index
-        self.send(m.Done(request.id))
-
-    def _check_first(self, who: str, protocol: int) -> None:
+    def _begin(self, first: m.Hello | m.Attach) -> None:
+        """Answer the first message, of a client or a volume."""
         if self.greeted:
             raise ProtocolError("a connection has one Hello")
-        if protocol != m.PROTOCOL_VERSION:
+        if first.protocol != m.PROTOCOL_VERSION:
+            peer = "client" if isinstance(first, m.Hello) else "volume"
             raise ProtocolError(
-                f"{who} speaks protocol {protocol}, this server {m.PROTOCOL_VERSION}; "
+                f"{peer} speaks protocol {first.protocol}, this server {m.PROTOCOL_VERSION}; "
                 "install the same torchstore-core on both sides"
             )
+        try:
+            if isinstance(first, m.Hello):
+                self._hello(first)
+            else:
+                self._server.volume_attached(first.info, self.send)
+                self._volume = first.info.index
+                self.send(m.Done(first.id))
+        except TorchStoreError as error:
+            self.send(m.Failure(first.id, error.code, error.message))
+            self.end()
+
+    def _hello(self, hello: m.Hello) -> None:
+        controller = self._server.controller
+        if hello.session:
+            session = controller.join_session(hello.session)
+            session.lanes += 1
+        else:
+            session = controller.open_session(hello.facts, hello.topology)
+            self._anchor = True
+            self._server.joined(session)
+        self._session = session
+        self.send(self._server.welcome(hello.id, session.token, self._via))
 
     def _answer(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
         controller = self._server.controller
@@ -310,7 +302,7 @@ class Conversation:
 
 
 def _nothing() -> None:
-    """It is closed already."""
+    """The connection is closed already."""
 
 
 def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:

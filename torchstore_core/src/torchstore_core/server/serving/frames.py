@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
 from torchstore_core.errors import ProtocolError
-from torchstore_core.machine.processes import DeathWatch
+from torchstore_core.machine.processes import ProcessWatch
 from torchstore_core.wire.framing import FrameReader
 
 __all__ = ["ClientSocket", "FrameProtocol"]
@@ -110,12 +110,12 @@ class ClientSocket(FrameProtocol):
         super().__init__(limit)
         self.pid = pid
         self._host = host
-        self._watch: DeathWatch | None = None
+        self._watch: ProcessWatch | None = None
         self._ending: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
         """From now on :meth:`process_died` is called."""
-        self._watch = DeathWatch(self.pid, self.process_died)
+        self._watch = ProcessWatch(self.pid, self.process_died)
 
     def process_died(self) -> None:
         """The process is dead, but a forked child of it may keep the socket open."""

@@ -1,4 +1,4 @@
-"""What people and tools are told of keys. Reads only."""
+"""What people and tools are told of keys, volumes and sessions. Changes nothing."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str) -> Found:
 def listing(
     catalog: Catalog, volumes: Sequence[VolumeRecord], prefix: str, after: str
 ) -> tuple[list[Listed], list[Pending], bool]:
-    """What is known of the keys above ``after`` that start with ``prefix``: one page, sorted; their
-    versions that are not whole; and whether there are more.
+    """One page of the keys above ``after`` that start with ``prefix``, sorted: what is known of
+    them, their versions that are not whole, and whether there are more keys.
     """
     names = catalog.names.page(prefix, after, m.MAX_LISTED + 1)
     waiting = {key for key in catalog.unfinished(prefix) if key > after}
@@ -82,9 +82,9 @@ def listing(
 
 
 def _chars(state: Pending) -> int:
-    """About what it takes in a message."""
-    who = (state.committed, state.writing, state.missing_participants)
-    return len(state.key) + sum(len(name) + 2 for names in who for name in names)
+    """About how many characters it takes in a message."""
+    participants = (state.committed, state.writing, state.missing_participants)
+    return len(state.key) + sum(len(name) + 2 for names in participants for name in names)
 
 
 def volume_status(volume: VolumeRecord) -> VolumeStatus:
@@ -124,11 +124,11 @@ def session_status(session: SessionRecord, role: str) -> SessionStatus:
 
 
 def unfinished(catalog: Catalog) -> tuple[list[Pending], int, int]:
-    """Versions that are not whole: the first of them, how many there are, and the bytes that are
-    done of all.
+    """The versions that are not whole: the first of them, how many there are, and how many bytes of
+    all of them are committed.
     """
     keys = catalog.unfinished()
-    generations = [g for key in keys for g in catalog.groups[key].pending.values()]
+    generations = [g for key in keys for g in catalog.histories[key].pending.values()]
     first: list[Pending] = []
     room = m.MAX_LISTED_CHARS
     for state in (state for key in keys for state in catalog.pending(key, brief=True)):

@@ -1,6 +1,7 @@
-"""What a server says of itself, a line each: start, joins, leaves, full, lost, paused, stop.
+"""The server's log for people, a line for each event: start, joins, leaves, full, lost, stop.
 
-Never a line for an operation: at INFO it is what a person who asks what happened wants to read.
+There is never a line for an operation: at INFO it is what somebody wants to read who asks what has
+happened.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def client_left(session: SessionRecord, why: str, count: int) -> None:
 
 
 def process_died(session: SessionRecord) -> None:
-    """A session's process has died, and what it has half done is about to be undone."""
+    """A session's process has died, and its unfinished puts are about to be undone."""
     if undone := _undone(session):
         journal.info("died: %s. Undone: %s", _client(session), undone)
 
@@ -104,11 +105,11 @@ def _client(session: SessionRecord) -> str:
 
 
 def _undone(session: SessionRecord) -> str:
-    """In words, what a session that ends now leaves half done; empty if nothing."""
+    """In words, what a session that ends now leaves unfinished; empty if that is nothing."""
     puts = list(session.txns.values())
     if not puts:
         return ""
-    names = {slot.key: None for put in puts for slot, _ in put.joined}
+    names = {target.key: None for put in puts for target, _ in put.contributions}
     names.update((value.key, None) for put in puts for value in put.plain)
     keys = ", ".join(map(repr, list(names)[:_KEYS])) + (", ..." if len(names) > _KEYS else "")
     count = "1 unfinished put" if len(puts) == 1 else f"{len(puts)} unfinished puts"
@@ -116,7 +117,7 @@ def _undone(session: SessionRecord) -> str:
 
 
 class Refusals:
-    """Says that the store is full: a line every few seconds, however many puts are refused."""
+    """Logs that the store is full, at most once in a few seconds however many puts are refused."""
 
     def __init__(self) -> None:
         self._silent_until = 0.0

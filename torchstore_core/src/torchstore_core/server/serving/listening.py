@@ -1,9 +1,9 @@
-"""Listening sockets of this host that wait, instead of spinning, when descriptors are used up.
+"""Listening sockets that wait, instead of spinning, when file descriptors are used up.
 
-A listening socket that cannot be accepted from stays readable: an event loop that goes on watching
-it is a busy loop, and one that closes what it cannot serve sends clients away who could have
-waited. So nobody accepts while there are no descriptors, whoever connects waits in the backlog for
-as long as it likes, and accepting goes on by itself when others have closed.
+While accepting fails, a listening socket stays readable. An event loop that keeps watching it
+spins, and one that closes what it cannot serve turns clients away that could have waited. So
+nothing is accepted while there are no descriptors: clients wait in the backlog as long as they
+like, and accepting goes on by itself once other connections have closed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _CALM_S = 2.0
 
 
 class Listener:
-    """A Unix socket that lets in processes of this user.
+    """A Unix socket that accepts connections of this user's processes.
 
     Args:
-        take: given what was accepted.
-        keeps: connections stay; then accepting stops while some descriptors are left, for all else
-            that needs them. False if each is over before the next one.
+        take: is given each accepted connection.
+        keeps: whether connections stay open. Then accepting stops while some descriptors are left
+            for everything else. False if each connection is over before the next one.
     """
 
     def __init__(self, take: Take, *, keeps: bool = True) -> None:
@@ -54,8 +54,8 @@ class Listener:
         self._told = False  # that it had to pause: once, until it has been calm for a while
 
     def open(self, path: str) -> None:
-        """Begin to listen at ``path``, on the running event loop. What a killed server left there
-        is replaced.
+        """Begin to listen at ``path``, on the running event loop. A socket that a killed server
+        left there is replaced.
 
         Raises:
             OSError: as ``bind`` does.
@@ -76,7 +76,7 @@ class Listener:
         self._loop.add_reader(listener.fileno(), self._readable)
 
     def close(self) -> None:
-        """Let nobody in any more; who is in stays. Idempotent."""
+        """Accept no more connections; those that are open stay. Idempotent."""
         listener, self._socket = self._socket, None
         if listener is None:
             return
@@ -121,8 +121,8 @@ class Listener:
         self._take(accepted, pid)
 
     def _is_last(self, number: int) -> bool:
-        """Whether the descriptors below the reserve are used up: each new one gets the lowest
-        number that is free.
+        """Whether only the reserve of descriptors is left: a new one always gets the lowest free
+        number.
         """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if not self._keeps or limit == resource.RLIM_INFINITY:
@@ -143,7 +143,7 @@ class Listener:
             )
 
     def _look(self) -> None:
-        """Go on accepting if there are descriptors."""
+        """Go on accepting if there are descriptors again."""
         if self._socket is None or not self._paused:
             return
         try:
@@ -186,7 +186,7 @@ _EXHAUSTED: dict[int, tuple[str, str]] = {
 
 
 def speaking(make: Callable[[int], asyncio.BaseProtocol]) -> Take:
-    """Give each connection a protocol of its own; ``make`` is told the process id."""
+    """Give each connection a protocol of its own, which ``make`` makes for the process id."""
     connecting: set[asyncio.Task[None]] = set()
 
     def take(accepted: socket.socket, pid: int) -> None:
@@ -207,8 +207,8 @@ async def _connect(accepted: socket.socket, make: Callable[[], asyncio.BaseProto
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as it may give itself: a client takes at least
-    three of a server's, and the usual soft limit of 1,024 is for programs that call select(2).
+    """Raise this process's limit of descriptors as far as it may. Each client takes at least three
+    of a server, and the usual soft limit of 1,024 is meant for programs that call select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

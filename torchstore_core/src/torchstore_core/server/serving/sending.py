@@ -19,7 +19,7 @@ class Sender:
     answered in between, and only while the client takes them.
 
     Args:
-        write: puts a whole frame into the pipe.
+        write: sends a whole frame.
     """
 
     __slots__ = ("_long", "_paused", "_scheduled", "_write")
@@ -40,20 +40,20 @@ class Sender:
         self._schedule()
 
     def cancel(self, request_id: int) -> None:
-        """Nobody waits for that reply any more."""
+        """Drop the rest of a reply that nobody waits for any more."""
         self._long = deque(one for one in self._long if one[0] != request_id)
 
     def pause(self) -> None:
-        """The client does not take what it was sent."""
+        """The client does not read what it was sent: send no more pages."""
         self._paused = True
 
     def resume(self) -> None:
-        """It does again."""
+        """The client reads again."""
         self._paused = False
         self._schedule()
 
     def close(self) -> None:
-        """The pipe is gone."""
+        """The connection is gone: send nothing any more."""
         self._long.clear()
         self._write = _to_nobody
 
@@ -75,4 +75,4 @@ class Sender:
 
 
 def _to_nobody(frame: bytearray) -> None:
-    """The pipe is gone."""
+    """The connection is gone."""

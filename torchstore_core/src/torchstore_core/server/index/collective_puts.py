@@ -1,4 +1,4 @@
-"""A put that contributes to generations: shards, state dicts, explicit versions."""
+"""Puts that contribute to generations: of shards, of state dicts, and of explicit versions."""
 
 from __future__ import annotations
 
@@ -9,56 +9,59 @@ from torchstore_core.boxes import Box
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.generations import Generation
-from torchstore_core.server.index.groups import Slot
+from torchstore_core.server.index.key_history import PutTarget
 from torchstore_core.server.index.participants import Contribution
 from torchstore_core.server.index.records import SessionRecord, Txn, Value
 from torchstore_core.server.memory.placement import check_item, check_key, checked_box, grants_of
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["JointPut"]
+__all__ = ["CollectivePut"]
 
 # What goes on from it still fits the wire's integers.
 _MAX_VERSION = 1 << 63
 
 
-class JointPut:
-    """Making one decides which generations it belongs to, and changes nothing. Then :meth:`clear`
-    makes way for it, :meth:`compare` finds what must be stored, and, when there is room for
-    :attr:`items`, :meth:`enter` makes it part of its generations.
+class CollectivePut:
+    """One such put. It is done in four steps, of which the first and the third change nothing:
+
+    1. Making it decides which generations it belongs to.
+    2. :meth:`clear` drops what has to make way for it.
+    3. :meth:`compare` finds the :attr:`items` that have to be stored.
+    4. When there is room for them, :meth:`enter` makes the put part of its generations.
 
     Attributes:
-        items: what must be stored; other participants put the rest.
-        boxes: for each of them the shard that it is, or None.
+        items: what has to be stored; other participants put the rest.
+        boxes: for each of them the shard that it is, or None if it is the whole value.
 
     Raises:
         ProtocolError: it contradicts itself.
         VersionGoneError, ConfigurationError, KeyNotFoundError, ObjectLostError: see
-            ``Catalog.slot``.
+            ``Catalog.target``.
     """
 
     def __init__(self, catalog: Catalog, session: SessionRecord, request: m.Put) -> None:
         self._catalog = catalog
         self._session = session
         self._request = request
-        self._slots: dict[str, Slot] = {}
-        self._found: list[tuple[Slot | None, Box | None]] = []
+        self._targets: dict[str, PutTarget] = {}
+        self._found: list[tuple[PutTarget | None, Box | None]] = []
         self._stored: list[int] = []
         self.items: list[m.PutItem] = []
         self.boxes: list[Box | None] = []
         self._decide()
 
     def _checked(self) -> list[Box | None]:
-        """For each item the shard that it is, see ``checked_box``."""
+        """For each item the shard that it is (see ``checked_box``), if the put makes sense."""
         request = self._request
-        group = request.group
+        publication = request.group
         if not 0 <= request.version < _MAX_VERSION:
             raise ProtocolError(f"{request.version} is no version")
-        if group is not None and not (
-            0 < len(group.key) <= m.MAX_KEY
-            and len(group.who) <= m.MAX_KEY
-            and group.participants > 0
-            and group.keep >= 0
+        if publication is not None and not (
+            0 < len(publication.key) <= m.MAX_KEY
+            and len(publication.participant) <= m.MAX_KEY
+            and publication.participants > 0
+            and publication.keep >= 0
         ):
             raise ProtocolError("a state dict has a key, and participants and keep above 0")
         seen: dict[str, tuple[m.PutItem, set[Box] | None]] = {}
@@ -76,42 +79,42 @@ class JointPut:
 
     def _decide(self) -> None:
         request = self._request
-        group = request.group
+        publication = request.group
         checked = self._checked()
-        slot: Slot | None = None
-        if group is not None:
-            slot = self._slot(group.key, group.who, ("state dict", group.participants))
+        target: PutTarget | None = None
+        if publication is not None:
+            target = self._target(
+                publication.key, publication.participant, ("state dict", publication.participants)
+            )
         for item, box in zip(request.items, checked, strict=True):
-            if group is None:
-                slot = self._slots.get(item.key)
-                if slot is None and (request.version or item.part is not None):
-                    layout, who = _layout_of(item)
+            if publication is None:
+                target = self._targets.get(item.key)
+                if target is None and (request.version or item.part is not None):
+                    layout, participant = _layout_of(item)
                     # Without a mesh a participant is its box: a new one is no late replica, but
                     # the first of another cut.
                     mesh = item.part.mesh_shape if item.part is not None else ()
                     replica = bool(mesh) or (box is not None and box.is_empty)
-                    slot = self._slot(item.key, who, layout, replica=replica)
-            self._found.append((slot, box))
+                    target = self._target(item.key, participant, layout, replica=replica)
+            self._found.append((target, box))
 
     def clear(self) -> list[Value]:
-        """Drop what is not to be waited for any more when this put comes; what nobody holds any
-        more.
-        """
-        return [value for slot in self._slots.values() for value in self._catalog.clear(slot)]
+        """Drop what has to make way for this put; the values that nobody holds any more."""
+        return [value for target in self._targets.values() for value in self._catalog.clear(target)]
 
     def compare(self) -> None:
-        """Find what must be stored, because no other participant puts it.
+        """Find what has to be stored because no other participant puts it.
 
         Raises:
             LayoutMismatchError: another participant puts an entry with another shape or dtype.
         """
         for at, item in enumerate(self._request.items):
-            slot, box = self._found[at]
+            target, box = self._found[at]
             if item.same_as >= 0:
                 continue
-            if slot is not None:
+            if target is not None:
                 name = "" if self._request.group is None else item.key
-                made = slot.generation
+                made = target.generation
                 if made is None or made.holds(name, item.meta, box, item.nbytes):
                     continue
             if box is not None and box.is_empty:
@@ -123,21 +126,23 @@ class JointPut:
     @property
     def keys(self) -> Collection[str]:
         """The keys that it contributes to."""
-        return self._slots.keys()
+        return self._targets.keys()
 
     @property
     def generations(self) -> list[Generation]:
         """The generations that it contributes to."""
-        found = (slot.generation for slot in self._slots.values())
+        found = (target.generation for target in self._targets.values())
         return [generation for generation in found if generation is not None]
 
-    def _slot(self, key: str, who: str, layout: Hashable, *, replica: bool = False) -> Slot:
+    def _target(
+        self, key: str, participant: str, layout: Hashable, *, replica: bool = False
+    ) -> PutTarget:
         request = self._request
         participants = 0 if request.group is None else request.group.participants
         what = layout, request.version, participants, request.group
-        slot = self._catalog.slot(self._session, key, who, *what, replica=replica)
-        self._slots[key] = slot
-        return slot
+        target = self._catalog.target(self._session, key, participant, *what, replica=replica)
+        self._targets[key] = target
+        return target
 
     def _check_alias(self, at: int, item: m.PutItem) -> None:
         items, of = self._request.items, item.same_as
@@ -148,24 +153,26 @@ class JointPut:
 
     @property
     def prefix(self) -> str:
-        """What comes before the keys of the items to name them in the store."""
-        group = self._request.group
-        return "" if group is None else f"{group.key}/"
+        """What the names of the entries begin with in the store; empty if the items are keys."""
+        publication = self._request.group
+        return "" if publication is None else f"{publication.key}/"
 
     def enter(self, values: Sequence[Value], granted: dict[int, int]) -> Txn:
         """Make the values of :attr:`items` part of their generations."""
         request = self._request
         by_item = dict(zip(self._stored, values, strict=True))
-        joined: dict[str, tuple[Slot, Contribution]] = {}
-        for key, slot in self._slots.items():
-            joined[key] = slot, self._catalog.join(slot, self._session)
-        group = request.group
-        if group is not None:
-            joined[group.key][1].partial = group.partial
+        contributions: dict[str, tuple[PutTarget, Contribution]] = {}
+        for key, target in self._targets.items():
+            contributions[key] = target, self._catalog.join(target, self._session)
+        publication = request.group
+        if publication is not None:
+            contributions[publication.key][1].partial = publication.partial
             if any(item.same_as >= 0 for item in request.items):
-                joined[group.key][1].order = dict.fromkeys([item.key for item in request.items])
+                contributions[publication.key][1].order = dict.fromkeys(
+                    [item.key for item in request.items]
+                )
         plain: list[Value] = []
-        results: list[Value | Slot] = []
+        results: list[Value | PutTarget] = []
         for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):
             value = by_item.get(at)
             if where is None:
@@ -177,8 +184,8 @@ class JointPut:
             generation = where.generation
             if generation is None:
                 continue
-            name = "" if group is None else item.key
-            contribution = joined[where.key][1]
+            name = "" if publication is None else item.key
+            contribution = contributions[where.key][1]
             if item.path:
                 contribution.paths[name] = item.path
             if item.same_as >= 0:
@@ -189,12 +196,12 @@ class JointPut:
                 contribution.others[name] = item.meta
                 if box is not None and box.is_empty and name not in generation.entries:
                     generation.shards(name, item.key, item.meta, self._session.facts)
-        if group is not None:
-            results = [self._slots[group.key]]
-        return Txn(list(values), granted, plain, list(joined.values()), results)
+        if publication is not None:
+            results = [self._targets[publication.key]]
+        return Txn(list(values), granted, plain, list(contributions.values()), results)
 
     def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
-        """The answer to the put; None if there is nothing to grant: all of it was inline."""
+        """The grants that answer the put; None if all of it was inline, so that it is complete."""
         by_item = dict(zip(self._stored, values, strict=True))
         asked = [at for at, i in enumerate(self._request.items) if i.data is None and i.same_as < 0]
         if not asked:
@@ -205,7 +212,7 @@ class JointPut:
 def _check_once(
     seen: dict[str, tuple[m.PutItem, set[Box] | None]], item: m.PutItem, box: Box | None
 ) -> None:
-    """Several items of one key are different shards of one tensor."""
+    """Raises ProtocolError unless several items of one key are different shards of one tensor."""
     if item.key not in seen:
         seen[item.key] = item, None if box is None else {box}
         return
@@ -222,7 +229,7 @@ def _check_once(
 
 
 def _layout_of(item: m.PutItem) -> tuple[Hashable, str]:
-    """The line that a put of one key belongs to, and who puts it."""
+    """The layout of a put to one key, and the participant that it is of."""
     part = item.part
     if part is None or not isinstance(item.meta, TensorMeta):
         return "value", ""

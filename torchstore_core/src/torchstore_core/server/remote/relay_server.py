@@ -1,0 +1,211 @@
+"""The server's side of relays: how clients on other hosts reach it, over whatever connects hosts.
+
+A relay listens on a Unix socket of its host, so its clients are watched and served exactly as those
+on the server's own host. It passes their messages on, unread, over an *uplink*: two calls of the
+distributed engine, each of which takes and returns opaque bytes. Nothing listens on a network.
+
+* ``exchange`` carries what clients have sent, and returns what can be answered at once. There is
+  one call for everything that arrived together, so one for a batch operation.
+* ``poll`` waits for replies that come later, and for messages that nobody asked for. It is also
+  the sign of life: a relay that has been silent for :data:`EXPIRE_S` seconds is taken for dead,
+  together with all its connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.machine.processes import Process
+from torchstore_core.machine.topology import Topology
+from torchstore_core.server.serving.conversation import Conversation
+
+if TYPE_CHECKING:
+    from torchstore_core.server.server import Server
+
+__all__ = ["EXPIRE_S", "RelayReplies", "RelayReply", "RelayRequest", "RelayRequests", "RelayServer"]
+
+log = logging.getLogger(__name__)
+
+#: After so many seconds of silence a relay is taken for dead.
+EXPIRE_S = 15.0
+# A poll waits for this part of it, so several in a row may be late.
+_POLL = 2 / 15
+
+
+class RelayRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What has happened on one of a relay's connections: by default, a message has come.
+
+    Args:
+        conn: number of the connection.
+        body: the message.
+        closed: the connection has closed.
+        died: the client's process is dead, although the connection may still be open.
+        process: the client's, if it is known; with the first message of a connection.
+    """
+
+    conn: int
+    body: bytes = b""
+    closed: bool = False
+    died: bool = False
+    process: Process | None = None
+
+
+class RelayReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a relay is to do with connection ``conn``: send ``frame``, and ``close`` it then."""
+
+    conn: int
+    frame: bytes = b""
+    close: bool = False
+
+
+RelayRequests = msgspec.msgpack.Decoder(list[RelayRequest])
+RelayReplies = msgspec.msgpack.Decoder(list[RelayReply])
+
+
+class _RemoteRelay:
+    """One relay: a conversation for each of its connections."""
+
+    def __init__(self, server: Server, topology: Topology, expire_s: float) -> None:
+        self._server = server
+        self.expire_s = expire_s
+        self._poll_s = expire_s * _POLL
+        self.topology = topology
+        self.last_heard = time.monotonic()
+        self._conversations: dict[int, Conversation] = {}
+        self._outbox: list[RelayReply] = []
+        self._filled = asyncio.Event()
+
+    def exchange(self, requests: list[RelayRequest]) -> list[RelayReply]:
+        self.last_heard = time.monotonic()
+        for one in requests:
+            conversation = self._conversations.get(one.conn)
+            if conversation is None and not (one.closed or one.died):
+                conversation = self._open(one.conn, one.process)
+            if conversation is None:
+                continue
+            if one.died:
+                conversation.process_died()
+            elif one.closed:
+                del self._conversations[one.conn]
+                conversation.ended()
+            else:
+                conversation.handle(one.body)
+        return self._take_outbox()
+
+    async def poll(self) -> list[RelayReply]:
+        self.last_heard = time.monotonic()
+        try:
+            await asyncio.wait_for(self._filled.wait(), self._poll_s)
+        except TimeoutError:
+            return []
+        return self._take_outbox()
+
+    def close(self, why: str) -> None:
+        """The relay is gone; its clients may still live."""
+        self._filled.set()  # a poll that waits ends
+        conversations = list(self._conversations.values())
+        self._conversations.clear()
+        for conversation in conversations:
+            conversation.relay_lost(why)
+
+    def _open(self, conn: int, process: Process | None) -> Conversation:
+        def write(frame: bytearray) -> None:
+            if conn in self._conversations:
+                self._send(RelayReply(conn, bytes(frame)))
+
+        def end() -> None:
+            conversation = self._conversations.pop(conn, None)
+            if conversation is not None:
+                self._send(RelayReply(conn, close=True))
+                conversation.ended()
+
+        made = Conversation(self._server, write, end, self.topology, process)
+        self._conversations[conn] = made
+        return made
+
+    def _send(self, reply: RelayReply) -> None:
+        self._outbox.append(reply)
+        self._filled.set()
+
+    def _take_outbox(self) -> list[RelayReply]:
+        replies, self._outbox = self._outbox, []
+        self._filled.clear()
+        return replies
+
+
+class RelayServer:
+    """Answers all relays of a store. Everything here runs on the server's event loop.
+
+    Args:
+        server: handles the messages.
+        expire_s: see :data:`EXPIRE_S`.
+    """
+
+    def __init__(self, server: Server, *, expire_s: float = EXPIRE_S) -> None:
+        self._server = server
+        self._expire_s = expire_s
+        self._relays: dict[bytes, _RemoteRelay] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._check()
+
+    def open(self, topology: bytes, expire_s: float | None = None) -> bytes:
+        """A relay announces itself, with its host's encoded Topology; the token of its uplink.
+
+        Args:
+            expire_s: its own limit of silence; None: the one of all relays.
+
+        Raises:
+            msgspec.DecodeError: that is no Topology.
+        """
+        there = msgspec.msgpack.decode(topology, type=Topology)
+        token = secrets.token_bytes(16)
+        self._relays[token] = _RemoteRelay(self._server, there, expire_s or self._expire_s)
+        return token
+
+    def exchange(self, token: bytes, requests: bytes) -> bytes:
+        """Takes an encoded list of :class:`RelayRequest`, returns one of :class:`RelayReply`.
+
+        Raises:
+            StoreClosedError: the relay was taken for dead, or never opened.
+            msgspec.DecodeError: unreadable.
+        """
+        return msgspec.msgpack.encode(self._relay(token).exchange(RelayRequests.decode(requests)))
+
+    async def poll(self, token: bytes) -> bytes:
+        """Waits for a list of :class:`RelayReply`, maybe empty; raises as :meth:`exchange`."""
+        return msgspec.msgpack.encode(await self._relay(token).poll())
+
+    def close(self, token: bytes | None = None, why: str = "its relay has closed") -> None:
+        """Close one uplink, or all of them."""
+        if token is None and self._timer is not None:
+            self._timer.cancel()
+        for one in list(self._relays) if token is None else [token]:
+            relay = self._relays.pop(one, None)
+            if relay is not None:
+                relay.close(why)
+
+    def close_silent(self, part: float = 1.0) -> None:
+        """Give up the relays that have been silent for this part of their limit."""
+        now = time.monotonic()
+        for token, relay in list(self._relays.items()):
+            silent = now - relay.last_heard
+            if silent > part * relay.expire_s:
+                log.warning("the relay on %s is silent: it is given up", relay.topology.hostname)
+                self.close(token, f"its relay was silent for {silent:.1f} s")
+
+    def _relay(self, token: bytes) -> _RemoteRelay:
+        relay = self._relays.get(token)
+        if relay is None:
+            raise StoreClosedError("this relay is unknown here: it was silent for too long")
+        return relay
+
+    def _check(self) -> None:
+        self.close_silent()
+        self._timer = asyncio.get_running_loop().call_later(self._expire_s / 15, self._check)
