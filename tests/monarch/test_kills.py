@@ -17,7 +17,7 @@ from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.clients.stores import table as stores
 
 MB = 1 << 20
 # The engine itself sees a killed process after some 9 s: on one host nobody waits for it.

@@ -21,7 +21,7 @@ from torchstore_cli.doctor.trying import Outcome, try_plugins
 from torchstore_core.clients.session.lane import socket_path
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.stores import discovery
-from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.clients.stores import environment as stores
 from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.machine import copying, topology

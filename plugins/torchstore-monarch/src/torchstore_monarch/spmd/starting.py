@@ -44,7 +44,7 @@ _PORTS = 2
 
 
 async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> MonarchRankStore:
-    """See ``Engine.start_for_ranks``."""
+    """See ``torchstore_core.contracts.engine.Engine.spmd``."""
     made = MonarchRankStore()
     try:
         if env.local_rank == 0:
