@@ -271,7 +271,7 @@ class Far:
         opened with ``mesh="procs"``.)
         """
         from torchstore_core.server.remote.uplinks import SaidList
-        from torchstore_monarch import host
+        from torchstore_monarch.actors import host
 
         if not self._counting:
             exchange = host._Uplink.exchange
