@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.support import free_port
 
-__all__ = ["Function", "Job", "running"]
+__all__ = ["Function", "Job", "python_path", "running"]
 
 _REPOSITORY = Path(__file__).parents[2]
 _MARK = "TORCHSTORE_TEST_JOB"
@@ -36,6 +36,11 @@ _START_S = 60.0
 _END_S = 10.0
 
 Function = Callable[..., Awaitable[Any]]
+
+
+def python_path() -> str:
+    """Where a fresh interpreter finds the tests' own modules, and what this one finds."""
+    return os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")]))
 
 
 class Job:
@@ -65,7 +70,7 @@ class Job:
         self.directory = self._base / "torchstore"
         self._environment = {
             **os.environ,
-            "PYTHONPATH": str(_REPOSITORY),
+            "PYTHONPATH": python_path(),
             "XDG_RUNTIME_DIR": str(self._base),
             _MARK: self.mark,
         }

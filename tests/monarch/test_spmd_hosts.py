@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.monarch.jobs import running
+from tests.monarch.jobs import python_path, running
 from tests.support import free_port, until
 
 _PROGRAM = str(Path(__file__).with_name("spmd_rank.py"))
-_REPOSITORY = Path(__file__).parents[2]
 _MARK = "TORCHSTORE_TEST_JOB"
 _RANKS = range(4)
 _PATIENCE_S = 40.0
@@ -48,7 +47,7 @@ class Ranks:
                 env={
                     **os.environ,
                     _MARK: self._mark,
-                    "PYTHONPATH": str(_REPOSITORY),
+                    "PYTHONPATH": python_path(),
                     "XDG_RUNTIME_DIR": str(self._base),
                     "OMP_NUM_THREADS": "1",
                     "RANK": str(rank),
