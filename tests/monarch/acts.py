@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchstore_core as ts
-from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.clients.stores import table as stores
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import encode

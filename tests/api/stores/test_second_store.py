@@ -18,8 +18,7 @@ from tests.support import SMALL, free_port, halt, running_store, server_children
 
 import torchstore_core as ts
 import torchstore_core.blocking as blocking
-from torchstore_core.clients.stores import memberships as stores
-from torchstore_core.clients.stores import starting
+from torchstore_core.clients.stores import starting, table
 
 pytestmark = pytest.mark.local_only
 
@@ -340,13 +339,13 @@ async def test_who_waits_for_a_start_that_fails_starts_it(nothing_left: None) ->
 
 
 def test_a_forked_child_does_not_wait_for_what_its_parent_starts() -> None:
-    with stores.starting("torchstore"):
+    with table.reserve("torchstore"):
         pid = os.fork()
         if pid == 0:
             signal.alarm(10)
             status = 1
             try:
-                with stores.starting("torchstore"):
+                with table.reserve("torchstore"):
                     status = 0
             finally:
                 os._exit(status)
@@ -354,7 +353,7 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_starts() -> None:
 
 
 async def test_a_start_that_takes_too_long_is_not_waited_for() -> None:
-    with stores.starting("torchstore"):
+    with table.reserve("torchstore"):
         with pytest.raises(ts.StoreTimeoutError, match="another thread or task of this process"):
             await ts.connect_or_initialize(timeout=0.01)
         with pytest.raises(ts.ConfigurationError, match="at this moment"):

@@ -118,10 +118,10 @@ def test_what_outlives_its_owner() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"engine": "FindsNothing"}, "does not know the store that was started"),
-        ({"engine": "FindsAnything"}, "a store that never was"),
-        ({"engine": "EndsNothing"}, "did not know the store"),
-        ({"engine": "EndsAnything"}, "said that it ended it"),
+        ({"find": "find_nothing"}, "does not know the store that was started"),
+        ({"find": "find_anything"}, "a store that never was"),
+        ({"end": "end_nothing"}, "did not know the store"),
+        ({"end": "end_anything"}, "said that it ended it"),
     ],
 )
 def test_names_that_lead_elsewhere(changed: dict[str, str], says: str) -> None:
@@ -132,7 +132,7 @@ def test_names_that_lead_elsewhere(changed: dict[str, str], says: str) -> None:
 
 def test_an_end_that_is_only_said() -> None:
     """The name is not free then."""
-    kit = _kit(wrong.Named, spec=lambda self: wrong.spec(engine="EndsInWords"))
+    kit = _kit(wrong.Named, spec=lambda self: wrong.spec(end="end_in_words"))
     with pytest.raises(ConfigurationError, match="already"):
         kit.test_it_finds_and_ends_stores_by_name()
 

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import msgspec
 
-from torchstore_core.contracts.engine import Engine
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec, StoreOptions
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.directories import runtime_directory
@@ -126,51 +125,44 @@ class Careless(Named):
         return await super().start(options, mesh)
 
 
-class NamedEngine(Engine):
-    """Finds the stores of :class:`Named`."""
-
-    async def find(self, store_name: str, timeout: float | None) -> str | None:
-        return Named.stores.get(store_name, (None, None))[0]
-
-    async def end(self, store_name: str, timeout: float | None) -> bool:
-        if store_name not in Named.stores:
-            return False
-        await Named.stores[store_name][1].stop(5.0)
-        return True
+async def find(store_name: str, timeout: float | None) -> str | None:
+    return Named.stores.get(store_name, (None, None))[0]
 
 
-class FindsNothing(NamedEngine):
-    async def find(self, store_name: str, timeout: float | None) -> str | None:
-        return None
+async def find_nothing(store_name: str, timeout: float | None) -> str | None:
+    return None
 
 
-class FindsAnything(NamedEngine):
-    async def find(self, store_name: str, timeout: float | None) -> str | None:
-        return "unix:/nowhere"
+async def find_anything(store_name: str, timeout: float | None) -> str | None:
+    return "unix:/nowhere"
 
 
-class EndsNothing(NamedEngine):
-    async def end(self, store_name: str, timeout: float | None) -> bool:
+async def end(store_name: str, timeout: float | None) -> bool:
+    if store_name not in Named.stores:
         return False
+    await Named.stores[store_name][1].stop(5.0)
+    return True
 
 
-class EndsAnything(NamedEngine):
-    async def end(self, store_name: str, timeout: float | None) -> bool:
-        return True
+async def end_nothing(store_name: str, timeout: float | None) -> bool:
+    return False
 
 
-class EndsInWords(NamedEngine):
+async def end_anything(store_name: str, timeout: float | None) -> bool:
+    return True
+
+
+async def end_in_words(store_name: str, timeout: float | None) -> bool:
     """Says so, and the store goes on under its name."""
-
-    async def end(self, store_name: str, timeout: float | None) -> bool:
-        return store_name in Named.stores
+    return store_name in Named.stores
 
 
-def spec(*, factory: str = "Named", engine: str = "NamedEngine") -> RuntimeSpec:
+def spec(*, factory: str = "Named", find: str = "find", end: str = "end") -> RuntimeSpec:
     return RuntimeSpec(
         "named",
         f"{HERE}:{factory}",
         lambda mesh: 1 if mesh is None else None,
-        engine=f"{HERE}:{engine}",
         here=lambda: bool(Named.stores),
+        find=f"{HERE}:{find}",
+        end=f"{HERE}:{end}",
     )

@@ -18,7 +18,7 @@ from tests.support import until
 
 import torchstore_core as ts
 from torchstore_core.machine import topology
-from torchstore_monarch.protocol import Asked, outcome, result
+from torchstore_monarch.protocol import StoreRequest, outcome, result
 
 MB = 1 << 20
 RACE = {"store_name": "race"}
@@ -54,7 +54,7 @@ def _now(job: Job) -> tuple[set[int], set[str]]:
 @contextmanager
 def _reaching(step: str, then: Callable[[], None] | None = None) -> Iterator[threading.Event]:
     """In the root: set when the directory calls that function of its module for a store."""
-    from torchstore_monarch import directory
+    from torchstore_monarch.actors import directory
 
     real, reached = getattr(directory, step), threading.Event()
 
@@ -110,9 +110,9 @@ async def test_an_initialize_that_is_cancelled_leaves_nothing(others_job: Job, s
 
 
 async def _end_of_token(token: str) -> bool:
-    from torchstore_monarch import finding
+    from torchstore_monarch import job
 
-    return await finding.end("race", 10, token)
+    return await job.end("race", 10, token)
 
 
 async def test_a_cancelled_initialize_ends_no_other_store_of_its_name(others_job: Job) -> None:
@@ -128,11 +128,11 @@ async def test_a_cancelled_initialize_ends_no_other_store_of_its_name(others_job
 
 
 async def _create_given_up() -> None:
-    from torchstore_monarch import directory
+    from torchstore_monarch.actors import directory
 
     made = directory.Directory()
     made._given_up.append("token")
-    asked = Asked("race", 1, "singleton", b"{}", None, 0, 5.0, (), "token")
+    asked = StoreRequest("race", 1, "singleton", b"{}", None, 0, 5.0, (), "token")
     await made._create(asked, None)
 
 
@@ -196,15 +196,15 @@ _adoptions: list[None] = []
 
 
 async def _count_adoptions() -> None:
-    from torchstore_monarch import finding
+    from torchstore_monarch import job
 
-    real = finding.adopt
+    real = job.use_this_actor
 
-    def adopt() -> None:
+    def use_this_actor() -> None:
         _adoptions.append(None)
         real()
 
-    finding.adopt = adopt
+    job.use_this_actor = use_this_actor
 
 
 async def _adoptions_so_far() -> int:
@@ -213,19 +213,19 @@ async def _adoptions_so_far() -> int:
 
 async def _first_calls(store_name: str) -> None:
     """At the same time in this loop and in loops of other threads; the very first is cancelled."""
-    from torchstore_monarch import finding
+    from torchstore_monarch import job
 
-    real, reached = finding.directory, threading.Event()
+    real, reached = job.directory, threading.Event()
 
     async def directory() -> Any:
         reached.set()
         return await real()
 
-    finding.directory = directory
-    first = asyncio.ensure_future(finding.find(store_name, 30))
+    job.directory = directory
+    first = asyncio.ensure_future(job.find(store_name, 30))
     await asyncio.to_thread(reached.wait, 30)
     first.cancel()
-    finding.directory = real
+    job.directory = real
 
     def elsewhere() -> None:
         asyncio.run(_find_often(store_name))
@@ -235,9 +235,9 @@ async def _first_calls(store_name: str) -> None:
 
 
 async def _find_often(store_name: str) -> None:
-    from torchstore_monarch import finding
+    from torchstore_monarch import job
 
-    found = await asyncio.gather(*(finding.find(store_name, 30) for _ in range(8)))
+    found = await asyncio.gather(*(job.find(store_name, 30) for _ in range(8)))
     assert len(set(found)) == 1
 
 
@@ -256,7 +256,7 @@ async def test_first_calls_of_a_process_at_the_same_time() -> None:
 
 
 async def _make_at_once() -> tuple[bool, list[str], int]:
-    from torchstore_monarch import finding
+    from torchstore_monarch import job
 
     made: list[int] = []
     go = threading.Event()
@@ -268,15 +268,15 @@ async def _make_at_once() -> tuple[bool, list[str], int]:
             raise ts.TransportError("once")
         return len(made)
 
-    calls = [asyncio.ensure_future(finding._once("test", make)) for _ in range(3)]
+    calls = [asyncio.ensure_future(job._once("test", make)) for _ in range(3)]
     await until(lambda: made)
     calls[0].cancel()
     await asyncio.wait([calls[0]])
     go.set()
     errors = await asyncio.gather(*calls[1:], return_exceptions=True)
-    await until(lambda: not finding._making)
+    await until(lambda: not job._making)
     said = [str(error) for error in errors]
-    return calls[0].cancelled(), said, await finding._once("test", make)
+    return calls[0].cancelled(), said, await job._once("test", make)
 
 
 async def test_one_makes_for_all(others_job: Job) -> None:
@@ -331,10 +331,10 @@ async def _shut_down_within(timeout: float) -> None:
 
 
 async def _to_be_killed(own_agents: bool, host_id: str) -> tuple[set[int], int, int]:
-    from torchstore_monarch import directory
+    from torchstore_monarch.actors import directory
 
     here = topology.probe()
-    store = directory._Store(Asked("race", 1, "singleton", b"{}", None, 0, 5.0, ()))
+    store = directory._Store(StoreRequest("race", 1, "singleton", b"{}", None, 0, 5.0, ()))
     store.own_agents, store.controller_pid = own_agents, os.getppid()
     directory._note_processes(store, host_id or here.host_id, [here])
     return set(store.processes), os.getppid(), os.getpid()

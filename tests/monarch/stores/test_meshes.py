@@ -12,7 +12,7 @@ from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_monarch.placing import spread
+from torchstore_monarch.actors.placing import spread
 
 MB = 1 << 20
 

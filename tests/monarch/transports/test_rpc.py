@@ -29,12 +29,12 @@ from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.wire import messages as m
-from torchstore_monarch.hosting import hosting
+from torchstore_monarch.actors.hosting import hosting
 from torchstore_monarch.protocol import outcome
-from torchstore_monarch.rpc.carrier import Carrier
+from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.link import RpcLink
 from torchstore_monarch.rpc.server import RpcServer
-from torchstore_monarch.rpc.wire import AGENT, CHUNK, PIECES, Carried, Carry, frame
+from torchstore_monarch.rpc.wire import AGENT, CHUNK, PIECES, RpcRequest, RpcResponse, frame
 
 SIZE = 64 << 20
 HERE = topology.probe()
@@ -58,7 +58,7 @@ class _Endpoint:
 
 
 class _Agent:
-    """Server half and carrier, on a thread's loop; ``read`` and ``write`` are the endpoints."""
+    """Server half and forwarder, on a thread's loop; ``read`` and ``write`` are the endpoints."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -72,9 +72,9 @@ class _Agent:
         context = ServerContext("store", "store-0", str(self.directory), HERE)
         with hosting():
             self.offer = await self.half.start(context, [Segment(0, self.fd, SIZE)])
-        self.carrier = Carrier(str(self.directory), lambda: self.valid)
-        self.carrier.volumes = {"store-0": self}
-        await self.carrier.start()
+        self.forwarder = Forwarder(str(self.directory), lambda: self.valid)
+        self.forwarder.volumes = {"store-0": self}
+        await self.forwarder.start()
 
     @property
     def read(self) -> _Endpoint:
@@ -85,7 +85,7 @@ class _Agent:
         return _Endpoint(self.half.write, self)
 
     async def close(self) -> None:
-        await self.carrier.close()
+        await self.forwarder.close()
         await self.half.close()
 
     async def link(self) -> RpcLink:
@@ -246,7 +246,7 @@ async def test_the_agent_ends_in_the_middle(agent: _Agent, stage: Backstage) -> 
     mine = _buffer(4 * CHUNK)
     task = asyncio.create_task(link.read([Copy(mine.data_ptr(), 0, 0, len(mine))]))
     await until(lambda: agent.calls > 0)
-    stage.do(agent.carrier.close())
+    stage.do(agent.forwarder.close())
     with pytest.raises(TransportError, match="agent of this host is gone"):
         await task
     with pytest.raises(TransportError, match="broken"):
@@ -287,7 +287,7 @@ async def test_places_outside_the_segment(
 
 
 async def test_a_volume_that_is_not_there(agent: _Agent) -> None:
-    agent.carrier.volumes = {}
+    agent.forwarder.volumes = {}
     link = await agent.link()
     mine = _buffer(64)
     with pytest.raises(TransportError, match="no volume"):
@@ -309,7 +309,7 @@ async def test_no_bytes_when_the_server_may_have_given_them_to_others(agent: _Ag
 
 
 def _carry(places: list[tuple[int, int, int]], nbytes: int, *, write: bool = False) -> bytes:
-    return frame(Carry("store-0", places, nbytes, write))
+    return frame(RpcRequest("store-0", places, nbytes, write))
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def _carry(places: list[tuple[int, int, int]], nbytes: int, *, write: bool = Fal
         _carry([(0, 0, -8)], -8),
         _carry([(0, 0, 16), (0, 0, -8)], 8),
         _carry([(0, 0, 0)] * (PIECES + 1), 0),
-        frame(Carried("no request")),
+        frame(RpcResponse("no request")),
         _carry([(0, 0, 100)], 100, write=True) + b"short",
     ],
     ids=["size", "bytes", "sum", "long", "negative", "mixed", "many", "kind", "short"],
@@ -337,7 +337,7 @@ async def test_garbage_ends_that_connection_alone(agent: _Agent, garbage: bytes)
         left = await asyncio.to_thread(sock.recv, 1 << 16)
     if left:  # answered and refused: then it was read as a request
         size = int.from_bytes(left[:4], "little")
-        assert msgspec.msgpack.decode(left[4 : 4 + size], type=Carried).error
+        assert msgspec.msgpack.decode(left[4 : 4 + size], type=RpcResponse).error
     mine = _buffer(64, 1)
     await link.write([Copy(mine.data_ptr(), 0, 0, 64)])
     assert agent.half.read([(0, 0, 64)]) == bytes(mine.tolist())
@@ -353,10 +353,10 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
         await asyncio.to_thread(sock.sendall, b"\x05" * CHUNK)
         await until(lambda: agent.calls > 0)
     # The connection is closed, as if this process were killed: the request is with the agent.
-    stage.do(agent.carrier.idle(1))
+    stage.do(agent.forwarder.idle(1))
 
     async def idle_here() -> None:
-        await agent.carrier.idle(HERE.pid)
+        await agent.forwarder.idle(HERE.pid)
 
     waiting = asyncio.run_coroutine_threadsafe(idle_here(), stage.loop)
     with pytest.raises(TimeoutError):

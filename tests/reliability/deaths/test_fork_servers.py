@@ -119,14 +119,14 @@ async def test_nobody_finds_the_store_of_a_stranger():
             await ts.get("k")
 
         mine = {**said, "pid": os.getppid(), "started": topology.started(os.getppid())}
-        for wrong in ({"started": said["started"]}, {"pids": "pid:[1]"}, {"host": "other"}):
+        for wrong in ({"started": said["started"]}, {"pid_namespace": 1}, {"host_id": "other"}):
             note.write_bytes(msgspec.json.encode({**mine, **wrong}))
-            assert ancestors.found("torchstore") is None
+            assert ancestors.find("torchstore") is None
         note.write_bytes(b"{")
-        assert ancestors.found("torchstore") is None
+        assert ancestors.find("torchstore") is None
         note.write_bytes(msgspec.json.encode(mine))  # all else is right
-        assert ancestors.found("torchstore") == address
-        assert ancestors.found("other") is None
+        assert ancestors.find("torchstore") == address
+        assert ancestors.find("other") is None
     finally:
         await process.communicate(b"")  # it ends, and its store
     assert not folder.exists()

@@ -104,8 +104,9 @@ class Crowd:
         """Have the first of them greeted, so that it stays."""
         here = topology.probe()
         hello = m.Hello(1, m.PROTOCOL_VERSION, b"", here, client_facts({}, here))
-        self._sockets[0].sendall(encode(hello))
-        assert self._sockets[0].recv(1)
+        for request in (hello, m.Exists(2, [])):  # the second, when all is done for the first
+            self._sockets[0].sendall(encode(request))
+            assert self._sockets[0].recv(1 << 16)
 
     def __enter__(self) -> Crowd:
         return self

@@ -354,14 +354,14 @@ def test_a_name_that_nobody_has_says_what_to_install(
 ENGINE = """
 @hookimpl
 def torchstore_runtime():
-    return RuntimeSpec({name!r}, "nowhere:Class", lambda mesh: None, "nowhere:E", spans_hosts=True)
+    return RuntimeSpec({name!r}, "nowhere:Class", lambda mesh: None, spmd="nowhere:start")
 """
 
 
 async def test_several_engines_that_span_hosts_are_too_many(site: Site) -> None:
     """Which one is meant is said by blocking the others."""
     site.install("engines", RUNTIMES, one=ENGINE, two=ENGINE)
-    for block, says in (([], "one and two can each"), (["two"], "cannot import 'nowhere:E'")):
+    for block, says in (([], "one and two can each"), (["two"], "cannot import 'nowhere:start'")):
         env = ts.SPMDEnv(0, 0, 4, 2, "127.0.0.1", free_port())
         with pytest.raises(PluginError, match=says):
             await ts.initialize_spmd(env=env, block=[*block, "monarch"])

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.client import Client
-from torchstore_core.clients.stores import memberships as stores
-from torchstore_core.clients.stores import starting
-from torchstore_core.clients.stores.memberships import DEFAULT_NAME, DEFAULT_TIMEOUT_S, Membership
+from torchstore_core.clients.stores import environment, lookup, starting, table
+from torchstore_core.clients.stores.environment import DEFAULT_NAME
+from torchstore_core.clients.stores.joined import DEFAULT_TIMEOUT_S, JoinedStore
 from torchstore_core.contracts.ranks import SPMDEnv
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
@@ -108,7 +108,7 @@ async def initialize(
     timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
     policy = Policy.make(prefer, block)
     registry = Registry(block=policy.block)
-    with stores.starting(store_name) as ended:
+    with table.reserve(store_name) as ended:
         if ended is not None:
             await _leave(ended, _STOP_TIMEOUT_S)
         host = starting.runtime(registry, runtime, mesh)
@@ -128,7 +128,7 @@ async def initialize(
             mesh,
             policy,
             timeout,
-            stores.allow_pickle_default() if allow_pickle is None else allow_pickle,
+            environment.allow_pickle_default() if allow_pickle is None else allow_pickle,
         )
 
 
@@ -197,8 +197,8 @@ async def initialize_spmd(
                 volumes = host.default_volumes(placing)
             timeout = starting.check(volumes, store_name, capacity, prefault, timeout)
             if allow_pickle is None:
-                allow_pickle = stores.allow_pickle_default()
-            ended = reserved.enter_context(stores.starting(store_name))
+                allow_pickle = environment.allow_pickle_default()
+            ended = reserved.enter_context(table.reserve(store_name))
             if ended is not None:
                 await _leave(ended, _STOP_TIMEOUT_S)
             if place.local_rank == 0:  # once a host is enough
@@ -238,26 +238,26 @@ async def connect(
         PluginError: two packages claim one transport.
     """
     timeout = starting.check(1, store_name, None, None, timeout)
-    address = stores.as_address(address)
-    before = stores.known(store_name)
+    address = environment.as_address(address)
+    before = table.known(store_name)
     if before is not None and before.runtime is not None and before.address != address:
         raise ConfigurationError(
             f"this process owns a store {store_name!r}; give the other one another store_name"
         )
     if allow_pickle is None:
-        allow_pickle = stores.allow_pickle_default()
+        allow_pickle = environment.allow_pickle_default()
     policy = Policy.make(prefer, block)
     if before is not None and before.leads_to(address, policy):
         # The same store again: earlier clients of it stay what they are.
         await before.session(timeout)
         return Client(before, timeout=timeout, allow_pickle=allow_pickle)
     runtime = before.runtime if before is not None else None
-    membership = Membership(store_name, address, policy, timeout, allow_pickle, runtime)
-    membership.guest = runtime is None
-    await membership.session(timeout)
-    kept = stores.join(membership, before)
-    if kept is membership:
-        return Client(membership)
+    store = JoinedStore(store_name, address, policy, timeout, allow_pickle, runtime)
+    store.connected = runtime is None
+    await store.session(timeout)
+    kept = table.join(store, before)
+    if kept is store:
+        return Client(store)
     return Client(kept, timeout=timeout, allow_pickle=allow_pickle)
 
 
@@ -319,8 +319,10 @@ async def connect_or_initialize(
     begun = time.monotonic()
     while True:
         waited = time.monotonic() - begun
-        await stores.started(store_name, None if timeout is None else max(0.0, timeout - waited))
-        before = stores.known(store_name)
+        await table.until_started(
+            store_name, None if timeout is None else max(0.0, timeout - waited)
+        )
+        before = table.known(store_name)
         if before is not None:
             try:
                 return await join(before.address)
@@ -328,13 +330,13 @@ async def connect_or_initialize(
                 if before.runtime is not None:
                     if before.runtime.ranks is not None:
                         raise
-                    if stores.remove(store_name, before) is not None:
+                    if table.remove(store_name, before) is not None:
                         await _leave(before, _STOP_TIMEOUT_S)
-        where = stores.address_of(store_name)
+        where = lookup.address_of(store_name)
         if where is not None and (before is None or before.address != where):
             with contextlib.suppress(StoreClosedError):
                 return await join(where)
-        before = stores.known(store_name)
+        before = table.known(store_name)
         try:
             return await initialize(
                 num_storage_volumes,
@@ -351,7 +353,7 @@ async def connect_or_initialize(
             )
         except ConfigurationError as error:
             # Another thread or task was faster.
-            if "taken" not in error.details and stores.known(store_name) is before:
+            if "taken" not in error.details and table.known(store_name) is before:
                 raise
 
 
@@ -370,21 +372,21 @@ async def shutdown(
     """
     limit = check_timeout(timeout)
     limit = _STOP_TIMEOUT_S if limit is None else limit
-    membership = stores.remove(store_name)
-    if membership is not None:
-        await _leave(membership, limit)
-    if membership is None or not (membership.guest or membership.runtime):
-        await stores.end(store_name, None if membership is None else membership.address, limit)
+    store = table.remove(store_name)
+    if store is not None:
+        await _leave(store, limit)
+    if store is None or not (store.connected or store.runtime):
+        await lookup.end_in_job(store_name, None if store is None else store.address, limit)
 
 
-async def _leave(membership: Membership, limit: float) -> None:
-    """Leave a store that is none of this process's any more, and end its server if it owns it."""
-    membership.close()
-    runtime = membership.runtime
+async def _leave(store: JoinedStore, limit: float) -> None:
+    """Leave a store that was removed from the table, and end its server if this process owns it."""
+    store.close()
+    runtime = store.runtime
     if runtime is not None:
-        published = runtime.local_address or membership.address
-        if stores.inherited_address(membership.store_name) == published:
-            stores.publish(membership.store_name, None)
+        published = runtime.local_address or store.address
+        if environment.inherited_address(store.store_name) == published:
+            environment.publish(store.store_name, None)
         await runtime.stop(limit)
 
 
@@ -395,7 +397,7 @@ async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = Non
         StoreClosedError: this process knows no such store.
     """
     check_timeout(timeout)
-    return stores.find(store_name).address
+    return table.find(store_name).address
 
 
 async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> Client:
@@ -406,9 +408,9 @@ async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None
         StoreTimeoutError: no answer within ``timeout`` seconds.
     """
     limit = check_timeout(timeout)
-    membership = stores.find(store_name)
-    await membership.session(membership.timeout if timeout is None else limit)
-    return Client(membership)
+    store = table.find(store_name)
+    await store.session(store.timeout if timeout is None else limit)
+    return Client(store)
 
 
 async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> None:
@@ -421,13 +423,13 @@ async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None 
         ConfigurationError: a bad timeout.
     """
     check_timeout(timeout)
-    membership = stores.known(store_name)
-    if membership is not None:
-        membership.reset()
+    store = table.known(store_name)
+    if store is not None:
+        store.reset()
 
 
 def _client(store_name: str) -> Client:
-    return Client(stores.find(store_name))
+    return Client(table.find(store_name))
 
 
 async def put(

@@ -14,7 +14,7 @@ import msgspec
 
 from torchstore_core.clients.session.lane import Lane
 from torchstore_core.clients.stores import discovery
-from torchstore_core.clients.stores.memberships import (
+from torchstore_core.clients.stores.environment import (
     ADDRESS,
     DEFAULT_NAME,
     as_address,

@@ -43,7 +43,9 @@ def torchstore_runtime() -> RuntimeSpec:
         "monarch",
         "torchstore_monarch.runtime:MonarchRuntime",
         _applies,
-        engine="torchstore_monarch.engine:MonarchEngine",
         here=_in_a_job,
-        spans_hosts=True,
+        find="torchstore_monarch.finding:find",
+        end="torchstore_monarch.finding:end",
+        rank="torchstore_monarch.finding:rank",
+        spmd="torchstore_monarch.spmd.starting:start",
     )

@@ -1,4 +1,4 @@
-"""What the actors of a store tell each other: plain data, as opaque msgspec bytes."""
+"""What the actors of a store send each other: plain data, as opaque msgpack bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
 from torchstore_core.plugins.strategy_data import encode_strategy
 from torchstore_core.server.remote.relay_server import EXPIRE_S
 
-__all__ = ["Asked", "Failed", "FoundStore", "Placement", "VolumePlan", "outcome", "result"]
+__all__ = [
+    "ErrorData",
+    "FoundStore",
+    "Placement",
+    "StoreRequest",
+    "VolumePlan",
+    "outcome",
+    "result",
+]
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +29,7 @@ T = TypeVar("T")
 _ANY_ERROR = TorchStoreError.code
 
 
-class Asked(msgspec.Struct, frozen=True):
+class StoreRequest(msgspec.Struct, frozen=True):
     """What ``initialize`` wants; see ``contracts.runtime.StoreOptions``.
 
     Args:
@@ -41,7 +49,7 @@ class Asked(msgspec.Struct, frozen=True):
     members: bool = False
 
     @classmethod
-    def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> Asked:
+    def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> StoreRequest:
         """The same as plain data."""
         name, fields = "singleton", b"{}"
         if options.strategy is not None:
@@ -103,7 +111,7 @@ class Placement(msgspec.Struct, frozen=True):
     expire_s: float = EXPIRE_S
 
 
-class Failed(msgspec.Struct, frozen=True):
+class ErrorData(msgspec.Struct, frozen=True):
     """A typed error on its way between processes."""
 
     code: str
@@ -119,12 +127,12 @@ async def outcome(work: Awaitable[T]) -> tuple[bytes, T | None]:
     try:
         return b"", await work
     except TorchStoreError as error:
-        failed = Failed(error.code, error.message, error.key, error.details)
+        failed = ErrorData(error.code, error.message, error.key, error.details)
     except OSError as error:
-        failed = Failed(_ANY_ERROR, f"{type(error).__name__}: {error}")
+        failed = ErrorData(_ANY_ERROR, f"{type(error).__name__}: {error}")
     except Exception as error:
         log.exception("an actor of a store has failed")
-        failed = Failed(_ANY_ERROR, f"{type(error).__name__}: {error}")
+        failed = ErrorData(_ANY_ERROR, f"{type(error).__name__}: {error}")
     return msgspec.msgpack.encode(failed), None
 
 
@@ -136,7 +144,7 @@ def result(answer: tuple[bytes, T | None]) -> T:
     """
     failure, value = answer
     if failure:
-        failed = msgspec.msgpack.decode(failure, type=Failed)
+        failed = msgspec.msgpack.decode(failure, type=ErrorData)
         raise from_wire(failed.code, failed.message, failed.key, failed.details)
     if value is None:
         raise StoreClosedError("an actor of the store gave no answer")

@@ -11,8 +11,8 @@ import msgspec
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError
 from torchstore_core.machine import topology
-from torchstore_monarch import finding
-from torchstore_monarch.protocol import Asked, FoundStore, result
+from torchstore_monarch import job
+from torchstore_monarch.protocol import FoundStore, StoreRequest, result
 
 __all__ = ["MonarchRuntime"]
 
@@ -32,20 +32,20 @@ class MonarchRuntime(Runtime):
         self._store_name = ""
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
-        asked = Asked.of(options, uuid.uuid4().hex)
-        asking = False
+        request = StoreRequest.of(options, uuid.uuid4().hex)
+        sent = False
 
         async def work() -> bytes:
-            nonlocal asking
-            directory = await finding.directory()
-            asking = True
-            return result(await directory.create.call_one(msgspec.msgpack.encode(asked), mesh))
+            nonlocal sent
+            directory = await job.directory()
+            sent = True
+            return result(await directory.create.call_one(msgspec.msgpack.encode(request), mesh))
 
         try:
-            data = await finding.in_context(work, options.timeout)
+            data = await job.as_store_actor(work, options.timeout)
         except (asyncio.CancelledError, StoreTimeoutError):
-            if asking:
-                task = asyncio.ensure_future(_undo(asked))
+            if sent:
+                task = asyncio.ensure_future(_undo(request))
                 _undoing.add(task)
                 task.add_done_callback(_undoing.discard)
                 await asyncio.shield(task)
@@ -61,14 +61,14 @@ class MonarchRuntime(Runtime):
         if not name:
             return
         try:
-            await finding.end(name, timeout)
+            await job.end(name, timeout)
         except StoreTimeoutError as error:
             log.warning("store %r was not seen to end: %s", name, error)
 
 
-async def _undo(asked: Asked) -> None:
+async def _undo(request: StoreRequest) -> None:
     """End a store that its caller does not wait for any more, however far its start is."""
     try:
-        await finding.end(asked.store_name, _UNDO_S, asked.token)
+        await job.end(request.store_name, _UNDO_S, request.token)
     except TorchStoreError as error:
-        log.warning("store %r, which was given up, was not ended: %s", asked.store_name, error)
+        log.warning("store %r, which was given up, was not ended: %s", request.store_name, error)

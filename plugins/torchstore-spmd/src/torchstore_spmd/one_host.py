@@ -28,7 +28,7 @@ class _Server(msgspec.Struct, frozen=True):
 
 
 async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> OneHostStore:
-    """What ``Engine.start_for_ranks`` is for several hosts."""
+    """What ``Engine.spmd`` is for several hosts."""
     if env.rank != 0:
         return OneHostStore(await rendezvous.read("server", 0, _Server))
     runtime = LocalRuntime(members=True)

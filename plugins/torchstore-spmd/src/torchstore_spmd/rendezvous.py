@@ -52,7 +52,7 @@ _CLOSED = "closed"
 T = TypeVar("T")
 
 
-class _Failure(msgspec.Struct, frozen=True):
+class _FailedRank(msgspec.Struct, frozen=True):
     """What the first rank that failed tells the others."""
 
     rank: int
@@ -256,7 +256,7 @@ class TCPRendezvous(Rendezvous):
         code, text, details = StoreClosedError.code, f"it gave up: {error!r}", {}
         if isinstance(error, TorchStoreError):
             code, text, details = error.code, str(error), error.details
-        failure = msgspec.json.encode(_Failure(self.env.rank, code, text, details))
+        failure = msgspec.json.encode(_FailedRank(self.env.rank, code, text, details))
 
         def tell() -> None:
             # The first failure counts: the later ones are because of it.
@@ -334,16 +334,16 @@ class TCPRendezvous(Rendezvous):
     async def _all_set(self, keys: list[str]) -> bool:
         """Whether all keys are set. Raises what another rank has failed with."""
         found = await self._call(lambda: self._look(keys))
-        if isinstance(found, _Failure):
+        if isinstance(found, _FailedRank):
             self._failing = True  # who failed first has told all
             await self._close_failed()
             text = f"rank {found.rank}: {found.message}"
             raise from_wire(found.code, text, None, found.details)
         return found
 
-    def _look(self, keys: list[str]) -> bool | _Failure:
+    def _look(self, keys: list[str]) -> bool | _FailedRank:
         if self.store.check([_FAILURE]):
-            return msgspec.json.decode(self.store.get(_FAILURE), type=_Failure)
+            return msgspec.json.decode(self.store.get(_FAILURE), type=_FailedRank)
         return bool(not keys or self.store.check(keys))
 
     async def _call(self, call: Callable[[], T]) -> T:

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from torchstore_core.contracts.engine import Engine, RankStore, Rendezvous
-from torchstore_core.contracts.ranks import SPMDEnv
-from torchstore_core.contracts.runtime import RankRuntime, StoreOptions
+from torchstore_core.contracts.engine import RankStore, Rendezvous
+from torchstore_core.contracts.ranks import RankRuntime, SPMDEnv
+from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.plugins.registry import RUNTIMES, Registry, load_class
@@ -76,7 +76,7 @@ class SPMDRuntime(RankRuntime):
         try:
             terms = _Terms.of(options, self._env)
             if not self._env.one_host:
-                start = _engine(options.block).start_for_ranks
+                start = _over_several_hosts(options.block)
         except TorchStoreError as error:
             await self.withdraw(options.store_name, error)
             raise
@@ -158,14 +158,14 @@ def default_volumes(strategy: object | None, env: SPMDEnv) -> int:
     return env.world_size
 
 
-def _engine(block: Sequence[str]) -> Engine:
-    """The engine that starts a store over several hosts.
+def _over_several_hosts(block: Sequence[str]) -> _Start:
+    """``Engine.spmd`` of the engine that is installed.
 
     Raises:
-        PluginError: none is installed, or several are, and none of them is blocked.
+        PluginError: none is, or several are, and none of them is blocked.
     """
     registry = Registry(block=block)
-    able = [spec for spec in registry.runtimes() if spec.spans_hosts and spec.engine is not None]
+    able = {spec.name: spec.spmd for spec in registry.runtimes() if spec.spmd is not None}
     if not able:
         left_out = registry.left_out(RUNTIMES)
         why = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
@@ -174,10 +174,10 @@ def _engine(block: Sequence[str]) -> Engine:
             f"Monarch: pip install {ENGINE_PACKAGE}" + (f" ({why})" if why else "")
         )
     if len(able) > 1:
-        names = " and ".join(spec.name for spec in able)
         raise PluginError(
-            f"the ranks are on several hosts, and {names} can each start a store over them; block "
-            "all but one"
+            f"the ranks are on several hosts, and {' and '.join(able)} can each start a store over "
+            "them; block all but one"
         )
-    made: Engine = load_class(able[0].engine or "")()
-    return made
+    (path,) = able.values()
+    start: _Start = load_class(path)
+    return start

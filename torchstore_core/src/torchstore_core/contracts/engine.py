@@ -13,20 +13,19 @@ hosts and carries messages between them, takes a store further. What the core ne
   volumes of that host use as if it were the server's. What they say and are told goes through an
   :class:`Uplink`, which the engine implements, as bytes that it does not look into.
 * **News of deaths.** On one host the kernel tells: a socket closes, a process ends. What dies on
-  another host falls silent: ``Uplinks`` gives up a relay that it has not heard for some seconds,
+  another host falls silent: ``RelayServer`` gives up a relay that it has not heard for some seconds,
   and a relay calls its ``lost`` when it cannot reach the server. An engine that knows earlier than
-  that says so with ``Uplinks.close_silent``.
+  that says so with ``RelayServer.close_silent``.
 * **Stores by name.** A job may have several stores, and any of its processes may use or end them:
-  :class:`Engine`, by its methods ``find`` and ``end``.
+  :meth:`Engine.find` and :meth:`Engine.end`.
 * **Ranks on several hosts**, which a launcher such as torchrun has started, and which are in no job
-  of the engine: :meth:`Engine.start_for_ranks`.
+  of the engine: :meth:`Engine.spmd`.
 
 How bytes of tensors move between hosts is no part of it: that is what transports are for (see
 ``contracts.transport``), and an engine's package usually brings one.
 
-An engine comes with its runtime, see ``contracts.runtime.RuntimeSpec``: ``Runtime.start`` starts
-the server and the volumes, and the spec's ``engine`` names the class that finds them again. It is
-made without arguments, once for each question, so it holds no state of its own.
+An engine comes with its runtime: ``Runtime.start`` starts the server and the volumes, and the spec
+of the runtime (``contracts.runtime.RuntimeSpec``) names the functions that find them again.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from torchstore_core.errors import PluginError
 
 if TYPE_CHECKING:
     from torchstore_core.contracts.ranks import SPMDEnv
@@ -50,24 +47,28 @@ MEMBER_ROLE = "rank"
 
 
 class Uplink(Protocol):
-    """A relay's way to the server: calls that reach the ``server.remote.relay_server.RelayServer`` there.
+    """A relay's way to the server: calls that reach the ``RelayServer`` there (see
+    ``server.remote.relay_server``).
 
-    The engine opens it with ``Uplinks.open``, whose token goes along with every call. The calls
+    The engine opens it with ``RelayServer.open``, whose token goes along with every call. The calls
     reach the server in the order in which they are made, and ``exchange`` has sent before it
     returns its awaitable. Whatever they raise ends the relay.
     """
 
-    def exchange(self, said: bytes) -> Awaitable[bytes]:
-        """``Uplinks.exchange``: what clients say, for what is answered at once."""
+    def exchange(self, requests: bytes) -> Awaitable[bytes]:
+        """``RelayServer.exchange``: what clients say, for what is answered at once."""
 
     def poll(self) -> Awaitable[bytes]:
-        """``Uplinks.poll``: waits for what the server says later; also the sign of life."""
+        """``RelayServer.poll``: waits for what the server says later; also the sign of life."""
 
 
-class Engine(ABC):
-    """The stores of one job, as seen by any process of it."""
+class Engine(Protocol):
+    """The functions of an engine.
 
-    @abstractmethod
+    A ``RuntimeSpec`` has a field of the same name for each, with the function's path: so nothing of
+    the engine is imported before it is called.
+    """
+
     async def find(self, store_name: str, timeout: float | None) -> str | None:
         """The Unix socket on this host (``unix:/path``) that leads to a store of the job: the
         server's own, or that of a relay; None if the job has no such store.
@@ -76,7 +77,6 @@ class Engine(ABC):
             StoreTimeoutError: no answer within ``timeout`` seconds.
         """
 
-    @abstractmethod
     async def end(self, store_name: str, timeout: float | None) -> bool:
         """End a store of the job, whichever process started it; False if there is none.
 
@@ -84,20 +84,17 @@ class Engine(ABC):
             StoreTimeoutError: it has not ended within ``timeout`` seconds.
         """
 
-    def local_rank(self) -> int | None:
-        """Which of its kind this process is, for strategies, where neither RANK nor LOCAL_RANK is
-        set. It is asked after :meth:`find`. None: unknown.
+    def rank(self) -> int | None:
+        """Which of its kind this process is; None: unknown. Asked after :meth:`find` where neither
+        RANK nor LOCAL_RANK is set; it counts as local rank.
         """
-        return None
 
-    async def start_for_ranks(
-        self, options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous
-    ) -> RankStore:
+    async def spmd(self, options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> RankStore:
         """Start one store for ranks on several hosts. Every rank calls this, once all of them have
         agreed on ``options``; none of them is in a job of the engine.
 
-        The server's ``members`` are the ranks, which join it afterwards: it ends with the last of
-        them, and what else the engine has started ends with it.
+        The ranks are to be the ``members`` of the server, and join it afterwards: it ends with the
+        last of them, and what else the engine has started ends with it.
 
         Args:
             env: this rank's place.
@@ -105,11 +102,9 @@ class Engine(ABC):
                 tells them; what takes long to clean up should first call ``rendezvous.fail``.
 
         Raises:
-            PluginError: this engine cannot do that (``RuntimeSpec.spans_hosts`` is False).
             StoreTimeoutError: some rank did not come, or the store did not start, in time.
             TorchStoreError: what kept another rank from it.
         """
-        raise PluginError(f"{type(self).__name__} starts no stores for ranks of a launcher")
 
 
 class RankStore(ABC):

@@ -1,15 +1,18 @@
-"""A rank's place among those that a launcher such as torchrun has started. Torch-free."""
+"""The contract of ``initialize_spmd``: a rank's place, and the runtime of all ranks. Torch-free."""
 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import msgspec
 
+from torchstore_core.contracts.runtime import Runtime
+from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["SPMDEnv"]
+__all__ = ["RankRuntime", "SPMDEnv"]
 
 _NUMBERS = {
     "rank": "RANK",
@@ -104,6 +107,31 @@ class SPMDEnv(msgspec.Struct, frozen=True):
     def one_host(self) -> bool:
         """Whether all ranks are on this host."""
         return self.local_world_size == self.world_size
+
+
+class RankRuntime(Runtime):
+    """One rank's part in a store that all ranks of a launcher start together.
+
+    ``initialize_spmd`` makes one of the runtime ``spmd``. Its factory also works without an
+    argument, as those of all runtimes do: then the rank's place is what the environment says.
+
+    Args:
+        env: this rank's place.
+    """
+
+    @abstractmethod
+    def __init__(self, env: SPMDEnv | None = None) -> None:
+        """Raises ``ConfigurationError`` if ``env`` is None and the environment is no rank's."""
+
+    @abstractmethod
+    def default_volumes(self, strategy: Strategy | None) -> int:
+        """How many volumes a store of all ranks gets if nobody says it."""
+
+    @abstractmethod
+    async def withdraw(self, store_name: str, error: Exception) -> None:
+        """Tell the other ranks that this one does not come because of ``error``, which happened
+        before :meth:`start`. Raises nothing, and takes a few seconds at most.
+        """
 
 
 def _contradictions(numbers: dict[str, int]) -> list[str]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from torchstore_core.contracts.strategy import Strategy
 
-if TYPE_CHECKING:
-    from torchstore_core.contracts.ranks import SPMDEnv
-
-__all__ = ["RankRuntime", "Runtime", "RuntimeSpec", "StoreOptions"]
+__all__ = ["Runtime", "RuntimeSpec", "StoreOptions"]
 
 
 class StoreOptions(msgspec.Struct, frozen=True):
@@ -76,31 +72,6 @@ class Runtime(ABC):
         """End what :meth:`start` started, leaving nothing behind. Idempotent."""
 
 
-class RankRuntime(Runtime):
-    """One rank's part in a store that all ranks of a launcher start together.
-
-    ``initialize_spmd`` makes one of the runtime ``spmd``. Its factory also works without an
-    argument, as those of all runtimes do: then the rank's place is what the environment says.
-
-    Args:
-        env: this rank's place.
-    """
-
-    @abstractmethod
-    def __init__(self, env: SPMDEnv | None = None) -> None:
-        """Raises ``ConfigurationError`` if ``env`` is None and the environment is no rank's."""
-
-    @abstractmethod
-    def default_volumes(self, strategy: Strategy | None) -> int:
-        """How many volumes a store of all ranks gets if nobody says it."""
-
-    @abstractmethod
-    async def withdraw(self, store_name: str, error: Exception) -> None:
-        """Tell the other ranks that this one does not come because of ``error``, which happened
-        before :meth:`start`. Raises nothing, and takes a few seconds at most.
-        """
-
-
 class RuntimeSpec(msgspec.Struct, frozen=True):
     """What a plug-in's ``torchstore_runtime`` hook returns.
 
@@ -109,11 +80,11 @@ class RuntimeSpec(msgspec.Struct, frozen=True):
         factory: ``"module:Class"`` of the Runtime, imported when chosen.
         applies: how well it fits this process: None if it does not, else a rank (``auto`` takes
             the highest). Its argument is the ``mesh`` that the user gave ``initialize``.
-        engine: ``"module:Class"`` of the ``contracts.engine.Engine`` behind it, if there is one. It
-            finds the stores of a job, and resolves addresses ``"<name>:<store>"``.
-        here: whether this process may belong to a job of that engine; cheap, imports nothing. If
-            so, the engine is asked for stores that were not initialised in this process.
-        spans_hosts: whether that engine implements ``start_for_ranks``.
+        here: whether this process may belong to a job of the engine; cheap, imports nothing. If so,
+            the engine is asked for stores that were not initialised in this process.
+        find, end, rank, spmd: ``"module:function"`` of each function of the engine behind this
+            runtime, see ``contracts.engine.Engine``; None: it does not have that. ``find`` also
+            resolves addresses ``"<name>:<store>"``.
         advise: what this process may need another package for. It is given the names of all
             installed runtimes and the ``mesh``, and returns a clause for warnings and errors
             (``"for …: pip install …"``), or an empty text.
@@ -122,7 +93,9 @@ class RuntimeSpec(msgspec.Struct, frozen=True):
     name: str
     factory: str
     applies: Callable[[object | None], int | None]
-    engine: str | None = None
     here: Callable[[], bool] | None = None
-    spans_hosts: bool = False
+    find: str | None = None
+    end: str | None = None
+    rank: str | None = None
+    spmd: str | None = None
     advise: Callable[[Collection[str], object | None], str] | None = None

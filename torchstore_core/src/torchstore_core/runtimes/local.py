@@ -110,7 +110,7 @@ class LocalRuntime(Runtime):
             return stream.readline()
 
     async def _give_up(self) -> None:
-        """End a server that is starting, or will not have started."""
+        """End a server that is starting, or keep it from being started."""
         with self._lock:
             self._given_up = True
         await self.stop(_END_STARTING_S)
@@ -137,7 +137,7 @@ class LocalRuntime(Runtime):
             return False
         if process.poll() is not None:
             return True
-        with socket.socket(socket.AF_UNIX) as sock:  # one that is just ending does not listen
+        with socket.socket(socket.AF_UNIX) as sock:  # a server that is ending does not listen
             sock.setblocking(False)
             try:
                 sock.connect(self._path)
@@ -148,8 +148,8 @@ class LocalRuntime(Runtime):
         return False
 
     def release(self) -> threading.Thread:
-        """Leave the server to its members: :meth:`stop` and the end of this process do nothing to
-        it any more. The thread ends when the server has, having left nothing of it behind.
+        """Leave the server to its members: it does not end by :meth:`stop` any more, nor with this
+        process. The thread ends when the server has, and has removed what that left behind.
         """
         process, self._process = self._process, None
         atexit.unregister(self._at_exit)

@@ -24,7 +24,7 @@ from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
 from torchstore_core.clients.session.handshake import socket_path
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.stores import discovery
-from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.clients.stores import environment as stores
 from torchstore_core.contracts.transport import LinkContext
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.machine import copying, topology

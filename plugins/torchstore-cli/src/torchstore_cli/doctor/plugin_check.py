@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from torchstore_core.contracts.engine import Engine
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec
 from torchstore_core.contracts.transport import (
     Link,
@@ -150,8 +149,10 @@ async def _check(plugin: object, directory: str, step: Callable[[str], None]) ->
     """
     if isinstance(plugin, RuntimeSpec):
         _class(plugin.factory, Runtime, step)
-        if plugin.engine is not None:
-            _class(plugin.engine, Engine, step)
+        for path in (plugin.find, plugin.end, plugin.rank, plugin.spmd):
+            if path is not None:
+                step(f"importing {path}")
+                load_class(path)
     if not isinstance(plugin, TransportSpec):
         return Outcome()
     if plugin.client is not None:

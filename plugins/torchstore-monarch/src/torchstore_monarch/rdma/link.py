@@ -12,7 +12,7 @@ from monarch.rdma import RDMABuffer
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TorchStoreError, TransportError, TransportUnavailableError
-from torchstore_monarch import finding
+from torchstore_monarch import job
 from torchstore_monarch.protocol import result
 from torchstore_monarch.rdma.bouncing import is_direct, keep
 from torchstore_monarch.rpc.wire import Place
@@ -42,7 +42,7 @@ class RdmaLink(Link):
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RdmaLink:
         volume_id = offer.decode()
-        actor = await finding.volume_actor(context.control, volume_id)
+        actor = await job.volume_actor(context.control, volume_id)
         if actor is None:
             raise TransportUnavailableError(
                 f"this process does not know the actor of volume {volume_id}: it did not find the "
@@ -114,7 +114,7 @@ class RdmaLink(Link):
                 if call.done() and not call.cancelled():
                     call.exception()  # else it would be reported as never looked at
 
-        await finding.in_context(work, None)
+        await job.as_store_actor(work, None)
         if others and not write:
             rest = memoryview(gathered)
             for copy in others:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
-from torchstore_monarch.hosting import HostedServer
+from torchstore_monarch.actors.hosting import HostedServer
 from torchstore_monarch.rdma.bouncing import is_direct, keep
 from torchstore_monarch.rpc.wire import Place
 

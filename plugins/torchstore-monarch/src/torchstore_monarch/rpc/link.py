@@ -21,7 +21,16 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine.unix_sockets import connect, opening
-from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, Place, frame
+from torchstore_monarch.rpc.wire import (
+    AGENT,
+    CHUNK,
+    HEADER,
+    PIECES,
+    Place,
+    RpcRequest,
+    RpcResponse,
+    frame,
+)
 
 __all__ = ["RpcLink"]
 
@@ -120,7 +129,7 @@ class RpcLink(Link):
                 for places, views, nbytes in _batches(copies):
                     if stop.is_set() or errors:
                         break
-                    await _ask(sock, Carry(self._volume, places, nbytes, write), views)
+                    await _ask(sock, RpcRequest(self._volume, places, nbytes, write), views)
                     waiting.append([] if write else views)
                     if len(waiting) >= _IN_FLIGHT:
                         errors += await _take(sock, waiting.popleft())
@@ -137,7 +146,7 @@ class RpcLink(Link):
                 raise TransportError(errors[0])
 
 
-async def _ask(sock: socket.socket, request: Carry, views: list[memoryview]) -> None:
+async def _ask(sock: socket.socket, request: RpcRequest, views: list[memoryview]) -> None:
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, frame(request))
     if request.write:
@@ -150,9 +159,9 @@ async def _take(sock: socket.socket, views: list[memoryview]) -> list[str]:
     await _fill(sock, memoryview(header))
     body = bytearray(int.from_bytes(header, "little"))
     await _fill(sock, memoryview(body))
-    carried = msgspec.msgpack.decode(body, type=Carried)
-    if carried.error:
-        return [carried.error]
+    response = msgspec.msgpack.decode(body, type=RpcResponse)
+    if response.error:
+        return [response.error]
     for view in views:
         await _fill(sock, view)
     return []

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from torchstore_core.errors import TransportError
-from torchstore_monarch.hosting import HostedServer
+from torchstore_monarch.actors.hosting import HostedServer
 from torchstore_monarch.rpc.wire import Place
 
 __all__ = ["RpcServer"]

@@ -1,15 +1,15 @@
 """What a client and the agent of its host say on the agent's socket.
 
-A request is a frame (little-endian u32 length, msgpack :class:`Carry`), followed by the bytes if it
-is a write. The answers come in the order of the requests: a frame with :class:`Carried`, followed
-by the bytes if it was a read that went well.
+A request is a frame (little-endian u32 length, msgpack :class:`RpcRequest`), followed by the bytes
+if it is a write. The responses come in the order of the requests: a frame with
+:class:`RpcResponse`, followed by the bytes if it was a read that went well.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["AGENT", "CHUNK", "HEADER", "PIECES", "Carried", "Carry", "Place", "frame"]
+__all__ = ["AGENT", "CHUNK", "HEADER", "PIECES", "Place", "RpcRequest", "RpcResponse", "frame"]
 
 #: Name of an agent's socket, in the directory of the control socket beside it.
 AGENT = "agent.sock"
@@ -23,8 +23,8 @@ HEADER = 4
 Place = tuple[int, int, int]
 
 
-class Carry(msgspec.Struct, frozen=True, array_like=True):
-    """Read or write these places of a volume (its id), in order, ``nbytes`` bytes together."""
+class RpcRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Read or write these places of a volume, in order; ``nbytes`` bytes in all."""
 
     volume: str
     places: list[Place]
@@ -32,8 +32,8 @@ class Carry(msgspec.Struct, frozen=True, array_like=True):
     write: bool
 
 
-class Carried(msgspec.Struct, frozen=True, array_like=True):
-    """``error``: why not; empty if it went well."""
+class RpcResponse(msgspec.Struct, frozen=True, array_like=True):
+    """``error``: why it failed; empty if it went well."""
 
     error: str = ""
 

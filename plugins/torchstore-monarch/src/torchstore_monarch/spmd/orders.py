@@ -22,12 +22,12 @@ class RootOrder(msgspec.Struct, frozen=True):
 
     Args:
         workers: where the hosts' workers listen.
-        asked: the store, an encoded ``protocol.Asked``.
+        request: the store, an encoded ``protocol.StoreRequest``.
         loopback: all workers are on this machine's loopback interface.
         address: where the root itself listens (``tcp://ip:port``), if they are not.
     """
 
     workers: list[str]
-    asked: bytes
+    request: bytes
     loopback: bool
     address: str

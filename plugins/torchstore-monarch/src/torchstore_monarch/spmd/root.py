@@ -27,8 +27,8 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.wire import messages as m
-from torchstore_monarch import finding
-from torchstore_monarch.protocol import Asked, FoundStore, result
+from torchstore_monarch import job
+from torchstore_monarch.protocol import FoundStore, StoreRequest, result
 from torchstore_monarch.spmd.orders import RootOrder, StoreReport
 
 _LOOK_S = 0.5
@@ -39,22 +39,22 @@ log = logging.getLogger(__name__)
 
 
 async def _main(order: RootOrder) -> int:
-    asked = msgspec.json.decode(order.asked, type=Asked)
+    request = msgspec.json.decode(order.request, type=StoreRequest)
     loop = asyncio.get_running_loop()
     starter_gone = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), _read_stdin, loop, starter_gone)
     enable_transport(ChannelTransport.TcpWithLocalhost if order.loopback else order.address)
     hosts = attach_to_workers(ca="trust_all_connections", workers=order.workers)
     try:
-        async with asyncio.timeout(asked.timeout):
+        async with asyncio.timeout(request.timeout):
             await hosts.initialized
-            directory = await finding.directory()
-            made = result(await directory.create.call_one(msgspec.msgpack.encode(asked), hosts))
+            directory = await job.directory()
+            made = result(await directory.create.call_one(msgspec.msgpack.encode(request), hosts))
             found = msgspec.msgpack.decode(made, type=FoundStore)
             sockets = {host: relays[0] for host, relays in found.relays.items()}
             sockets[found.host_id] = found.address
             lane = await _connect(found)
-            _, controller, _ = await directory.find.call_one(asked.store_name)
+            _, controller, _ = await directory.find.call_one(request.store_name)
     except TorchStoreError as error:
         _report(StoreReport(error=error.code, message=error.message))
         return 1
@@ -62,7 +62,7 @@ async def _main(order: RootOrder) -> int:
         _report(
             StoreReport(
                 error=StoreTimeoutError.code,
-                message=f"the hosts did not attach within {in_seconds(asked.timeout)}",
+                message=f"the hosts did not attach within {in_seconds(request.timeout)}",
             )
         )
         return 1
@@ -71,7 +71,7 @@ async def _main(order: RootOrder) -> int:
         await _until_ended(lane, controller, starter_gone)
     finally:
         lane.close()
-        await _end(directory, asked.store_name, hosts)
+        await _end(directory, request.store_name, hosts)
     return 0
 
 

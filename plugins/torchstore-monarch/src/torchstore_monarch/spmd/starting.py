@@ -32,7 +32,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
-from torchstore_monarch.protocol import Asked
+from torchstore_monarch.protocol import StoreRequest
 from torchstore_monarch.spmd.orders import RootOrder, StoreReport
 
 __all__ = ["MonarchRankStore", "RootProcess", "WorkerProcess", "start"]
@@ -44,7 +44,7 @@ _PORTS = 2
 
 
 async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> MonarchRankStore:
-    """See ``Engine.start_for_ranks``."""
+    """See ``torchstore_core.contracts.engine.Engine.spmd``."""
     made = MonarchRankStore()
     try:
         if env.local_rank == 0:
@@ -108,10 +108,12 @@ async def _start_root(
     ]
     await rendezvous.all_present()  # if one is missing there is nothing to end again
     left = max(0.1, rendezvous.seconds_left())
-    asked = Asked.of(msgspec.structs.replace(options, timeout=left), members=True)
+    request = StoreRequest.of(msgspec.structs.replace(options, timeout=left), members=True)
     loopback = all(_is_loopback(worker) for worker in workers)
     ip = _ip(workers[0])  # of this host
-    order = RootOrder(workers, msgspec.json.encode(asked), loopback, f"tcp://{ip}:{_free_port(ip)}")
+    order = RootOrder(
+        workers, msgspec.json.encode(request), loopback, f"tcp://{ip}:{_free_port(ip)}"
+    )
     return StoreReport(sockets=await rendezvous.unless_failed(root.begin(order, left)))
 
 

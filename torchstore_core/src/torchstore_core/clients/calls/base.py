@@ -12,7 +12,7 @@ from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
-    from torchstore_core.clients.stores.memberships import Membership
+    from torchstore_core.clients.stores.joined import JoinedStore
 
 __all__ = ["ClientBase"]
 
@@ -22,11 +22,11 @@ R = TypeVar("R", bound=m.Message)
 
 
 class ClientBase:
-    """One membership of a store, and its defaults."""
+    """One joined store, and the defaults of its calls."""
 
     def __init__(
         self,
-        membership: Membership,
+        membership: JoinedStore,
         *,
         timeout: float | None = None,
         allow_pickle: bool | None = None,

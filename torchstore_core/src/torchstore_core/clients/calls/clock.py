@@ -14,7 +14,7 @@ from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_second
 
 if TYPE_CHECKING:
     from torchstore_core.clients.session.session import Session
-    from torchstore_core.clients.stores.memberships import Membership
+    from torchstore_core.clients.stores.joined import JoinedStore
 
 __all__ = ["Clock", "Seen"]
 
@@ -80,7 +80,7 @@ class Clock:
         timeout: float | None,
         name: str = "",
         key: object = "",
-        membership: Membership | None = None,
+        membership: JoinedStore | None = None,
     ) -> None:
         self._start = time.perf_counter()
         self.timeout = timeout

@@ -1,10 +1,10 @@
 """Stores of the processes that this one descends from, for children whose environment is older.
 
-A fork server, the default way of ``multiprocessing`` from Python 3.14 on, gives its children the
-environment that it was started with, maybe before there was a store. So a process leaves a note of
-what it has put into its environment beside the store's socket: nobody else can write there, and it
-goes with the store. It is believed only of a living ancestor: a stranger's store is never found.
-Torch-free.
+A fork server, the default of ``multiprocessing`` from Python 3.14 on, gives its children the
+environment that it was started with, maybe before there was a store. So a process that publishes a
+store in its environment also leaves a note beside the store's socket, where nobody else can write,
+and which goes with the store. Only the note of a living ancestor is believed: a stranger's store
+is never found. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ import msgspec
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine import topology
 from torchstore_core.machine.directories import CONTROL, runtime_directory
+from torchstore_core.machine.processes import pid_namespace
 
-__all__ = ["found", "note", "parent"]
+__all__ = ["find", "note", "parent"]
 
 _PREFIX = "published-"
-_FURTHEST = 64  # generations
+_MOST_GENERATIONS = 64
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """Of a process: what it has published. Pids are used again, and not unique over containers."""
+    """That a process has published a store. Pids are used again, and not unique over containers."""
 
     pid: int
     started: int
-    pids: str
-    host: str
+    pid_namespace: int
+    host_id: str
     store_name: str
     address: str
 
 
 def note(store_name: str, address: str | None) -> None:
-    """Leave word that this process has published a store; None: that it has not, any more."""
+    """Note that this process has published a store; None: that it no longer does."""
     base = _base()
     if base is None:
         return
@@ -51,22 +52,25 @@ def note(store_name: str, address: str | None) -> None:
     started = topology.started(os.getpid())
     if folder.parent != base or started is None:
         return
-    said = _Note(os.getpid(), started, _pids(), topology.probe().host_id, store_name, address)
+    host_id = topology.probe().host_id
+    noted = _Note(os.getpid(), started, pid_namespace(), host_id, store_name, address)
     path = folder / f"{_PREFIX}{os.getpid()}-{_hex(store_name)}"
     draft = path.with_name(f".{path.name}")
     with contextlib.suppress(OSError):  # the store is ending, or the disk is full
-        draft.write_bytes(msgspec.json.encode(said))
+        draft.write_bytes(msgspec.json.encode(noted))
         draft.rename(path)
 
 
-def found(store_name: str) -> str | None:
+def find(store_name: str) -> str | None:
     """The address that the nearest ancestor has published, of those that live."""
     base = _base()
     notes: dict[int, str] = {}
     for path in [] if base is None else base.glob(f"*/{_PREFIX}*-{_hex(store_name)}"):
-        said = _read(path)
-        if said is not None and said.store_name == store_name and (path.parent / CONTROL).exists():
-            notes[said.pid] = said.address
+        noted = _read(path)
+        if noted is None or noted.store_name != store_name:
+            continue
+        if (path.parent / CONTROL).exists():
+            notes[noted.pid] = noted.address
     if not notes:
         return None
     return next((notes[pid] for pid in _ancestors() if pid in notes), None)
@@ -82,11 +86,11 @@ def parent() -> int | None:
 
 def _read(path: Path) -> _Note | None:
     try:
-        said = msgspec.json.decode(path.read_bytes(), type=_Note)
-    except (OSError, msgspec.DecodeError):  # it goes just now
+        noted = msgspec.json.decode(path.read_bytes(), type=_Note)
+    except (OSError, msgspec.DecodeError):  # it is being removed
         return None
-    here = (topology.started(said.pid), _pids(), topology.probe().host_id)
-    return said if here == (said.started, said.pids, said.host) else None
+    here = (topology.started(noted.pid), pid_namespace(), topology.probe().host_id)
+    return noted if here == (noted.started, noted.pid_namespace, noted.host_id) else None
 
 
 def _ancestors() -> list[int]:
@@ -94,13 +98,13 @@ def _ancestors() -> list[int]:
     is the fork server and who started it.
     """
     logical = parent()
-    every = [] if logical is None else _line(logical)
-    return [*every, *_line(os.getppid())]
+    every = [] if logical is None else _lineage(logical)
+    return [*every, *_lineage(os.getppid())]
 
 
-def _line(pid: int) -> list[int]:
+def _lineage(pid: int) -> list[int]:
     line: list[int] = []
-    while pid > 1 and len(line) < _FURTHEST:
+    while pid > 1 and len(line) < _MOST_GENERATIONS:
         line.append(pid)
         try:
             status = Path(f"/proc/{pid}/stat").read_text()
@@ -115,13 +119,6 @@ def _base() -> Path | None:
         return runtime_directory()
     except (ConfigurationError, OSError):
         return None
-
-
-def _pids() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _hex(store_name: str) -> str:

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.calls.warned import warn
 from torchstore_core.clients.client import Client
-from torchstore_core.clients.stores import ancestors, discovery
-from torchstore_core.clients.stores import memberships as stores
-from torchstore_core.clients.stores.memberships import Membership
-from torchstore_core.contracts.ranks import SPMDEnv
-from torchstore_core.contracts.runtime import RankRuntime, Runtime, StoreOptions
+from torchstore_core.clients.stores import ancestors, discovery, environment, lookup, table
+from torchstore_core.clients.stores.joined import JoinedStore
+from torchstore_core.contracts.ranks import RankRuntime, SPMDEnv
+from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import ConfigurationError, PluginError
 from torchstore_core.plugins.ranking import Policy
@@ -48,16 +47,16 @@ async def start(
 ) -> Client:
     """Start the server, join it, and make it findable."""
     where = await host.start(options, mesh)
-    membership = Membership(options.store_name, where, policy, timeout, allow_pickle, host)
+    store = JoinedStore(options.store_name, where, policy, timeout, allow_pickle, host)
     try:
-        await membership.session(timeout)
-        stores.publish(options.store_name, host.local_address or where)
+        await store.session(timeout)
+        environment.publish(options.store_name, host.local_address or where)
     except BaseException:
-        membership.close()
+        store.close()
         await host.stop(STOP_TIMEOUT_S)
         raise
-    stores.add(membership)
-    return Client(membership)
+    table.add(store)
+    return Client(store)
 
 
 async def warn_of_another(store_name: str) -> None:
@@ -89,17 +88,17 @@ def _others(store_name: str) -> dict[str, tuple[str, str]]:
     """
     found: dict[str, tuple[str, str]] = {}
     with contextlib.suppress(ConfigurationError):  # publish says it
-        if (named := stores.inherited_address(store_name)) is not None:
-            variable = stores.ADDRESS if store_name == stores.DEFAULT_NAME else stores.ADDRESSES
+        if (named := environment.inherited_address(store_name)) is not None:
+            variable = environment.variable_of(store_name)
             found[named] = f"{variable} names", f"unset {variable} or "
         # All but children of multiprocessing were given their parent's environment: if it names no
         # store now, somebody wanted that.
-        published = stores.address_of(store_name) if ancestors.parent() is not None else None
+        published = lookup.address_of(store_name) if ancestors.parent() is not None else None
         if published is not None:
             found.setdefault(published, ("a process that this one descends from has", ""))
-    known = stores.known(store_name)
+    known = table.known(store_name)
     if known is not None and known.runtime is None:
-        leave = f"leave that one first ({stores.shutdown_call(store_name)}), or "
+        leave = f"leave that one first ({table.shutdown_call(store_name)}), or "
         joined = "this process has joined", leave
         return {known.address: found.pop(known.address, joined), **found}
     return found
@@ -163,7 +162,7 @@ def runtime(registry: Registry, name: str, mesh: object | None) -> Runtime:
         if not fit:
             raise PluginError(f"no installed runtime takes this mesh{_for_mesh(registry, mesh)}")
         spec = max(fit, key=lambda item: item[0])[1]
-        if advice := stores.missing_engine(registry):
+        if advice := lookup.missing_engine(registry):
             warn(f"this store is for this process and its children{advice}")
     made: Runtime = load_class(spec.factory)()
     return made

@@ -1,4 +1,4 @@
-"""The actor that stands for a store on one host, or in one process: volumes, relay, carrier."""
+"""The actor that serves a store on one host, or in one process: its volumes, and a relay."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torchstore_core.plugins.registry import Registry
 from torchstore_core.server.memory.volume import Volume, default_capacity
 from torchstore_core.server.remote.attached import VolumeConnection
 from torchstore_core.server.remote.relay import Relay
-from torchstore_monarch.core_thread import CoreThread
-from torchstore_monarch.hosting import hosting
+from torchstore_monarch.actors.core_thread import CoreThread
+from torchstore_monarch.actors.hosting import hosting
+from torchstore_monarch.actors.swept_directory import SweptDirectory
 from torchstore_monarch.protocol import Placement, outcome, result
 from torchstore_monarch.rdma.server import RdmaServer
-from torchstore_monarch.rpc.carrier import Carrier
+from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.server import RpcServer
 from torchstore_monarch.rpc.wire import Place
-from torchstore_monarch.sweeping import SweptDirectory
 
 __all__ = ["HostActor"]
 
-_LOOK_S = 1.0
+_WATCH_S = 1.0
 _GRACE_S = 3.0
 
 
@@ -58,7 +58,7 @@ class HostActor(Actor):
         self._volumes: list[Volume] = []
         self._lines: list[VolumeConnection] = []
         self._relay: Relay | None = None
-        self._carrier: Carrier | None = None
+        self._forwarder: Forwarder | None = None
         self._controller: Any = None
         self._own = False
         self._ended = False
@@ -116,17 +116,17 @@ class HostActor(Actor):
             self._lines.append(line)
         self._own = wanted.own
         if wanted.own:
-            self._look(path)
+            self._watch(path)
         return control
 
-    def _look(self, control: str) -> None:
-        """End this process when that socket is gone, which goes with the server or the relay: the
-        engine leaves processes alone whose root is gone, on hosts that it does not end.
+    def _watch(self, control: str) -> None:
+        """End this process once that socket is gone, as it is when the server or the relay has
+        ended. The engine itself lets processes run on whose root is gone.
         """
         loop = asyncio.get_running_loop()
         if os.path.exists(control):
-            loop.call_later(_LOOK_S, self._look, control)
-        else:  # in a shutdown, `end` comes now, and this loop ends
+            loop.call_later(_WATCH_S, self._watch, control)
+        else:  # in a shutdown `end` comes next, and ends this loop
             loop.call_later(_GRACE_S, lambda: loop.create_task(self._leave()))
 
     async def _leave(self) -> None:
@@ -149,17 +149,17 @@ class HostActor(Actor):
         directory = self._directory.path
         private = PrivateDirectory(directory)
         relay = Relay(uplink, private, lost=self._server_gone, expire_s=expire_s)
-        carrier = Carrier(directory, lambda: relay.valid)
-        relay.before_close = carrier.idle
-        self._relay, self._carrier = relay, carrier
-        await carrier.start()
+        forwarder = Forwarder(directory, lambda: relay.valid)
+        relay.before_close = forwarder.idle
+        self._relay, self._forwarder = relay, forwarder
+        await forwarder.start()
         return await relay.start()
 
     @concurrent_endpoint
     async def introduce(self, volumes: dict[str, Any]) -> None:
         """The actors that have the store's volumes, by volume id."""
-        if self._carrier is not None:
-            self._carrier.volumes = volumes
+        if self._forwarder is not None:
+            self._forwarder.volumes = volumes
 
     # ---- monarch-rpc ----------------------------------------------------------------------
 
@@ -182,19 +182,19 @@ class HostActor(Actor):
         """``monarch-rdma``: see ``RdmaServer.move``."""
         return await outcome(_move(volume_id, groups, buffers, write))
 
-    # ---- being part of somebody's process -------------------------------------------------
+    # ---- as the actor by which a process uses stores ---------------------------------------
 
     @concurrent_endpoint
-    async def adopt(self) -> None:
-        """Have this process make its calls to the store by this actor, see ``finding``."""
-        from torchstore_monarch import finding
+    async def use_this_actor(self) -> None:
+        """From now on this process makes its calls to stores as this actor, see ``job``."""
+        from torchstore_monarch import job
 
-        finding.adopt()
+        job.use_this_actor()
 
     # ---- the end --------------------------------------------------------------------------
 
     def _server_gone(self) -> None:
-        """Without its server all of this has no use."""
+        """The server has ended, so nothing here is of use any more."""
         core = self._core
         if core is None:
             return
@@ -227,8 +227,8 @@ class HostActor(Actor):
         await self._close_all()
 
     async def _close_all(self) -> None:
-        if self._carrier is not None:
-            await self._carrier.close()
+        if self._forwarder is not None:
+            await self._forwarder.close()
         if self._relay is not None:
             self._relay.close()
         lines, self._lines = self._lines, []

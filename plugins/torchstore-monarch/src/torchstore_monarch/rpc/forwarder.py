@@ -1,4 +1,4 @@
-"""The agent's side of ``monarch-rpc``: takes requests of this host's clients to other hosts."""
+"""The agent's side of ``monarch-rpc``: forwards requests of this host's clients to other hosts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 from torchstore_core.errors import TorchStoreError
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_monarch.protocol import result
-from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, Carried, Carry, frame
+from torchstore_monarch.rpc.wire import AGENT, CHUNK, HEADER, PIECES, RpcRequest, RpcResponse, frame
 
-__all__ = ["Carrier"]
+__all__ = ["Forwarder"]
 
 log = logging.getLogger(__name__)
 
@@ -25,19 +25,19 @@ _END_S = 1.0
 # A call to a host that has died may never return.
 _CALL_S = 20.0
 _MAX_FRAME = 1 << 20
-_Answer = tuple[Carried, bytes]
+_Answer = tuple[RpcResponse, bytes]
 
 
-class Carrier:
+class Forwarder:
     """Listens beside a server or a relay.
 
     Args:
         directory: where to put the socket.
-        valid: whether the server surely still keeps what clients of this host hold. Bytes are
-            only moved while it does.
+        valid: whether the server surely still keeps what clients of this host hold. Bytes only
+            move while it does.
 
     Attributes:
-        volumes: the actors that have them, by id of the volume.
+        volumes: the actors that have the volumes, by the id of the volume.
     """
 
     def __init__(self, directory: str, valid: Callable[[], bool] = lambda: True) -> None:
@@ -62,7 +62,7 @@ class Carrier:
             await asyncio.wait(connections, timeout=_END_S)
 
     async def idle(self, pid: int) -> None:
-        """Wait until nothing is written any more that this process asked for."""
+        """Wait until no write is under way any more that this process has asked for."""
         while writing := self._writing.get(pid):
             await asyncio.wait(writing)
 
@@ -89,7 +89,7 @@ class Carrier:
         except (asyncio.IncompleteReadError, asyncio.CancelledError):
             log.debug("a client has left, or this agent ends")
         except (msgspec.DecodeError, ValueError, OSError) as error:
-            log.warning("a client's request cannot be carried: %s", error)
+            log.warning("a client's request cannot be forwarded: %s", error)
         finally:
             self._connections.discard(task)
             answering.cancel()
@@ -100,8 +100,8 @@ class Carrier:
             writer.close()
             self._listener.freed()
 
-    def _start(self, pid: int, request: Carry, data: bytes) -> asyncio.Task[_Answer]:
-        task = asyncio.ensure_future(self._carry(request, data))
+    def _start(self, pid: int, request: RpcRequest, data: bytes) -> asyncio.Task[_Answer]:
+        task = asyncio.ensure_future(self._forward(request, data))
         if request.write:
             writing = self._writing.setdefault(pid, set())
             writing.add(task)
@@ -114,35 +114,37 @@ class Carrier:
             task.add_done_callback(done)
         return task
 
-    async def _carry(self, request: Carry, data: bytes) -> _Answer:
+    async def _forward(self, request: RpcRequest, data: bytes) -> _Answer:
         try:
             actor = self.volumes[request.volume]
             if not self._valid():
-                return Carried("this host has lost the server"), b""
+                return RpcResponse("this host has lost the server"), b""
             if request.write:
                 call = actor.write.call_one(request.volume, request.places, data)
                 result(await asyncio.wait_for(call, _CALL_S))
-                return Carried(), b""
+                return RpcResponse(), b""
             call = actor.read.call_one(request.volume, request.places)
             got = result(await asyncio.wait_for(call, _CALL_S))
             if not self._valid():
-                return Carried("this host has lost the server"), b""
-            return Carried(), bytes(got)
+                return RpcResponse("this host has lost the server"), b""
+            return RpcResponse(), bytes(got)
         except TimeoutError:
-            return Carried(f"volume {request.volume} did not answer within {_CALL_S:.0f} s"), b""
+            return RpcResponse(
+                f"volume {request.volume} did not answer within {_CALL_S:.0f} s"
+            ), b""
         except KeyError:
-            return Carried(f"there is no volume {request.volume}"), b""
+            return RpcResponse(f"there is no volume {request.volume}"), b""
         except TorchStoreError as error:
-            return Carried(error.message), b""
+            return RpcResponse(error.message), b""
         except Exception as error:  # noqa: BLE001 - whatever the engine raises, the link has failed
-            return Carried(f"{type(error).__name__}: {str(error)[:500]}"), b""
+            return RpcResponse(f"{type(error).__name__}: {str(error)[:500]}"), b""
 
 
-async def _request(reader: asyncio.StreamReader) -> Carry:
+async def _request(reader: asyncio.StreamReader) -> RpcRequest:
     size = int.from_bytes(await reader.readexactly(HEADER), "little")
     if size > _MAX_FRAME:
         raise ValueError(f"a request of {size} bytes is over the limit of {_MAX_FRAME}")
-    request = msgspec.msgpack.decode(await reader.readexactly(size), type=Carry)
+    request = msgspec.msgpack.decode(await reader.readexactly(size), type=RpcRequest)
     total = sum(nbytes for _, _, nbytes in request.places)
     if not 0 <= request.nbytes == total <= CHUNK or len(request.places) > PIECES:
         raise ValueError(f"a request of {request.nbytes} bytes in {len(request.places)} places")
@@ -153,8 +155,8 @@ async def _answer(
     answers: asyncio.Queue[asyncio.Task[_Answer] | None], writer: asyncio.StreamWriter
 ) -> None:
     while (task := await answers.get()) is not None:
-        carried, data = await asyncio.shield(task)
-        writer.write(frame(carried))
+        response, data = await asyncio.shield(task)
+        writer.write(frame(response))
         if data:
             writer.write(data)
         await writer.drain()

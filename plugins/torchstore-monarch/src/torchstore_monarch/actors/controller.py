@@ -14,15 +14,16 @@ from torchstore_core.machine import topology
 from torchstore_core.server.remote.relay_server import RelayServer
 from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.server.serving.members import Members
-from torchstore_monarch.core_thread import CoreThread
-from torchstore_monarch.protocol import Asked, outcome
-from torchstore_monarch.rpc.carrier import Carrier
-from torchstore_monarch.sweeping import SweptDirectory
+from torchstore_monarch.actors.core_thread import CoreThread
+from torchstore_monarch.actors.swept_directory import SweptDirectory
+from torchstore_monarch.protocol import StoreRequest, outcome
+from torchstore_monarch.rpc.forwarder import Forwarder
 
 __all__ = ["ControllerActor"]
 
 
-# Of an uplink's patience: more than it is ever silent while it lives.
+# The part of an uplink's patience after which it is dead if an agent is: while a relay lives it is
+# never silent for so long.
 _SILENT = 1 / 3
 
 
@@ -33,40 +34,40 @@ class ControllerActor(Actor):
         self._core: CoreThread | None = None
         self._server: Server | None = None
         self._relay_server: RelayServer | None = None
-        self._carrier: Carrier | None = None
+        self._forwarder: Forwarder | None = None
         self._directory: SweptDirectory | None = None
         self._serving: asyncio.Task[None] | None = None  # while its members are there
 
     @concurrent_endpoint
-    async def begin(self, asked: bytes) -> tuple[bytes, tuple[str, str, int] | None]:
+    async def begin(self, request: bytes) -> tuple[bytes, tuple[str, str, int] | None]:
         """Start the server, which then waits for its volumes: its host id, address and pid."""
-        return await outcome(self._begin(msgspec.msgpack.decode(asked, type=Asked)))
+        return await outcome(self._begin(msgspec.msgpack.decode(request, type=StoreRequest)))
 
-    async def _begin(self, asked: Asked) -> tuple[str, str, int]:
+    async def _begin(self, request: StoreRequest) -> tuple[str, str, int]:
         core = self._core = CoreThread("torchstore-server")
-        return await core.run(self._start(asked))
+        return await core.run(self._start(request))
 
-    async def _start(self, asked: Asked) -> tuple[str, str, int]:
+    async def _start(self, request: StoreRequest) -> tuple[str, str, int]:
         self._directory = SweptDirectory()
         directory = self._directory.path
         options = ServerOptions(
-            store_name=asked.store_name,
-            num_storage_volumes=asked.num_storage_volumes,
+            store_name=request.store_name,
+            num_storage_volumes=request.num_storage_volumes,
             attached=True,
-            prefault=asked.prefault,
-            strategy=asked.strategy,
-            strategy_fields=asked.strategy_fields,
-            block=asked.block,
+            prefault=request.prefault,
+            strategy=request.strategy,
+            strategy_fields=request.strategy_fields,
+            block=request.block,
             directory=directory,
         )
         server = Server(options)
         address = await server.start()
         self._server = server
         self._relay_server = RelayServer(server)
-        self._carrier = Carrier(directory)
-        await self._carrier.start()
-        server.before_close = self._carrier.idle
-        if asked.members:
+        self._forwarder = Forwarder(directory)
+        await self._forwarder.start()
+        server.before_close = self._forwarder.idle
+        if request.members:
             server.members = Members(server.stop_soon)
             self._serving = asyncio.ensure_future(self._serve(server))
         return topology.probe().host_id, address, os.getpid()
@@ -89,10 +90,10 @@ class ControllerActor(Actor):
         return await outcome(self._ready(volumes, timeout))
 
     async def _ready(self, volumes: dict[str, Any], timeout: float) -> bool:
-        core, server, carrier = self._core, self._server, self._carrier
-        if core is None or server is None or carrier is None:
+        core, server, forwarder = self._core, self._server, self._forwarder
+        if core is None or server is None or forwarder is None:
             raise StoreClosedError("the server was not started")
-        carrier.volumes = volumes
+        forwarder.volumes = volumes
         await core.run(server.attached(timeout))
         return True
 
@@ -101,12 +102,12 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def open_uplink(self, here: bytes, expire_s: float) -> tuple[bytes, bytes | None]:
         """See ``RelayServer.open``."""
-        return await outcome(self._on_uplinks("open", here, expire_s))
+        return await outcome(self._on_relay_server("open", here, expire_s))
 
     @concurrent_endpoint
     async def agent_failed(self) -> None:
-        """The engine says that an agent is dead, some seconds after it died: the one that has been
-        silent since.
+        """The engine says that an agent has died some seconds ago: the one that has been silent
+        since then.
         """
         if self._core is not None and self._relay_server is not None:
             await self._core.call(self._relay_server.close_silent, _SILENT)
@@ -114,7 +115,7 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def exchange(self, token: bytes, said: bytes) -> tuple[bytes, bytes | None]:
         """See ``RelayServer.exchange``."""
-        return await outcome(self._on_uplinks("exchange", token, said))
+        return await outcome(self._on_relay_server("exchange", token, said))
 
     @concurrent_endpoint
     async def poll(self, token: bytes) -> tuple[bytes, bytes | None]:
@@ -130,12 +131,12 @@ class ControllerActor(Actor):
         """See ``RelayServer.close``."""
 
         async def work() -> bool:
-            await self._on_uplinks("close", token)
+            await self._on_relay_server("close", token)
             return True
 
         return await outcome(work())
 
-    async def _on_uplinks(self, name: str, *args: bytes | float) -> bytes:
+    async def _on_relay_server(self, name: str, *args: bytes | float) -> bytes:
         core, relay_server = self._started()
         made: bytes = await core.call(getattr(relay_server, name), *args)
         return made
@@ -149,7 +150,7 @@ class ControllerActor(Actor):
 
     @concurrent_endpoint
     async def end(self) -> list[str]:
-        """Close everything; the volumes that were lost before."""
+        """Close everything. Returns the ids of the volumes that had been lost before."""
         lost = [] if self._server is None else self._server.lost_volumes()
         await self._end()
         return lost
@@ -161,8 +162,8 @@ class ControllerActor(Actor):
             core.close()
 
     async def _close(self) -> None:
-        if self._carrier is not None:
-            await self._carrier.close()
+        if self._forwarder is not None:
+            await self._forwarder.close()
         if self._relay_server is not None:
             self._relay_server.close(why="the store was shut down")
         if self._server is not None:

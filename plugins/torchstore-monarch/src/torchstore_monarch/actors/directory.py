@@ -26,13 +26,13 @@ from torchstore_core.errors import (
 from torchstore_core.machine import topology
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.remote.relay_server import EXPIRE_S
-from torchstore_monarch.controller import ControllerActor
-from torchstore_monarch.host import HostActor
-from torchstore_monarch.placing import spread
+from torchstore_monarch.actors.controller import ControllerActor
+from torchstore_monarch.actors.host import HostActor
+from torchstore_monarch.actors.placing import spread
 from torchstore_monarch.protocol import (
-    Asked,
     FoundStore,
     Placement,
+    StoreRequest,
     VolumePlan,
     outcome,
     result,
@@ -42,11 +42,11 @@ __all__ = ["Directory"]
 
 log = logging.getLogger(__name__)
 
-# What who ends a store waits, and what part of that its end may take here.
+# How long the caller of `shutdown` waits, and which part of that the end of a store may take here.
 _CALLER_S = 10.0
 _SHARE = 0.8
 _LEAST_S = 1.0
-# Parts of an end: of a start that is under way, of the server, of the agents, of processes.
+# Parts of that for what is ended: a start that is under way, the server, the agents, processes.
 _SETTLING, _CLOSING, _LEAVING, _STOPPING = 0.2, 0.3, 0.2, 0.2
 _CANCEL_S = 1.0
 _TELL_S = 5.0
@@ -61,8 +61,8 @@ class _Store:
     It starts once, in the task ``starting``, and ends once, in the task ``ending``.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, request: StoreRequest) -> None:
+        self.request = request
         self.starting: asyncio.Task[FoundStore] | None = None
         self.ending: asyncio.Task[None] | None = None
         self.controller: Any = None
@@ -70,12 +70,12 @@ class _Store:
         self.controller_name = ""  # as the engine calls it
         self.agents_name = ""
         self.controller_failed = False
-        self.spawned: Any = None  # the agents, in the shape of their processes
+        self.spawned: Any = None  # the agents, as the mesh that they were spawned as
         self.agents: list[Any] = []  # one by one
-        self.agents_failed = False  # some
+        self.agents_failed = False  # at least one has
         self.agent_pids: list[int] = []  # 0: on another host
-        self.procs: list[ProcMesh] = []  # made here, so ended here
-        self.own_agents = False  # whether they are in such processes
+        self.procs: list[ProcMesh] = []  # made for this store, so they end with it
+        self.own_agents = False  # whether the agents are in such processes
         self.found: FoundStore | None = None
         self.volumes: dict[str, Any] = {}  # the agents that have them, by volume id
         # Processes of this host that end with it, and when they began: pids are used again.
@@ -89,7 +89,7 @@ class _Store:
         """
         if self.ending is not None:
             raise StoreClosedError(
-                f"store {self.asked.store_name!r} was shut down while it was being initialized"
+                f"store {self.request.store_name!r} was shut down while it was being initialized"
             )
 
     def has_controller(self) -> bool:
@@ -99,8 +99,8 @@ class _Store:
         return not self.controller_pid or _runs(self.controller_pid)
 
     def living(self, lost: list[str] | None) -> list[Any]:
-        """The agents that can be called; ``lost``: what the server says of its volumes, if it
-        does.
+        """The agents that can be called. ``lost``: the volumes that the server has lost; None: it
+        could not say.
         """
         dead = [agent for volume, agent in self.volumes.items() if volume in (lost or ())]
         unsure = self.agents_failed and lost is None
@@ -117,20 +117,22 @@ class Directory(Actor):
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
         self._telling: set[asyncio.Task[Any]] = set()
-        # Whose caller has gone before its store was begun.
+        # Tokens of requests whose caller gave up before the store was begun.
         self._given_up: deque[str] = deque(maxlen=1000)
 
     async def __supervise__(self, failure: MeshFailure) -> bool:
-        """A process or actor of a store is gone. The server notices by itself (its line to the
-        volume closes); the job goes on.
+        """A process or an actor of a store has died. The server notices by itself, for its
+        connection to the volume closes; the job goes on.
         """
         log.warning("part of a store has failed: %s", str(failure).partition("\n")[0])
         for store in list(self._stores.values()):
             if failure.mesh_name == store.controller_name:
                 store.controller_failed = True
                 if store.ending is None:
-                    log.error("store %r is gone: its controller has failed", store.asked.store_name)
-                    self._stores.pop(store.asked.store_name, None)
+                    log.error(
+                        "store %r is gone: its controller has failed", store.request.store_name
+                    )
+                    self._stores.pop(store.request.store_name, None)
             elif failure.mesh_name == store.agents_name:
                 store.agents_failed = True
                 if store.ending is None and store.has_controller():
@@ -138,8 +140,8 @@ class Directory(Actor):
         return True
 
     def _tell(self, store: _Store) -> None:
-        """Tell the server that an agent is dead: it knows of those on other hosts only that they
-        are silent.
+        """Tell the server that an agent has died: of one on another host it only knows that it is
+        silent.
         """
         task = asyncio.ensure_future(_bounded(store.controller.agent_failed.call(), _TELL_S))
         self._telling.add(task)
@@ -148,19 +150,19 @@ class Directory(Actor):
     # ---- starting -------------------------------------------------------------------------
 
     @concurrent_endpoint
-    async def create(self, asked: bytes, mesh: Any) -> tuple[bytes, bytes | None]:
+    async def create(self, request: bytes, mesh: Any) -> tuple[bytes, bytes | None]:
         """Start a store: a :class:`FoundStore`."""
-        return await outcome(self._create(msgspec.msgpack.decode(asked, type=Asked), mesh))
+        return await outcome(self._create(msgspec.msgpack.decode(request, type=StoreRequest), mesh))
 
-    async def _create(self, asked: Asked, mesh: Any) -> bytes:
-        name = asked.store_name
+    async def _create(self, request: StoreRequest, mesh: Any) -> bytes:
+        name = request.store_name
         store: _Store | None = None
         try:
-            async with asyncio.timeout(asked.timeout):
+            async with asyncio.timeout(request.timeout):
                 await self._make_free(name)
-                if asked.token in self._given_up:
+                if request.token in self._given_up:
                     raise StoreClosedError(f"store {name!r} was given up before it was begun")
-                store = self._stores[name] = _Store(asked)
+                store = self._stores[name] = _Store(request)
                 store.starting = asyncio.ensure_future(self._start(store, mesh))
                 store.found = await asyncio.shield(store.starting)
                 store.refuse_if_ended()
@@ -172,8 +174,8 @@ class Directory(Actor):
                 await self._discard(store)
             if isinstance(error, TimeoutError):
                 raise StoreTimeoutError(
-                    f"store {name!r} did not come up within {in_seconds(asked.timeout)}",
-                    details={"operation": "initialize", "timeout": asked.timeout},
+                    f"store {name!r} did not come up within {in_seconds(request.timeout)}",
+                    details={"operation": "initialize", "timeout": request.timeout},
                 ) from error
             raise
 
@@ -193,18 +195,18 @@ class Directory(Actor):
             await self._discard(before)
 
     async def _start(self, store: _Store, mesh: Any) -> FoundStore:
-        asked = store.asked
+        request = store.request
         own = this_host().spawn_procs({"controller": 1}, name="torchstore_controller")
         store.procs.append(own)
-        procs = _volume_procs(mesh, asked.num_storage_volumes)
+        procs = _volume_procs(mesh, request.num_storage_volumes)
         if procs is not mesh:
             store.procs.append(procs)
             store.own_agents = True
         store.controller = own.spawn("torchstore_controller", ControllerActor)
         store.spawned = procs.spawn("torchstore_host", HostActor)
-        agents = _members(store.spawned)
+        agents = _actors_of(store.spawned)
         begun, *facts = await asyncio.gather(
-            store.controller.begin.call_one(msgspec.msgpack.encode(asked)),
+            store.controller.begin.call_one(msgspec.msgpack.encode(request)),
             *(agent.where.call_one() for agent in agents),
         )
         host_id, address, store.controller_pid = result(begun)
@@ -217,7 +219,7 @@ class Directory(Actor):
         store.refuse_if_ended()
         hosts = [place.host_id for place in places]
         relays = await self._begin_hosts(store, host_id, address, agents, hosts)
-        return FoundStore(asked.store_name, host_id, address, relays)
+        return FoundStore(request.store_name, host_id, address, relays)
 
     async def _begin_hosts(
         self, store: _Store, host_id: str, address: str, agents: list[Any], hosts: list[str]
@@ -227,10 +229,10 @@ class Directory(Actor):
         On other hosts than the server's each agent with volumes has a relay of its own, so that
         none takes the volumes of others with it when it dies.
         """
-        asked = store.asked
-        chosen = spread(hosts, asked.num_storage_volumes)
+        request = store.request
+        chosen = spread(hosts, request.num_storage_volumes)
         sharing = Counter(hosts[at] for at in chosen)
-        share = asked.capacity and asked.capacity // asked.num_storage_volumes
+        share = request.capacity and request.capacity // request.num_storage_volumes
         plans: dict[int, list[VolumePlan]] = {}
         for index, at in enumerate(chosen):
             plan = VolumePlan(index, share, sharing[hosts[at]])
@@ -238,11 +240,11 @@ class Directory(Actor):
 
         async def begin(at: int, control: str) -> str:
             wanted = Placement(
-                asked.store_name,
+                request.store_name,
                 control,
                 tuple(plans.get(at, ())),
-                asked.block,
-                asked.timeout,
+                request.block,
+                request.timeout,
                 store.own_agents,
                 _OWN_EXPIRE_S if store.own_agents else EXPIRE_S,
             )
@@ -259,9 +261,9 @@ class Directory(Actor):
         for at, one in zip(due, made, strict=True):
             if hosts[at] != host_id:
                 relays.setdefault(hosts[at], []).append(one)
-        volumes = {f"{asked.store_name}-{i}": agents[at] for i, at in enumerate(chosen)}
+        volumes = {f"{request.store_name}-{i}": agents[at] for i, at in enumerate(chosen)}
         ready, _ = await asyncio.gather(
-            store.controller.ready.call_one(volumes, asked.timeout),
+            store.controller.ready.call_one(volumes, request.timeout),
             store.spawned.introduce.call(volumes),
         )
         result(ready)
@@ -279,13 +281,13 @@ class Directory(Actor):
         return msgspec.msgpack.encode(store.found), store.controller, store.volumes
 
     @concurrent_endpoint
-    async def guest(self, proc: Any) -> Any:
-        """An actor of the store's own in a process of the job, to ask for stores there.
+    async def spawn_caller(self, proc: Any) -> Any:
+        """A new actor in a process of the job, as which that process makes its calls to stores.
 
-        It belongs to the directory: what is called may be dead, and that ends who calls, and then
-        who owns that.
+        It is owned by the directory. To call a dead actor ends the caller and its owner, which is
+        then none of the user's.
         """
-        return proc.spawn("torchstore_guest", HostActor)
+        return proc.spawn("torchstore_caller", HostActor)
 
     # ---- ending ---------------------------------------------------------------------------
 
@@ -294,11 +296,11 @@ class Directory(Actor):
         """End a store; whether there was one.
 
         Args:
-            token: only the one that was asked for with it, though it be asked for later.
+            token: only the store of the request with that token, even if that is yet to come.
             timeout: seconds that the caller waits.
         """
         store = self._stores.get(name)
-        if token and (store is None or store.asked.token != token):
+        if token and (store is None or store.request.token != token):
             self._given_up.append(token)
             return False
         if store is None:
@@ -313,7 +315,7 @@ class Directory(Actor):
         await asyncio.shield(store.ending)
 
     async def _end(self, store: _Store, within: float) -> None:
-        """Everything ends by itself, one after the other; what does not is killed."""
+        """Have everything end by itself, one part after the other, and kill what does not."""
         deadline = asyncio.get_running_loop().time() + within
         try:
             await _settle(store.starting, within * _SETTLING)
@@ -328,14 +330,14 @@ class Directory(Actor):
             await asyncio.gather(*(_bounded(end, within * _STOPPING) for end in ends))
             await _kill(store, deadline)
         except Exception:
-            log.exception("while ending store %r", store.asked.store_name)
+            log.exception("while ending store %r", store.request.store_name)
         finally:
-            if self._stores.get(store.asked.store_name) is store:
-                del self._stores[store.asked.store_name]
+            if self._stores.get(store.request.store_name) is store:
+                del self._stores[store.request.store_name]
 
 
 async def _bounded(end: Any, timeout: float) -> Any:
-    """What one end gives; None of what is dead already, or does not answer."""
+    """The result of ending one part; None if that is dead already, or does not answer."""
     try:
         return await asyncio.wait_for(end, timeout)
     except Exception as error:  # noqa: BLE001 - whatever the engine raises
@@ -361,7 +363,7 @@ async def _kill(store: _Store, deadline: float) -> None:
     while (left := _left(store)) and clock() < deadline:  # noqa: ASYNC110 - only the kernel knows
         await asyncio.sleep(_POLL_S)
     for pid in left:
-        log.warning("process %d of store %r is killed", pid, store.asked.store_name)
+        log.warning("process %d of store %r is killed", pid, store.request.store_name)
         try:
             os.kill(pid, signal.SIGKILL)
         except OSError as error:
@@ -382,8 +384,8 @@ def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]
     store.processes = {pid: begun for pid in own if (begun := topology.started(pid))}
 
 
-def _members(mesh: Any) -> list[Any]:
-    """Its actors one by one, whatever slice it is of."""
+def _actors_of(mesh: Any) -> list[Any]:
+    """The actors of a mesh one by one, also of a slice that is not contiguous."""
     sizes = mesh.sizes
     every = itertools.product(*(range(size) for size in sizes.values()))
     return [mesh.slice(**dict(zip(sizes, at, strict=True))) for at in every]

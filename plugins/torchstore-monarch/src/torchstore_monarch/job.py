@@ -1,4 +1,4 @@
-"""How a process of a Monarch job reaches a store of it, on whatever host it is."""
+"""What a process does in its Monarch job: it finds, reaches and ends stores, from any host."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
-from torchstore_monarch.core_thread import CoreThread
-from torchstore_monarch.directory import Directory
+from torchstore_monarch.actors.core_thread import CoreThread
+from torchstore_monarch.actors.directory import Directory
 from torchstore_monarch.plugin import is_worker
 from torchstore_monarch.protocol import FoundStore, Placement, result
 
-__all__ = ["adopt", "directory", "end", "find", "in_context", "rank", "volume_actor"]
+__all__ = ["as_store_actor", "directory", "end", "find", "rank", "use_this_actor", "volume_actor"]
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ _MONARCHS = "monarch.actor_mesh._context"
 _MAKE_S = 60.0
 _END_S = 10.0
 _lock = threading.Lock()
-# What is being made for this process, by what it is.
+# What is being made for this process.
 _making: dict[str, concurrent.futures.Future[Any]] = {}
 _context: contextvars.Context | None = None
 _rank: int | None = None
-# Relays of this process, by the server they lead to.
+# Relays of this process, by the address of the server that they lead to.
 _relays: dict[str, tuple[Any, str]] = {}
 # Actors of this process whose relay has ended.
 _spare: list[Any] = []
@@ -56,19 +56,19 @@ async def directory() -> Any:
     return await get_or_spawn_controller(_NAME, Directory)
 
 
-def adopt() -> None:
-    """From now on this process's calls are made by the actor that calls this."""
+def use_this_actor() -> None:
+    """From now on this process makes its calls as the actor that calls this."""
     global _context
     with _lock:
         _context = contextvars.copy_context()
 
 
-async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
-    """Run ``work`` as an actor of the store's own, which this process gets when it first asks.
+async def as_store_actor(work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
+    """Run ``work`` as an actor of the store's, which this process gets with its first call.
 
-    Then it does not matter which thread asks (a plain one does not know whose actor's process it
-    is in), and what the engine cannot deliver, because somebody has died, is nothing that the
-    user's actor has to answer for.
+    So it does not matter which thread calls (a plain one does not know in whose actor's process it
+    is), and when the engine cannot deliver a call, because its receiver has died, that is not held
+    against the user's actor.
 
     Raises:
         StoreTimeoutError: not within ``timeout`` seconds.
@@ -82,8 +82,8 @@ async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float 
                 except (TorchStoreError, asyncio.CancelledError):
                     raise
                 except Exception as error:  # noqa: BLE001 - its owner may have been stopped
-                    log.debug("asking anew: %s", type(error).__name__)
-            return await _run(work, await _adopted(known))
+                    log.debug("calling as a new actor: %s", type(error).__name__)
+            return await _run(work, await _new_context(known))
     except TimeoutError as error:
         raise StoreTimeoutError(
             f"the Monarch job did not answer within {in_seconds(timeout)}",
@@ -91,7 +91,7 @@ async def in_context(work: Callable[[], Coroutine[Any, Any, T]], timeout: float 
         ) from error
 
 
-async def _adopted(before: contextvars.Context | None) -> contextvars.Context:
+async def _new_context(before: contextvars.Context | None) -> contextvars.Context:
     """The context of an actor of this process, other than ``before``.
 
     Raises:
@@ -108,18 +108,18 @@ async def _adopted(before: contextvars.Context | None) -> contextvars.Context:
         global _rank
         if _context is None or _context is before:
             _rank = int(context().actor_instance.rank.rank)
-            guest = await (await directory()).guest.call_one(this_proc())
-            await guest.adopt.call_one()
+            caller = await (await directory()).spawn_caller.call_one(this_proc())
+            await caller.use_this_actor.call_one()
         if _context is None:
             raise StoreClosedError("this process got no actor of the store")
         return _context
 
-    return await _once("guest", make)
+    return await _once("caller", make)
 
 
 async def _once(what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What ``make`` gives, which one makes for all who ask for it meanwhile, on whatever threads
-    and event loops. It has a thread for itself, so that it does not end with who was first.
+    """The result of ``make``, made once for all who ask for ``what`` meanwhile, on any threads and
+    event loops. It runs in a thread of its own: it does not end with the one who asked first.
     """
 
     async def bounded() -> T:
@@ -135,7 +135,7 @@ async def _once(what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         made = _making.get(what)
         first = made is None
         if made is None:
-            core = CoreThread("torchstore-finding")
+            core = CoreThread("torchstore-job")
             made = _making[what] = asyncio.run_coroutine_threadsafe(bounded(), core.loop)
     if first:
         made.add_done_callback(end)
@@ -153,7 +153,9 @@ async def _run(work: Callable[[], Coroutine[Any, Any, T]], known: contextvars.Co
 
 
 def rank() -> int | None:
-    """Which of its mesh's actors first asked for a store in this process; None: none did."""
+    """The rank, in its mesh, of the actor that first used a store in this process; None: none
+    has.
+    """
     return _rank
 
 
@@ -170,7 +172,7 @@ async def find(store_name: str, timeout: float | None) -> str | None:
     Raises:
         StoreTimeoutError: no answer within ``timeout`` seconds.
     """
-    return await in_context(lambda: _find(store_name), timeout)
+    return await as_store_actor(lambda: _find(store_name), timeout)
 
 
 async def _find(store_name: str) -> str | None:
@@ -195,14 +197,14 @@ def _is_there(address: str) -> bool:
 
 
 async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]) -> str:
-    """No agent of the store is on this host: this process has one of its own."""
+    """The relay of this process: no agent of the store is on this host."""
 
     async def make() -> str:
         agent, address = _known_relay(found.address)
         if address:
             return address
         if agent is None:
-            agent = await (await directory()).guest.call_one(this_proc())
+            agent = await (await directory()).spawn_caller.call_one(this_proc())
         wanted = msgspec.msgpack.encode(Placement(found.store_name, "", (), (), _MAKE_S))
         try:
             address = result(await agent.begin.call_one(wanted, controller))
@@ -219,8 +221,8 @@ async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]
 
 
 def _known_relay(server: str) -> tuple[Any, str]:
-    """The address of this process's relay to that server, or else an actor to be one, if there is
-    one to spare.
+    """This process's relay to that server: its actor and address. If there is none yet, an actor
+    that can become one, if one is spare, and no address.
     """
     with _lock:
         for other, (agent, address) in list(_relays.items()):
@@ -233,7 +235,10 @@ def _known_relay(server: str) -> tuple[Any, str]:
 
 
 async def end(store_name: str, timeout: float | None, token: str = "") -> bool:
-    """End a store of the job (``token``: only the one of that ``Asked``); False if there was none.
+    """End a store of the job; False if there was none.
+
+    Args:
+        token: only the store of the ``StoreRequest`` with that token.
 
     Raises:
         StoreTimeoutError: not within ``timeout`` seconds.
@@ -246,8 +251,8 @@ async def end(store_name: str, timeout: float | None, token: str = "") -> bool:
         ended: Awaitable[bool] = finish.call_one(store_name, token, within)
         return await ended
 
-    # Who does not wait for it has asked for it all the same.
-    ending = asyncio.ensure_future(in_context(work, within + _END_S))
+    # A caller who stops waiting wants the store to end all the same.
+    ending = asyncio.ensure_future(as_store_actor(work, within + _END_S))
     _ending.add(ending)
     ending.add_done_callback(_ended)
     try:

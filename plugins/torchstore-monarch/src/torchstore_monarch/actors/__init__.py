@@ -1,0 +1,1 @@
+"""The actors of a store: its controller, its hosts, and the directory that owns them."""

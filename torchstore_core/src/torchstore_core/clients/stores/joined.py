@@ -1,0 +1,202 @@
+"""One store that this process has joined. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+
+from torchstore_core.clients.calls import observers as observing
+from torchstore_core.clients.session.handshake import Ranks
+from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.stores.environment import (
+    DEFAULT_NAME,
+    inherited_address,
+    lock,
+    not_a_socket,
+    variable_of,
+)
+from torchstore_core.clients.stores.lookup import find_by, missing_engine, runtime_here
+from torchstore_core.contracts.observer import Operation
+from torchstore_core.contracts.runtime import Runtime
+from torchstore_core.errors import StoreClosedError
+from torchstore_core.plugins.ranking import Policy
+from torchstore_core.plugins.registry import load_class
+
+__all__ = ["DEFAULT_TIMEOUT_S", "JoinedStore", "sessions"]
+
+DEFAULT_TIMEOUT_S = 60.0
+#: Every session that was opened and that somebody still refers to.
+sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class JoinedStore:
+    """This process at one store.
+
+    It survives what its session does not: a fork (the child opens a session of its own), a
+    restarted server, ``reset_client``.
+
+    Args:
+        store_name: the name here.
+        address: where its server listens (``unix:/path``), or which store of a job it is
+            (``<runtime>:<store>``): then it is looked up whenever a session opens.
+        policy: the user's word on transports.
+        timeout: default of every operation, seconds; None waits for ever.
+        allow_pickle: default of every operation.
+        runtime: what started the server, in the process that owns it.
+
+    Attributes:
+        ranks: which rank this process is, if the runtime knows better than the environment.
+        connected: it was joined by ``connect``: leaving it ends nothing.
+        observe: tells the observers of an operation; None: there are none.
+    """
+
+    def __init__(
+        self,
+        store_name: str,
+        address: str,
+        policy: Policy,
+        timeout: float | None,
+        allow_pickle: bool,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.store_name = store_name
+        self.address = address
+        self.policy = policy
+        self.timeout = timeout
+        self.allow_pickle = allow_pickle
+        self.runtime = runtime
+        self.ranks: Ranks | None = None if runtime is None else runtime.ranks
+        self.connected = False
+        self.observe: Callable[[Operation], None] | None = None
+        self._session: Session | None = None
+        self._earlier: weakref.WeakSet[Session] = weakref.WeakSet()  # with calls under way, maybe
+        self._closed = False
+        # Where the address led the last time that it was looked up, and in which process.
+        self._socket = ""
+        self._looked_up_by = 0
+
+    def leads_to(self, address: str, policy: Policy) -> bool:
+        """Whether it is at the store at that address, in the same way."""
+        return (self.address, self.policy) == (address, policy)
+
+    def session_here(self) -> Session | None:
+        """The session of this process, if it is open."""
+        session = self._session
+        return session if session is not None and session.usable else None
+
+    async def session(self, timeout: float | None) -> Session:
+        """The session of this process, opened when there is none.
+
+        Raises:
+            StoreClosedError: shut down, or no server answers.
+        """
+        session = self.session_here()
+        if session is not None:
+            return session
+        self._check_open()
+        where = await self._socket_of_server(timeout)
+        try:
+            made = await Session.open(where, self.policy, timeout, self.ranks, self._what_to_do())
+        except StoreClosedError as error:
+            raise StoreClosedError(
+                f"{self._no_server()} ({error.message}). {self._what_to_do()}, `await "
+                "connect(address)` joins it where it is",
+                details=error.details,
+            ) from error
+        with lock:
+            session = self._session
+            if session is not None and session.usable:
+                made.close()  # another thread was faster
+                return session
+            try:
+                self._check_open()  # so it may have been
+            except StoreClosedError:
+                made.close()
+                raise
+            self._session = made
+            sessions.add(made)
+        self.observe = observing.watch(made.registry)
+        return made
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(
+                f"store {self.store_name!r} was shut down in this process; initialize or connect"
+            )
+
+    def _what_to_do(self) -> str:
+        """When the server is gone."""
+        if self.runtime is not None and self.runtime.ranks is not None:
+            again = "`await initialize_spmd()`, in every rank,"
+        else:
+            name = self.store_name
+            given = "" if name == DEFAULT_NAME else f"store_name={name!r}"
+            again = f"`await connect_or_initialize({given})`"
+        return (
+            "Calls go on by themselves when it is started again at that address; "
+            f"{again} starts a new one"
+        )
+
+    def _no_server(self) -> str:
+        if self._session is not None:
+            return f"the server of store {self.store_name!r} is gone"
+        return f"no server of store {self.store_name!r} answers"
+
+    async def _socket_of_server(self, timeout: float | None) -> str:
+        """The Unix socket that leads to the server now."""
+        runtime, _, name = self.address.partition(":")
+        if runtime == "unix":
+            return self.address
+        if self._socket and self._looked_up_by != os.getpid():
+            return self._socket  # a forked child: the engine is the parent's
+        spec = runtime_here(runtime)
+        if spec is None:
+            raise StoreClosedError(self._of_no_job_here())
+        found = await find_by(spec, name, timeout)
+        if spec.rank is not None and not ("RANK" in os.environ or "LOCAL_RANK" in os.environ):
+            self.ranks = None, load_class(spec.rank)()
+        if found is None and self.runtime is None:
+            named = inherited_address(self.store_name) or ""
+            found = named if named.startswith("unix:") else None
+        if found is None:
+            raise StoreClosedError(
+                f"there is no store {name!r} in this job: `await initialize()` one in any of its "
+                "processes"
+            )
+        self._socket, self._looked_up_by = found, os.getpid()
+        return found
+
+    def _of_no_job_here(self) -> str:
+        unset = ""
+        if self.address == inherited_address(self.store_name):
+            unset = f"unset {variable_of(self.store_name)}, or "
+        return not_a_socket(
+            self.address,
+            f"{unset}`await connect(address)` with the unix:/path of a store that runs on this "
+            f"host (stores() lists them){missing_engine()}",
+        )
+
+    def reset(self) -> None:
+        """Drop the session; the next operation opens a new one, those under way end on theirs. Live
+        tensors stay valid.
+        """
+        with lock:
+            session, self._session = self._session, None
+            if session is not None:
+                self._earlier.add(session)
+        if session is not None and session.pid == os.getpid():
+            session.close(now=False)
+
+    def close(self) -> None:
+        """Leave the store for good."""
+        self._closed = True
+        self.reset()
+        for session in list(self._earlier):
+            if session.pid == os.getpid():
+                session.close()
+
+    def after_fork_in_child(self) -> None:
+        """The parent keeps the server and the session."""
+        self.runtime = None
+        self.reset()

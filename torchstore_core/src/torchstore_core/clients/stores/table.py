@@ -1,0 +1,209 @@
+"""The stores that this process has joined, by name; what a fork means for them. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.stores import ancestors, environment
+from torchstore_core.clients.stores.environment import (
+    ADDRESS,
+    DEFAULT_NAME,
+    allow_pickle_default,
+    lock,
+)
+from torchstore_core.clients.stores.joined import DEFAULT_TIMEOUT_S, JoinedStore, sessions
+from torchstore_core.clients.stores.lookup import address_of, missing_engine
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreClosedError,
+    StoreTimeoutError,
+    in_seconds,
+)
+from torchstore_core.plugins.ranking import Policy
+
+__all__ = [
+    "add",
+    "find",
+    "join",
+    "known",
+    "remove",
+    "reserve",
+    "shutdown_call",
+    "until_started",
+]
+
+_stores: dict[str, JoinedStore] = {}
+# Stores that this process is starting: done when they have, or have not.
+_starting: dict[str, futures.Future[None]] = {}
+
+
+@contextlib.contextmanager
+def reserve(store_name: str) -> Iterator[JoinedStore | None]:
+    """Reserve a name while its server starts. Gives the store that this process owned by that name
+    if its server has ended: it is not in the table any more, and has to be left.
+
+    Raises:
+        ConfigurationError: this process owns such a store already, or is starting one;
+            ``details["taken"]`` is its name.
+    """
+    over: futures.Future[None] = futures.Future()
+    over.set_running_or_notify_cancel()  # who waits for it cannot cancel it
+    with lock:
+        before = _stores.get(store_name)
+        owner = None if before is None else before.runtime
+        owned = owner is not None and not owner.shared
+        if store_name in _starting:
+            raise ConfigurationError(
+                f"store {store_name!r} is being initialized in this process at this moment; wait "
+                "for that to return",
+                details={"taken": store_name},
+            )
+        ended = before if owned and owner is not None and owner.ended else None
+        if ended is not None:
+            del _stores[store_name]
+        elif owned:
+            raise ConfigurationError(
+                f"store {store_name!r} is initialized in this process already: use it, "
+                f"{shutdown_call(store_name)} first, or call connect_or_initialize, which returns "
+                "it",
+                details={"taken": store_name},
+            )
+        _starting[store_name] = over
+    try:
+        yield ended
+    finally:
+        _starting.pop(store_name, None)
+        over.set_result(None)
+
+
+async def until_started(store_name: str, timeout: float | None) -> None:
+    """Wait for another thread or task of this process that is starting this store; it may fail.
+
+    Raises:
+        StoreTimeoutError: it has not ended within ``timeout`` seconds.
+    """
+    over = _starting.get(store_name)
+    if over is None:
+        return
+    try:
+        async with asyncio.timeout(timeout):
+            await asyncio.wrap_future(over)
+    except TimeoutError as error:
+        raise StoreTimeoutError(
+            f"store {store_name!r} is being initialized by another thread or task of this process, "
+            f"which has not ended within {in_seconds(timeout)}",
+            details={"timeout": timeout},
+        ) from error
+
+
+def shutdown_call(store_name: str) -> str:
+    """How a user leaves a store, or ends it."""
+    return f"`await shutdown({'' if store_name == DEFAULT_NAME else repr(store_name)})`"
+
+
+def find(store_name: str) -> JoinedStore:
+    """The store of that name; joined where it is (see ``lookup``) if it was not yet.
+
+    Raises:
+        StoreClosedError: no such store here, and none in the environment.
+        ConfigurationError: the environment prefers or blocks what nobody has installed here.
+    """
+    store = _stores.get(store_name)
+    if store is not None:
+        return store
+    address = address_of(store_name)
+    if address is None:
+        raise StoreClosedError(
+            f"there is no store {store_name!r} in this process{_nor_in_its_parents()}: `await "
+            f"initialize()` one, `await connect(address)`, or set {ADDRESS}{missing_engine()}"
+        )
+    with lock:
+        return _stores.setdefault(
+            store_name,
+            JoinedStore(
+                store_name, address, Policy.make(), DEFAULT_TIMEOUT_S, allow_pickle_default()
+            ),
+        )
+
+
+def _nor_in_its_parents() -> str:
+    made_by = ancestors.parent()
+    return "" if made_by is None else f", nor in its living parents (process {made_by})"
+
+
+def known(store_name: str) -> JoinedStore | None:
+    """The store of that name, if this process has joined it already."""
+    return _stores.get(store_name)
+
+
+def add(store: JoinedStore) -> None:
+    """Make it the one of its name; one that was there before is left."""
+    with lock:
+        before = _stores.get(store.store_name)
+        _stores[store.store_name] = store
+    if before is not None:
+        before.close()
+
+
+def join(store: JoinedStore, before: JoinedStore | None) -> JoinedStore:
+    """Make it the one of its name, unless another thread or task has joined the same store in the
+    same way since ``before`` was there: then that one counts, and this is left.
+    """
+    with lock:
+        now = _stores.get(store.store_name)
+        if now is None or now is before or not now.leads_to(store.address, store.policy):
+            add(store)
+            return store
+    store.close()
+    return now
+
+
+def remove(store_name: str, only: JoinedStore | None = None) -> JoinedStore | None:
+    """Forget the store of that name; if ``only`` is given, no other than that."""
+    with lock:
+        if only is not None and _stores.get(store_name) is not only:
+            return None
+        return _stores.pop(store_name, None)
+
+
+# ---- fork ---------------------------------------------------------------------------------
+
+
+def _before_fork() -> None:
+    lock.acquire()
+    _each(lambda session: session.before_fork())
+
+
+def _after_in_parent() -> None:
+    _each(lambda session: session.after_fork_in_parent())
+    lock.release()
+
+
+def _after_in_child() -> None:
+    _each(lambda session: session.after_fork_in_child())
+    sessions.clear()
+    _starting.clear()  # by threads of the parent
+    environment.forget_what_was_replaced()
+    for store in _stores.values():
+        store.after_fork_in_child()
+    lock.release()  # its thread is that of the parent which acquired it
+
+
+def _each(call: Callable[[Session], Any]) -> None:
+    for session in list(sessions):
+        with contextlib.suppress(OSError):  # a fork must not fail for want of a descriptor
+            call(session)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_in_parent,
+        after_in_child=_after_in_child,
+    )
