@@ -279,15 +279,15 @@ def test_a_dropped_transport_is_never_chosen_again() -> None:
 @pytest.mark.parametrize("field", ["prefer", "block"])
 def test_arguments_come_before_the_environment(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variable = f"TORCHSTORE_{field.upper()}"
-    assert getattr(Policy.said(), field) == ()
-    assert getattr(Policy.said(**{field: ["x"]}), field) == ("x",)
+    assert getattr(Policy.unchecked(), field) == ()
+    assert getattr(Policy.unchecked(**{field: ["x"]}), field) == ("x",)
     monkeypatch.setenv(variable, " tcp, shm ,,rdma,")
-    assert getattr(Policy.said(), field) == ("tcp", "shm", "rdma")
-    assert getattr(Policy.said(**{field: ["shm", "x"]}), field) == ("shm", "x", "tcp", "rdma")
+    assert getattr(Policy.unchecked(), field) == ("tcp", "shm", "rdma")
+    assert getattr(Policy.unchecked(**{field: ["shm", "x"]}), field) == ("shm", "x", "tcp", "rdma")
     other = {"prefer": "block", "block": "prefer"}[field]
-    assert getattr(Policy.said(), other) == ()
+    assert getattr(Policy.unchecked(), other) == ()
     monkeypatch.setenv(variable, "")
-    assert getattr(Policy.said(), field) == ()
+    assert getattr(Policy.unchecked(), field) == ()
 
 
 def test_what_is_both_preferred_and_blocked_is_blocked() -> None:
