@@ -77,10 +77,10 @@ class Policy(msgspec.Struct, frozen=True):
         registry.check_installed("prefer= or TORCHSTORE_PREFER", self.prefer, transports)
         registry.check_installed("block= or TORCHSTORE_BLOCK", self.block)
 
-    def of_store(self, transport: str | tuple[str, ...] | None) -> Policy:
+    def with_transport(self, transport: str | tuple[str, ...] | None) -> Policy:
         """Add the ``transport`` of the store's strategy: a name forces, a tuple prefers.
 
-        >>> Policy(prefer=("a",)).of_store("b").force
+        >>> Policy(prefer=("a",)).with_transport("b").force
         'b'
         """
         if isinstance(transport, str):

@@ -175,7 +175,7 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
     wanted = described.segments
     try:
         async with asyncio.timeout(_HAND_OVER_S):
-            fds, cut = await _receive(described.path, len(wanted))
+            fds, truncated = await _receive(described.path, len(wanted))
     except TimeoutError as error:
         raise TransportNotReadyError(
             f"the server did not hand over its memory within {_HAND_OVER_S:.0f} s; it is busy, or "
@@ -190,7 +190,7 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
     if len(fds) != len(wanted):
         for fd in fds:
             os.close(fd)
-        if cut:
+        if truncated:
             raise _no_descriptors()
         raise TransportNotReadyError(
             f"the server handed over {len(fds)} of {len(wanted)} segments through "
@@ -208,10 +208,10 @@ async def _receive(path: str, count: int) -> tuple[list[int], bool]:
     loop = asyncio.get_running_loop()
     with opening() as sock, sock:
         await connect(sock, path)
-        answered = asyncio.Event()
-        loop.add_reader(sock.fileno(), answered.set)
+        readable = asyncio.Event()
+        loop.add_reader(sock.fileno(), readable.set)
         try:
-            await answered.wait()
+            await readable.wait()
         finally:
             loop.remove_reader(sock.fileno())
         _, fds, flags, _ = socket.recv_fds(sock, HEADER_MAX, count)

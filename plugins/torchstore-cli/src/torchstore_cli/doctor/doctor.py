@@ -210,7 +210,7 @@ async def _store(
                 control = socket_path(server.address)
                 if info.lost:
                     continue
-                word = policy.of_store(welcome.transport)
+                word = policy.with_transport(welcome.transport)
                 volume = VolumeLinks(info, here, same_host, registry, word, control)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the refusals say it
