@@ -4,12 +4,12 @@
 
 A small policy learns by reinforcement (REINFORCE) which of 16 actions is right in each of 16
 situations. This process owns the store and learns: it publishes version n of the policy, takes the
-n-th rollouts of both generator processes, improves the policy with them, and goes on with n + 1.
+n-th rollouts of both generator processes, improves the policy with them, and continues with n + 1.
 
-A generator makes its n-th rollouts with the newest policy there is, but with none older than
-version n - lag: `min_version` waits for one. So the generators need not wait while the learner
-learns, and yet run ahead of it by no more than `lag` steps. With --lag 0 all is on-policy, in
-lockstep.
+A generator makes its n-th rollouts with the newest policy there is, but never with one older than
+version n - lag: `min_version` waits for a newer one. So the generators need not wait while the
+learner learns, but run ahead of it by no more than `lag` steps. With --lag 0 everything is
+on-policy, in lockstep.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RIGHT = torch.randperm(SITUATIONS, generator=torch.Generator().manual_seed(7))
 
 
 def make_policy() -> torch.nn.Module:
-    """From a situation to scores of the actions."""
+    """Build the policy: it maps a situation to scores of the actions."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Embedding(SITUATIONS, 64), torch.nn.Tanh(), torch.nn.Linear(64, SITUATIONS)
@@ -42,7 +42,7 @@ def make_policy() -> torch.nn.Module:
 
 
 async def generate(rank: int, steps: int, lag: int) -> None:
-    """Act, and publish what came of it: the n-th rollouts as version n of a state dict."""
+    """Act, and publish the results: the n-th rollouts are version n of a state dict."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     policy = make_policy()
@@ -58,12 +58,12 @@ async def generate(rank: int, steps: int, lag: int) -> None:
             "rewards": (actions == RIGHT[situations]).float(),
             "policy_version": wanted["version"],
         }
-        # The learner may be `lag` versions behind: they stay readable until it has them.
+        # The learner may be `lag` versions behind: rollouts are kept until it has read them.
         await ts.put_state_dict(rollout, f"rollouts/{rank}", version=n, keep=lag + 1)
 
 
 def generator_main(rank: int, steps: int, lag: int) -> None:
-    """Entry point of the spawned processes. TORCHSTORE_ADDRESS leads them to the store."""
+    """Entry point of the spawned processes, which find the store through TORCHSTORE_ADDRESS."""
     asyncio.run(generate(rank, steps, lag))
 
 
@@ -71,7 +71,7 @@ def generator_main(rank: int, steps: int, lag: int) -> None:
 
 
 async def learn(steps: int) -> tuple[list[float], Counter[int]]:
-    """Mean rewards by step, and how often rollouts came from weights that were how old."""
+    """Return the mean rewards by step, and how many rollouts came from weights of each age."""
     policy = make_policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
     rewards: list[float] = []
@@ -100,7 +100,7 @@ async def learn(steps: int) -> tuple[list[float], Counter[int]]:
 
 
 async def main(steps: int, lag: int) -> None:
-    """Own the store, learn, let child processes generate."""
+    """Own the store and learn, while child processes generate."""
     torch.set_num_threads(1)
     await ts.initialize(capacity=64 << 20)
     context = multiprocessing.get_context("spawn")

@@ -1,15 +1,15 @@
-"""Two FSDP2 ranks train; two tensor-parallel ranks take every version they can, resharded.
+"""Two FSDP2 ranks train; two tensor-parallel ranks take the versions, resharded.
 
     python examples/fsdp_to_tp.py [--steps 8] [--json]
 
-This process owns the store. The trainer ranks fine-tune MiniLM with ``fully_shard`` and put what
-each of them has, its own shards, with one ``put_state_dict``: a version is there when both are
-done. The generator ranks have cut the same model another way. Each calls ``get_state_dict`` with
-its own DTensors, and gets the bytes of its own shards, whoever put them; nobody gathers anything.
+This process owns the store. The trainer ranks fine-tune MiniLM with ``fully_shard`` and each put
+their own shards with one ``put_state_dict``: a version exists when both have done so. The generator
+ranks shard the same model in another way. Each calls ``get_state_dict`` with its own DTensors, and
+gets the bytes of its own shards, whichever rank put them; no rank gathers whole tensors.
 
-To verify it, and only for that, both sides do gather: the trainer publishes a checksum over all
-whole tensors with every version, and the generator computes it again over what its ranks then
-hold. The exit status is 0 only if they were equal each time and no process died.
+Only to verify the result, both sides do gather them: the trainer publishes a checksum over all
+whole tensors with every version, and the generator recomputes it from what its ranks then hold. The
+exit status is 0 only if the checksums were always equal and no process died.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from workers import PATIENCE_S, Report, Worker, copy_floor, follow, start, stop, times
+from workers import TIMEOUT_S, Report, Worker, copy_floor, follow, start, stop, times
 
 import torchstore_core as ts
 
-RANKS = 2  # of each job
+RANKS = 2  # number of ranks of each job
 KEY = "policy"
 
 
@@ -49,8 +49,8 @@ KEY = "policy"
 
 
 async def train(report: Report, options: argparse.Namespace, rank: int, mesh: DeviceMesh) -> None:
-    """One FSDP2 rank: train on its half of the data, publish its shards after every step."""
-    await ts.client()  # connect now, not within the first publish
+    """One FSDP2 rank: train on its half of the data, and publish its shards after every step."""
+    await ts.client()  # connect now, so that the first publish is not slower
     policy = MiniLM(pretrained=True)
     for layer in policy.model.encoder.layer:
         fully_shard(layer, mesh=mesh)
@@ -66,8 +66,8 @@ async def train(report: Report, options: argparse.Namespace, rank: int, mesh: De
         checksum = checksum_of_whole(tensors)
         if options.corrupt and step == options.steps:
             checksum = "wrong"
-        if step == 2:  # the generator has the first version; after this nobody waits for it
-            await ts.wait([f"generator/{r}" for r in range(RANKS)], timeout=PATIENCE_S)
+        if step == 2:  # wait until the generator has the first version; later, no more waiting
+            await ts.wait([f"generator/{r}" for r in range(RANKS)], timeout=TIMEOUT_S)
         floor_s = floor() if rank == 0 else 0.0
         dist.barrier()
         started = time.perf_counter()
@@ -82,7 +82,7 @@ async def train(report: Report, options: argparse.Namespace, rank: int, mesh: De
 async def generate(
     report: Report, options: argparse.Namespace, rank: int, mesh: DeviceMesh
 ) -> None:
-    """One tensor-parallel rank: take a version into its own shards, check it, embed with it."""
+    """One tensor-parallel rank: get versions into its own shards, check them, and embed."""
     policy = MiniLM(pretrained=False)
     parallelize_module(policy.model, mesh, tensor_parallel_plan(policy.model))
     tensors = policy.model.state_dict()
@@ -90,7 +90,7 @@ async def generate(
     nbytes = local_bytes(tensors)
     step = 0
     while step < options.steps:
-        step, seconds = await take_together(wanted, step + 1)
+        step, seconds = await get_same_version(wanted, step + 1)
         equal = wanted["step"] == step and wanted["checksum"] == checksum_of_whole(tensors)
         right = policy.right_answers()
         behind = await ts.latest_version(KEY) - step
@@ -99,30 +99,30 @@ async def generate(
         await ts.put(f"generator/{rank}", step)
 
 
-async def take_together(wanted: dict[str, Any], min_version: int) -> tuple[int, float]:
-    """The same version on all ranks of the group: the newest that all of them see."""
+async def get_same_version(wanted: dict[str, Any], min_version: int) -> tuple[int, float]:
+    """Get the same version on all ranks of the group: the newest one that all of them see."""
     while True:
-        ref = (await ts.wait(KEY, min_version=min_version, timeout=PATIENCE_S))[KEY]
-        version = agree_on_least(ref.version)
+        ref = (await ts.wait(KEY, min_version=min_version, timeout=TIMEOUT_S))[KEY]
+        version = agree_on_minimum(ref.version)
         started = time.perf_counter()
         try:
             await ts.get_state_dict(KEY, wanted, version=version)
-        except ts.VersionGoneError:  # two newer ones came meanwhile (the trainer says keep=2)
+        except ts.VersionGoneError:  # two newer versions exist by now (keep=2)
             version = 0
         seconds = time.perf_counter() - started
-        if agree_on_least(version):
+        if agree_on_minimum(version):
             return version, seconds
 
 
-def agree_on_least(number: int) -> int:
-    """The least of the ranks' numbers."""
+def agree_on_minimum(number: int) -> int:
+    """Return the minimum of the ranks' numbers."""
     least = torch.tensor(number)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)
 
 
 def tensor_parallel_plan(model: torch.nn.Module) -> dict[str, Any]:
-    """Which modules are cut by columns and which by rows; the others are whole on every rank."""
+    """Return which modules are sharded by columns and which by rows; the others are replicated."""
     plan: dict[str, Any] = {
         "embeddings.word_embeddings": RowwiseParallel(input_layouts=Replicate())
     }
@@ -137,12 +137,12 @@ def tensor_parallel_plan(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def local_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Of what this rank has of them."""
+    """Return the number of bytes that this rank holds of the tensors."""
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors.values())
 
 
 def checksum_of_whole(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Over the bytes of all tensors, gathered from all ranks."""
+    """Return a checksum over the bytes of all tensors, gathered from all ranks."""
     made = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -152,7 +152,7 @@ def checksum_of_whole(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """How many tensors are cut along which dimension, and how many are whole on every rank."""
+    """Return how many tensors are sharded along each dimension, and how many are replicated."""
     cuts = [
         f"cut along dim {placement.dim}" if placement.is_shard() else "whole"
         for t in tensors.values()
@@ -164,7 +164,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def worker_main(
     connection: Connection, role: str, rank: int, options: argparse.Namespace, folder: str
 ) -> None:
-    """Entry point of the worker processes. TORCHSTORE_ADDRESS leads them to the store."""
+    """Entry point of the worker processes, which find the store through TORCHSTORE_ADDRESS."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (2 * RANKS)))
     meet = f"file://{folder}/{role}"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS)
@@ -177,8 +177,8 @@ def worker_main(
 # ---- the process that owns the store ------------------------------------------------------
 
 
-def together(workers: list[Worker]) -> dict[str, float]:
-    """The ranks of a job as one: all their bytes, in the time of the slowest."""
+def combine_ranks(workers: list[Worker]) -> dict[str, float]:
+    """Combine the ranks of a job: all their bytes, in the time of the slowest rank."""
     nbytes = sum(worker.reports[0]["nbytes"] for worker in workers)
     slowest = Worker("", workers[0].process, workers[0].connection)
     for reports in zip(*(worker.reports for worker in workers), strict=True):
@@ -187,13 +187,13 @@ def together(workers: list[Worker]) -> dict[str, float]:
 
 
 def summarise(trainer: list[Worker], generator: list[Worker]) -> dict[str, Any]:
-    """The numbers, as plain data."""
+    """Return the numbers as plain data."""
     whole = sum(worker.reports[0]["nbytes"] for worker in trainer)
     taken = [report for worker in generator for report in worker.reports]
     return {
         "copy_floor": {"nbytes": whole, **times(trainer[0], whole, "floor_s")},
-        "publish": {**together(trainer), "layout": trainer[0].reports[0]["layout"]},
-        "fetch": {**together(generator), "layout": generator[0].reports[0]["layout"]},
+        "publish": {**combine_ranks(trainer), "layout": trainer[0].reports[0]["layout"]},
+        "fetch": {**combine_ranks(generator), "layout": generator[0].reports[0]["layout"]},
         "losses": [report["loss"] for report in trainer[0].reports],
         "versions_published": len(trainer[0].reports),
         "versions_seen": [[report["step"] for report in w.reports] for w in generator],
@@ -203,7 +203,7 @@ def summarise(trainer: list[Worker], generator: list[Worker]) -> dict[str, Any]:
 
 
 def print_table(summary: dict[str, Any], console: Console) -> None:
-    """The numbers, for people."""
+    """Print the numbers as a table."""
     title = "bytes of all ranks of a job; all compete for the same cores"
     table = Table(title=title, box=box.SIMPLE, pad_edge=False)
     for column in ("", "versions", "MB each", "median", "max", "GB/s", "of floor"):
@@ -237,7 +237,7 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
 
 
 def main() -> int:
-    """Run both jobs; 0 if every version arrived as it was published."""
+    """Run both jobs; return 0 if every version arrived exactly as it was published."""
     parser = argparse.ArgumentParser(description="real weights, from FSDP2 to tensor parallel")
     parser.add_argument("--steps", type=int, default=8, help="training steps, a version each")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, no more")

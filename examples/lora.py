@@ -2,14 +2,14 @@
 
     python examples/lora.py [--steps 8]
 
-This process owns the store and trains: a transformer whose linear layers are frozen and have LoRA
-adapters of rank 8. It publishes everything, and after every step, with `partial=True`, what has
-changed: the adapters. Each time that makes a new version of the whole model, which shares the rest
-with the version before.
+This process owns the store and trains a transformer whose linear layers are frozen and have LoRA
+adapters of rank 8. First it publishes everything; then, after every step, it publishes what has
+changed, the adapters, with `partial=True`. Each of these puts creates a new version of the whole
+model, which shares everything else with the previous version.
 
-A reader process takes the whole model once, into its own, and then the adapters of every version:
-an entry of a state dict can be got by `<key>/<name>`. In the end it takes the whole last version
-into another model. Checksums say whether it has what the trainer has.
+A reader process gets the whole model once, into its own model, and then the adapters of every
+version: the key of a state dict's entry is `<key>/<name>`. At the end it gets the whole last
+version into another model. Checksums verify that it has the same weights as the trainer.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class Block(nn.Module):
 
 
 def make_model(seed: int) -> nn.Module:
-    """The same layers, other weights for each seed."""
+    """Build the same layers, with different weights for each seed."""
     torch.manual_seed(seed)
     return nn.Sequential(*(Block() for _ in range(LAYERS)))
 
 
 def adapters(model: nn.Module, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
-    """The part of a model's state dict that training changes."""
+    """Return the part of a model's state dict that training changes."""
     state_dict = model.state_dict(keep_vars=keep_vars)
     return {name: tensor for name, tensor in state_dict.items() if "lora_" in name}
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Over the bytes of all tensors."""
+    """Return a checksum over the bytes of all tensors."""
     made = hashlib.sha256()
     for name in sorted(tensors):
         made.update(tensors[name].numpy())
@@ -85,7 +85,7 @@ def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """How many seconds it took."""
+    """Await it, and return how many seconds that took."""
     started = time.perf_counter()
     await work
     return time.perf_counter() - started
@@ -95,12 +95,12 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 async def read(steps: int) -> None:
-    """Follow the trainer; after every version put a checksum of what this process holds."""
+    """Follow the trainer; after every version, put a checksum of what this process holds."""
 
     async def report(tensors: Mapping[str, torch.Tensor], seconds: float) -> None:
         await ts.put("reader", {"checksum": checksum(tensors), "seconds": seconds})
 
-    model = make_model(seed=1)  # whose weights are all others
+    model = make_model(seed=1)  # all its weights differ from the trainer's
     seconds = await timed(ts.get_state_dict(KEY, model.state_dict(), min_version=1))
     await report(model.state_dict(), seconds)
     mine = {f"{KEY}/{name}": tensor for name, tensor in adapters(model).items()}
@@ -114,7 +114,7 @@ async def read(steps: int) -> None:
 
 
 def reader_main(steps: int) -> None:
-    """Entry point of the other process. TORCHSTORE_ADDRESS leads it to the store."""
+    """Entry point of the other process, which finds the store through TORCHSTORE_ADDRESS."""
     torch.set_num_threads(1)
     asyncio.run(read(steps))
 
@@ -123,7 +123,7 @@ def reader_main(steps: int) -> None:
 
 
 async def check(tensors: Mapping[str, torch.Tensor], version: int) -> float:
-    """The reader has these tensors, to the last bit; the seconds that it took to get them."""
+    """Check that the reader has exactly these tensors; return the seconds its get took."""
     await ts.wait("reader", min_version=version)
     seen = await ts.get("reader")
     if seen["checksum"] != checksum(tensors):
@@ -132,7 +132,7 @@ async def check(tensors: Mapping[str, torch.Tensor], version: int) -> float:
 
 
 async def train(steps: int) -> None:
-    """Train the adapters; publish, and compare, every version."""
+    """Train the adapters; publish every version, and check that the reader has it."""
     model = make_model(seed=0)
     optimizer = torch.optim.Adam(adapters(model, keep_vars=True).values(), lr=1e-3)
     inputs, wanted = torch.randn(2, 4, 8, WIDTH)
@@ -152,7 +152,7 @@ async def train(steps: int) -> None:
         fetch_s.append(await check(adapters(model), version))
     await check(whole, steps + 2)
     held = (await ts.status()).volumes[0].used_bytes
-    whole_s = [await timed(ts.put_state_dict(whole, KEY)) for _ in range(3)]  # to compare with
+    whole_s = [await timed(ts.put_state_dict(whole, KEY)) for _ in range(3)]  # for comparison
 
     def row(name: str, tensors: Mapping[str, torch.Tensor], seconds: list[float]) -> None:
         nbytes, median = sum(t.nbytes for t in tensors.values()), statistics.median(seconds)

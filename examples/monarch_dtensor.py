@@ -1,11 +1,11 @@
-"""A DTensor from one mesh of Monarch actors to another one that has cut it differently.
+"""A DTensor moves from one mesh of Monarch actors to another that shards it differently.
 
     python examples/monarch_dtensor.py
 
-Two writer actors hold a matrix by rows, two reader actors hold theirs by columns. The two meshes
-are jobs of torch.distributed that know nothing of each other. Each writer puts what it has, each
-reader gets the bytes of its own shard; nobody gathers the matrix. Needs the package
-torchstore-monarch.
+Two writer actors hold a matrix sharded by rows, and two reader actors hold theirs sharded by
+columns. The two meshes are separate jobs of torch.distributed that know nothing about each other.
+Each writer puts its own shard, and each reader gets only the bytes of its own shard; the matrix is
+never gathered. Needs the package torchstore-monarch.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ RANKS = 2  # of each job
 
 
 def matrix() -> torch.Tensor:
-    """What should arrive: every element is different."""
+    """Return the matrix that should arrive, in which every element is different."""
     return torch.arange(64.0 * 48.0).reshape(64, 48)
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """Return a port of this host on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Rank(Actor):
-    """One rank of a torch.distributed job: a mesh of actors is such a job."""
+    """One rank of a torch.distributed job; each mesh of actors is such a job."""
 
     def __init__(self, port: int, dim: int) -> None:
         self.rank, self.dim = current_rank().rank, dim
@@ -49,31 +49,31 @@ class Rank(Actor):
 
     @endpoint
     async def join(self) -> None:
-        """Meet the other ranks."""
+        """Join the process group of this mesh."""
         await asyncio.to_thread(dist.init_process_group, "gloo")
         self.mesh = init_device_mesh("cpu", (RANKS,))
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor, which is cut along dimension ``dim``."""
+        """Return this rank's part of a tensor that is sharded along dimension ``dim``."""
         return whole.chunk(RANKS, self.dim)[self.rank].contiguous()
 
     @endpoint
     async def put(self) -> list[int]:
-        """Put this rank's shard; its shape."""
+        """Put this rank's shard, and return its shape."""
         mine = self.shard(matrix())
         await ts.put("matrix", DTensor.from_local(mine, self.mesh, [Shard(self.dim)]))
         return list(mine.shape)
 
     @endpoint
     async def get(self) -> tuple[list[int], bool]:
-        """Get this rank's shard, in place; its shape, and whether it is right."""
+        """Get this rank's shard in place; return its shape, and whether it is right."""
         mine = self.shard(torch.zeros_like(matrix()))
         await ts.get("matrix", DTensor.from_local(mine, self.mesh, [Shard(self.dim)]))
         return list(mine.shape), torch.equal(mine, self.shard(matrix()))
 
 
 async def main() -> None:
-    """Start both meshes and the store; put with one, get with the other, compare."""
+    """Start both meshes and the store; put with one, get with the other, and compare."""
     procs = [this_host().spawn_procs({"rank": RANKS}) for _ in range(2)]
     writers, readers = (
         mesh.spawn("ranks", Rank, free_port(), dim) for dim, mesh in enumerate(procs)
@@ -87,7 +87,7 @@ async def main() -> None:
         for at, (got, right) in (await readers.get.call()).items():
             print(f"reader {at.rank} got {got}")
             verdicts.append(right)
-        # This process has no device mesh: it gets the whole.
+        # This process has no device mesh, so it gets the whole matrix.
         whole = await ts.get("matrix")
         print(f"this process got {list(whole.shape)}")
         verdicts.append(torch.equal(whole, matrix()))

@@ -1,10 +1,9 @@
-"""Monarch actors in a ring: each puts a tensor of its own and gets the one of its neighbour.
+"""Monarch actors in a ring: each puts a tensor of its own and gets its neighbour's tensor.
 
     python examples/monarch_ring.py [--actors 3]
 
-The store is started once, here, and runs as actors of the same Monarch job. The other actors find
-it without being told anything: they only import torchstore_core. Needs the package
-torchstore-monarch.
+This process starts the store, which runs as actors of the same Monarch job. The other actors find
+it automatically: they only import torchstore_core. Needs the package torchstore-monarch.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import torchstore_core as ts
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Of its bytes."""
+    """Return a checksum of the tensor's bytes."""
     return hashlib.sha256(tensor.numpy()).hexdigest()[:12]
 
 
 class Member(Actor):
-    """One of the ring."""
+    """One actor of the ring."""
 
     def __init__(self, size: int) -> None:
         self.rank = current_rank().rank
@@ -33,16 +32,16 @@ class Member(Actor):
 
     @endpoint
     async def pass_on(self) -> tuple[str, str]:
-        """Put, and get from the neighbour; checksums of both tensors."""
+        """Put a tensor, get the neighbour's, and return the checksums of both."""
         mine = torch.randn(500_000, generator=torch.Generator().manual_seed(self.rank))
         await ts.put(f"ring/{self.rank}", mine)
-        await ts.wait(f"ring/{self.next}")  # the neighbour may not be as far yet
+        await ts.wait(f"ring/{self.next}")  # the neighbour may not have put it yet
         got = await ts.get(f"ring/{self.next}")
         return checksum(mine), checksum(got)
 
 
 async def main(size: int) -> None:
-    """Start actors and store, let the tensors go round, compare."""
+    """Start the actors and the store, pass the tensors on, and compare."""
     members = this_host().spawn_procs({"ring": size}).spawn("members", Member, size)
     await ts.initialize(capacity=256 << 20)
     try:

@@ -3,14 +3,15 @@
     python examples/monarch_rl.py [--steps 30] [--lag 1]
 
 Two learner actors are FSDP2 ranks. They publish version n of the policy, each its own shards, take
-the n-th rollouts, improve the policy, and go on with n + 1. Two generator actors, without any
-torch.distributed, make the n-th rollouts with the newest whole policy there is, fetched straight
-into their own model, but with none older than version n - lag. Nobody sends messages to anybody:
-learner and generators meet in the store, by versions. Needs the package torchstore-monarch.
+the n-th rollouts, improve the policy, and continue with n + 1. Two generator actors, which do not
+use torch.distributed, make the n-th rollouts with the newest complete policy there is, fetched
+straight into their own model, but never with one older than version n - lag. The actors send no
+messages to each other: learners and generators communicate only through versions in the store.
+Needs the package torchstore-monarch.
 
-The task: which of 16 actions is right in each of 16 situations. To see that no rollout comes from
-torn weights, every version has a checksum over all of its tensors, and generators compute it again
-over what their model then holds.
+The task is to learn which of 16 actions is right in each of 16 situations. To verify that no
+rollout comes from torn weights, every version has a checksum over all of its tensors, and the
+generators recompute it from what their model then holds.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from monarch.actor import Actor, current_rank, endpoint, this_host
 
 import torchstore_core as ts
 
-RANKS = 2  # learners; and as many generators
+RANKS = 2  # number of learners, and of generators
 SITUATIONS, HIDDEN, BATCH = 16, 512, 64
 RIGHT = torch.randperm(SITUATIONS, generator=torch.Generator().manual_seed(7))
 
 
 def make_policy() -> torch.nn.Module:
-    """From a situation to scores of the actions: 1.2 MB of weights."""
+    """Build the policy, with 1.2 MB of weights: it maps a situation to scores of the actions."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Embedding(SITUATIONS, HIDDEN),
@@ -46,7 +47,7 @@ def make_policy() -> torch.nn.Module:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Over the bytes of all tensors."""
+    """Return a checksum over the bytes of all tensors."""
     made = hashlib.sha256()
     for name in sorted(tensors):
         made.update(tensors[name].detach().numpy())
@@ -65,9 +66,9 @@ class Learner(Actor):
 
     @endpoint
     async def learn(self, steps: int, corrupt: bool) -> list[float]:
-        """Publish, take rollouts, improve; the mean reward of each step's rollouts."""
+        """Publish, take rollouts, improve; return the mean reward of each step's rollouts."""
         import torch.distributed as dist
-        from torch.distributed.fsdp import fully_shard  # takes a second: not for generators
+        from torch.distributed.fsdp import fully_shard  # takes a second, which the generators save
 
         await asyncio.to_thread(dist.init_process_group, "gloo")
         policy = fully_shard(make_policy())
@@ -91,7 +92,7 @@ class Learner(Actor):
 
 
 class Generator(Actor):
-    """Acts, and publishes what came of it."""
+    """Acts, and publishes the results."""
 
     def __init__(self) -> None:
         self.rank = current_rank().rank
@@ -100,7 +101,7 @@ class Generator(Actor):
 
     @endpoint
     async def generate(self, steps: int, lag: int) -> tuple[list[int], int]:
-        """The version that each rollout came from, and how often its weights were not whole."""
+        """Return the version that each rollout came from, and how often its weights were torn."""
         policy = make_policy()
         wanted: dict[str, Any] = {"policy": policy.state_dict(), "version": 0, "checksum": ""}
         versions: list[int] = []
@@ -114,20 +115,20 @@ class Generator(Actor):
                 actions = torch.distributions.Categorical(logits=policy(situations)).sample()
             rewards = (actions == RIGHT[situations]).float()
             rollout = {"situations": situations, "actions": actions, "rewards": rewards}
-            # The learner may be `lag` versions behind: they stay readable until it has them.
+            # The learner may be `lag` versions behind: rollouts are kept until it has read them.
             await ts.put_state_dict(rollout, f"rollouts/{self.rank}", version=n, keep=lag + 1)
         return versions, torn
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """Return a port of this host on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 async def main(steps: int, lag: int, corrupt: bool) -> None:
-    """Start both meshes and the store, let them run, look at what they say."""
+    """Start both meshes and the store, let them run, and check their results."""
     learners = this_host().spawn_procs({"rank": RANKS}).spawn("learners", Learner, free_port())
     generators = this_host().spawn_procs({"rank": RANKS}).spawn("generators", Generator)
     await ts.initialize(capacity=256 << 20)

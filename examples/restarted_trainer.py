@@ -3,14 +3,14 @@
     python examples/restarted_trainer.py [--steps 12] [--killed-at 8]
 
 The trainer publishes its weights after every step, and saves a checkpoint after every fifth. In its
-first run it is killed (SIGKILL) between two checkpoints. This process, which owns the store, starts
-it again, as torchrun or a cluster would; it trains some steps for the second time.
+first run it is killed (SIGKILL) between two checkpoints. This process, which owns the store,
+restarts it, as torchrun or a cluster would; some steps are then trained for the second time.
 
-Versions of a key only grow, so a step is not a version: `version=step` would be refused after the
-restart. The trainer lets the store count, and carries its step, and which run it is, as entries of
-the state dict. Generators ask for a version newer than the one they have, and read there which step
-it is. They check every version: that the weights are those of that step, and that a step that was
-trained twice has the same weights both times.
+Versions of a key only increase, so the step cannot be used as the version: `version=step` would be
+refused after the restart. Instead the store numbers the versions, and the trainer stores its step
+and the number of its run as entries of the state dict. Generators request a version newer than the
+one they have, and read from it which step it is. They verify that the weights of every version are
+those of its step, and that a step that was trained twice has the same weights both times.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CHECKPOINT_EVERY = 5
 
 
 def make_model() -> torch.nn.Module:
-    """The policy; every process has one."""
+    """Build the policy; every process has one."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all weights, bit by bit."""
+    """Return a digest over the exact bits of all weights."""
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(weights).hexdigest()
 
@@ -59,7 +59,7 @@ async def train(run: int, checkpoint: Path, steps: int, killed_at: int) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         done = saved["step"]
-        try:  # what does not work
+        try:  # to show that this does not work
             await ts.put_state_dict({"model": model.state_dict()}, "policy", version=done + 1)
         except ts.VersionGoneError as error:
             print(f"trainer, run {run}: {error}", flush=True)
@@ -80,7 +80,7 @@ async def train(run: int, checkpoint: Path, steps: int, killed_at: int) -> None:
         ref = await ts.put_state_dict(published, "policy")  # no version=: the store counts
         if step % CHECKPOINT_EVERY == 0:
             save(checkpoint, model, optimizer, step)
-        # On-policy: the next step is for when all have this one.
+        # On-policy: the next step starts when all generators have this version.
         await ts.wait([f"taken/{rank}" for rank in range(GENERATORS)], min_version=ref.version)
         if run == 1 and step == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -89,26 +89,26 @@ async def train(run: int, checkpoint: Path, steps: int, killed_at: int) -> None:
 def save(
     checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
-    """Whole or not at all."""
-    beside = checkpoint.with_suffix(".part")
+    """Write the checkpoint atomically."""
+    partial = checkpoint.with_suffix(".part")
     torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, beside
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial
     )
-    beside.replace(checkpoint)
+    partial.replace(checkpoint)
 
 
 # ---- a generator --------------------------------------------------------------------------
 
 
 async def generate(rank: int, steps: int) -> None:
-    """Take every version, and check it."""
+    """Get every version, and check it."""
     model = make_model()
     mine: dict[str, Any] = {"model": model.state_dict(), "step": 0, "run": 0, "digest": ""}
     digests: dict[int, str] = {}
     report = ts.StateDictReport()
     seen: list[tuple[int, int, int]] = []
     while mine["step"] < steps:
-        # While no trainer runs, this waits; nothing here knows of restarts.
+        # While no trainer is running, this waits; nothing here knows about restarts.
         await ts.get_state_dict("policy", mine, min_version=report.version + 1, report=report)
         step = mine["step"]
         if not digest(model) == mine["digest"] == digests.setdefault(step, mine["digest"]):
@@ -122,11 +122,11 @@ async def generate(rank: int, steps: int) -> None:
     print(f"generator {rank}: {len(seen)} versions of {len(digests)} steps; {after}", flush=True)
 
 
-# ---- who starts them ----------------------------------------------------------------------
+# ---- the process that starts them ---------------------------------------------------------
 
 
 def entry(target: Any, *arguments: Any) -> None:
-    """Entry point of the other processes. TORCHSTORE_ADDRESS leads them to the store."""
+    """Entry point of the other processes, which find the store through TORCHSTORE_ADDRESS."""
     torch.set_num_threads(1)
     asyncio.run(target(*arguments))
 

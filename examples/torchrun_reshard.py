@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/torchrun_reshard.py
 
-Each rank puts the rows that it has of every tensor; each gets its columns, straight into tensors of
-its own. A rank moves no byte that it does not have or need.
+Each rank puts its rows of every tensor, and gets its columns straight into tensors of its own. A
+rank moves only bytes that it has or needs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ VERSIONS = 3
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
-    """The tensors of a step, the same on every rank."""
+    """Return the whole tensors of a step, which are the same on every rank."""
     torch.manual_seed(step)
     return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
 def cut(tensors: dict[str, torch.Tensor], mesh: DeviceMesh, dim: int) -> dict[str, DTensor]:
-    """Each rank's shards along ``dim``."""
+    """Return this rank's shards along ``dim``."""
     return {name: distribute_tensor(t, mesh, [Shard(dim)]) for name, t in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""A trainer publishes real weights after every step; generators take every version they can.
+"""A trainer publishes real weights after every step; generators take as many versions as they can.
 
     python examples/trainer_generators.py [--steps 12] [--generators 2] [--json]
 
@@ -7,9 +7,9 @@ atomic ``put_batch`` after every step. Each generator process starts from random
 newest version straight into its own model with ``get_batch({key: destination})`` and embeds
 sentences with it.
 
-The trainer puts a checksum of every tensor into the same batch, and a generator computes them
-again over what its model then holds: a mixture of two versions would show. The exit status is 0
-only if nothing did and no process died.
+The trainer puts a checksum of every tensor into the same batch, and a generator recomputes them
+from what its model then holds, which would reveal a mixture of two versions. The exit status is 0
+only if there was none and no process died.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minilm import PAIRS, MiniLM
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from workers import PATIENCE_S, Report, Worker, checksum, copy_floor, follow, start, stop, times
+from workers import TIMEOUT_S, Report, Worker, checksum, copy_floor, follow, start, stop, times
 
 import torchstore_core as ts
 
@@ -40,7 +40,7 @@ MANIFEST = "policy.manifest"  # {"step": int, "checksums": {tensor name: str}}
 
 async def train(report: Report, options: argparse.Namespace) -> None:
     """Fine-tune; after every step publish tensors, step number and checksums as one version."""
-    await ts.client()  # connect now, not within the first publish
+    await ts.client()  # connect now, so that the first publish is not slower
     policy = MiniLM(pretrained=True)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=2e-5)
     tensors = policy.tensors()
@@ -51,9 +51,9 @@ async def train(report: Report, options: argparse.Namespace) -> None:
         checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
         if options.corrupt and step == options.steps:
             checksums[next(iter(checksums))] = "wrong"
-        if step == 2:  # every generator has the first version; after this nobody waits for them
+        if step == 2:  # wait until every generator has the first version; later, no more waiting
             ready = [f"generator/{rank}" for rank in range(options.generators)]
-            await ts.wait(ready, timeout=PATIENCE_S)
+            await ts.wait(ready, timeout=TIMEOUT_S)
         batch: dict[str, Any] = {f"policy/{name}": tensor for name, tensor in tensors.items()}
         batch[MANIFEST] = {"step": step, "checksums": checksums}
         floor_s = floor()
@@ -65,14 +65,14 @@ async def train(report: Report, options: argparse.Namespace) -> None:
 
 
 async def generate(report: Report, options: argparse.Namespace, rank: int) -> None:
-    """Take the newest version into the own model, check it, embed with it; until the last one."""
+    """Take the newest version into this model, check it, and embed with it, up to the last one."""
     policy = MiniLM(pretrained=False)
     tensors = policy.tensors()
     destinations = {f"policy/{name}": tensor for name, tensor in tensors.items()}
     keys = [*destinations, MANIFEST]
     step = 0
     while step < options.steps:
-        refs = await ts.wait(keys, min_version=step + 1, timeout=PATIENCE_S)
+        refs = await ts.wait(keys, min_version=step + 1, timeout=TIMEOUT_S)
         started = time.perf_counter()
         got = await ts.get_batch({**destinations, MANIFEST: None})
         seconds = time.perf_counter() - started
@@ -91,7 +91,7 @@ async def generate(report: Report, options: argparse.Namespace, rank: int) -> No
 
 
 def worker_main(connection: Connection, rank: int | None, options: argparse.Namespace) -> None:
-    """Entry point of the worker processes. TORCHSTORE_ADDRESS leads them to the store."""
+    """Entry point of the worker processes, which find the store through TORCHSTORE_ADDRESS."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 + options.generators)))
     if rank is None:
         asyncio.run(train(connection.send, options))
@@ -103,7 +103,7 @@ def worker_main(connection: Connection, rank: int | None, options: argparse.Name
 
 
 def summarise(trainer: Worker, generators: list[Worker]) -> dict[str, Any]:
-    """The numbers, as plain data."""
+    """Return the numbers as plain data."""
     nbytes = trainer.reports[0]["nbytes"]
     return {
         "bytes_per_version": nbytes,
@@ -124,7 +124,7 @@ def summarise(trainer: Worker, generators: list[Worker]) -> dict[str, Any]:
 
 
 def print_table(summary: dict[str, Any], console: Console) -> None:
-    """The numbers, for people."""
+    """Print the numbers as a table."""
     floor = summary["copy_floor"]["gb_per_s"]
     title = f"{summary['bytes_per_version'] / 1e6:.1f} MB a version; all compete for the same cores"
     table = Table(title=title, box=box.SIMPLE, pad_edge=False)
@@ -148,7 +148,7 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
 
 
 def main() -> int:
-    """Run the job; 0 if no generator ever held anything but one whole version."""
+    """Run the job; return 0 if every generator always held exactly one complete version."""
     parser = argparse.ArgumentParser(description="real weights, from a trainer to generators")
     parser.add_argument("--steps", type=int, default=12, help="training steps, a version each")
     parser.add_argument("--generators", type=int, default=2, help="generator processes")

@@ -1,4 +1,4 @@
-"""A module's weights, from one process into another's module: one line to put, one line to get.
+"""A module's weights, from one process into a module of another: one line to put, one to get.
 
 python examples/two_lines.py
 """
@@ -14,13 +14,13 @@ import torchstore_core as ts
 
 
 def make_model(seed: int) -> torch.nn.Module:
-    """The same layers, other weights for each seed."""
+    """Build the same layers, with different weights for each seed."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
 
 
 async def read() -> None:
-    """In the other process: the store is found through TORCHSTORE_ADDRESS."""
+    """Runs in the other process, which finds the store through TORCHSTORE_ADDRESS."""
     model = make_model(seed=1)
     await ts.get_state_dict("policy", model.state_dict())  # in place: it shares the model's memory
     print(f"reader: {model(torch.ones(64)).sum():.6f}")

@@ -1,6 +1,6 @@
-"""What the examples with progress bars share: child processes, and how they are followed.
+"""Shared by the examples with progress bars: starting child processes and following their progress.
 
-Nothing here knows of the store.
+Nothing here knows about the store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-# Imported once, by a process that all workers are forked from.
+# Imported once, by the fork server, from which all workers are forked.
 _HEAVY = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -34,14 +34,14 @@ _HEAVY = [
     "transformers.models.bert.tokenization_bert",
 ]
 
-PATIENCE_S = 120.0  # another process has to load its model first, or to train
+TIMEOUT_S = 120.0  # another process must load its model first, or train
 Report = Callable[[dict[str, Any]], None]
 _interrupted, _interrupt = socket.socketpair()
 
 
 @dataclass
 class Worker:
-    """A child process, our end of its pipe, and what it has reported."""
+    """A child process, our end of its pipe, and the reports it has sent."""
 
     name: str
     process: BaseProcess
@@ -50,15 +50,15 @@ class Worker:
 
 
 def start(name: str, target: Callable[..., None], *arguments: Any) -> Worker:
-    """Start a process that calls ``target(connection, *arguments)``; it reports dicts with a
-    ``"step"`` over the connection. Ctrl-C is for this process, not for it.
+    """Start a process that calls ``target(connection, *arguments)``. It sends reports, which are
+    dicts with a ``"step"``, over the connection. Ctrl-C does not reach it, only this process.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_HEAVY)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(theirs, *arguments), name=name)
-    resource_tracker.ensure_running()  # its own start would unblock the signal
-    _expect_ctrl_c()
+    resource_tracker.ensure_running()  # starting it later would unblock the signal
+    _defer_ctrl_c()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a child inherits the mask
     try:
         process.start()
@@ -68,9 +68,9 @@ def start(name: str, target: Callable[..., None], *arguments: Any) -> Worker:
     return Worker(name, process, ours)
 
 
-def _expect_ctrl_c() -> None:
-    """From now on Ctrl-C is something that :func:`follow` waits for: as an exception in the middle
-    of anything, it could leave a lock taken.
+def _defer_ctrl_c() -> None:
+    """From now on :func:`follow` waits for Ctrl-C. If it were raised as an exception at an
+    arbitrary point, it could leave a lock taken.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _interrupt.setblocking(False)
@@ -79,7 +79,7 @@ def _expect_ctrl_c() -> None:
 
 
 def stop() -> None:
-    """End the workers that still run."""
+    """End the workers that are still running."""
     processes = multiprocessing.active_children()
     for process in processes:
         process.terminate()
@@ -95,11 +95,12 @@ def follow(
     console: Console,
     note: Callable[[Worker, dict[str, Any]], str],
 ) -> None:
-    """Show progress until all workers have ended; SystemExit as soon as one of them fails,
-    KeyboardInterrupt at Ctrl-C.
+    """Show progress until all workers have ended.
+
+    Raises SystemExit as soon as one of them fails, and KeyboardInterrupt at Ctrl-C.
 
     Args:
-        note: what to say of a report, beside the worker's bar.
+        note: returns the text to show for a report, next to the worker's progress bar.
     """
     width = max(len(worker.name) for worker in workers)
     columns = (
@@ -130,19 +131,19 @@ def follow(
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Of the tensor's bytes, whatever its dtype."""
+    """Return the checksum of a tensor's bytes, whatever its dtype."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy()).hexdigest()
 
 
 def copy_floor(nbytes: int) -> Callable[[], float]:
-    """A function that copies ``nbytes`` of warm memory on all cores and returns the seconds."""
+    """Return a function that copies ``nbytes`` of warm memory on all cores and times it."""
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     cores = os.cpu_count() or 1
     part = -(-nbytes // cores)
     pool = ThreadPoolExecutor(cores)
 
-    def copy(at: int) -> None:  # memmove lets go of the GIL
+    def copy(at: int) -> None:  # memmove releases the GIL
         size = min(part, nbytes - at)
         ctypes.memmove(target.data_ptr() + at, source.data_ptr() + at, size)
 
@@ -155,7 +156,7 @@ def copy_floor(nbytes: int) -> Callable[[], float]:
 
 
 def times(worker: Worker, nbytes: int, what: str = "seconds") -> dict[str, float]:
-    """Of a worker's reports: median, worst, and how fast ``nbytes`` were in the median."""
+    """Return the median and maximum time of a worker's reports, and the rate at the median."""
     seconds = [report[what] for report in worker.reports]
     median = statistics.median(seconds)
     return {"median_s": median, "max_s": max(seconds), "gb_per_s": nbytes / median / 1e9}

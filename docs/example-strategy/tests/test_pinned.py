@@ -1,4 +1,4 @@
-"""The public kit, and what is special about this one."""
+"""Runs the public conformance kit, and tests what is specific to this strategy."""
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.testing import StrategyConformance

@@ -279,15 +279,15 @@ def test_a_dropped_transport_is_never_chosen_again() -> None:
 @pytest.mark.parametrize("field", ["prefer", "block"])
 def test_arguments_come_before_the_environment(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variable = f"TORCHSTORE_{field.upper()}"
-    assert getattr(Policy.said(), field) == ()
-    assert getattr(Policy.said(**{field: ["x"]}), field) == ("x",)
+    assert getattr(Policy.unchecked(), field) == ()
+    assert getattr(Policy.unchecked(**{field: ["x"]}), field) == ("x",)
     monkeypatch.setenv(variable, " tcp, shm ,,rdma,")
-    assert getattr(Policy.said(), field) == ("tcp", "shm", "rdma")
-    assert getattr(Policy.said(**{field: ["shm", "x"]}), field) == ("shm", "x", "tcp", "rdma")
+    assert getattr(Policy.unchecked(), field) == ("tcp", "shm", "rdma")
+    assert getattr(Policy.unchecked(**{field: ["shm", "x"]}), field) == ("shm", "x", "tcp", "rdma")
     other = {"prefer": "block", "block": "prefer"}[field]
-    assert getattr(Policy.said(), other) == ()
+    assert getattr(Policy.unchecked(), other) == ()
     monkeypatch.setenv(variable, "")
-    assert getattr(Policy.said(), field) == ()
+    assert getattr(Policy.unchecked(), field) == ()
 
 
 def test_what_is_both_preferred_and_blocked_is_blocked() -> None:
@@ -307,7 +307,7 @@ def test_a_bids_cost_is_latency_and_bytes() -> None:
 def test_a_forced_transport_is_the_only_one() -> None:
     fast, slow = spec("fast", bid(0.0, 1e12)), spec("slow", bid(1.0, 1.0), max_bytes=100)
     inline = spec("inline", bid(0.0, 1e12), in_band=True)
-    ranking = ranked(fast, slow, inline, policy=Policy(prefer=("fast",)).of_store("slow"))
+    ranking = ranked(fast, slow, inline, policy=Policy(prefer=("fast",)).with_transport("slow"))
     assert names(ranking, 10) == ["slow"]
     assert ranking.inline_max() == -1, "small values, too"
     assert ranking.forced == "slow"
@@ -325,7 +325,7 @@ def test_a_forced_transport_is_the_only_one() -> None:
 def test_a_forced_transport_that_is_not_there_is_an_error(
     block: tuple[str, ...], says: str
 ) -> None:
-    ranking = ranked(spec("b", bid(0, 1)), policy=Policy(block=block).of_store("a"))
+    ranking = ranked(spec("b", bid(0, 1)), policy=Policy(block=block).with_transport("a"))
     with pytest.raises(TransportUnavailableError, match=says) as caught:
         ranking.best(1)
     assert caught.value.details["forced"] == "a"
@@ -334,8 +334,8 @@ def test_a_forced_transport_that_is_not_there_is_an_error(
 
 def test_a_strategy_prefers_in_its_order_after_what_the_user_prefers() -> None:
     some = [spec(name, bid(float(ord(name)), 1e9)) for name in "abcde"]
-    policy = Policy(prefer=("e",), block=("b",)).of_store(("d", "none-such", "b", "c"))
+    policy = Policy(prefer=("e",), block=("b",)).with_transport(("d", "none-such", "b", "c"))
     assert names(ranked(*some, policy=policy), 1) == ["e", "d", "c", "a"]
     preferred = [c.preferred for c in ranked(*some, policy=policy).order(1)]
     assert preferred == [True, True, True, False]
-    assert names(ranked(*some, policy=Policy().of_store(None)), 1) == list("abcde")
+    assert names(ranked(*some, policy=Policy().with_transport(None)), 1) == list("abcde")

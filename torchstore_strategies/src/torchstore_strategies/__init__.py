@@ -1,4 +1,4 @@
-"""Storage strategies: which volume a put goes to. Each module is one plug-in."""
+"""Storage strategies, which decide the volume that a put goes to. Each module is one plug-in."""
 
 from torchstore_strategies.hashing import HashStrategy
 from torchstore_strategies.host import HostStrategy

@@ -1,4 +1,4 @@
-"""``hash``: a key has its volume, whoever puts it."""
+"""``hash``: every key has a volume of its own, whichever client puts it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _MASK = (1 << 64) - 1
 
 
 class HashStrategy(Strategy, frozen=True, tag="hash"):
-    """Rendezvous hashing: every key ranks the volumes by a hash of both, and goes to the highest.
+    """Rendezvous hashing: each key ranks the volumes by a hash of both, and goes to the highest.
 
-    The same key always goes to the same volume, alone or in a batch, from any process; keys spread
-    evenly; when a volume is lost, or added, only the keys that it has move. An entry of a
-    state dict is a key (``<key>/<name>``), so a state dict is spread over all volumes; all shards
-    of a tensor lie on one. A full volume passes its next puts on to the second in rank.
+    The same key always goes to the same volume, alone or in a batch, from any process. Keys are
+    spread evenly, and when a volume is lost or added, only the keys on that volume move. An entry
+    of a state dict is a key (``<key>/<name>``), so a state dict is spread over all volumes; all
+    shards of a tensor lie on one volume. When a volume is full, further puts go to the volume that
+    is ranked next.
     """
 
     @property
     def by_key(self) -> bool:
-        """A place belongs to a key."""
+        """Always true: the place depends on the key."""
         return True
 
     def place(
@@ -33,11 +34,11 @@ class HashStrategy(Strategy, frozen=True, tag="hash"):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """The volumes in the rank that the (first) key gives them."""
+        """Return the volumes as the (first) key ranks them."""
         return _ranked(keys[0] if keys else "", tuple([v.id for v in volumes]))
 
 
-@lru_cache(maxsize=1 << 15)  # what is put once is put again, every step
+@lru_cache(maxsize=1 << 15)  # the same keys are put again in every step
 def _ranked(key: str, ids: tuple[str, ...]) -> tuple[int, ...]:
     own = _hash(key)
     return tuple(sorted(range(len(ids)), key=lambda at: (-_mixed(own, _hash_id(ids[at])), at)))
@@ -52,7 +53,7 @@ _hash_id = lru_cache(maxsize=4096)(_hash)
 
 
 def _mixed(key: int, volume: int) -> int:
-    """64 bits that depend on all bits of both (the finalizer of SplitMix64)."""
+    """Return 64 bits that depend on all bits of both (the finalizer of SplitMix64)."""
     z = (key ^ (volume * 0x9E3779B97F4A7C15)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

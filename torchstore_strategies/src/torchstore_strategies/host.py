@@ -9,9 +9,9 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 
 
 class HostStrategy(Strategy, frozen=True, tag="host"):
-    """Volumes of the client's host first, the emptiest of them first; then the other hosts'.
+    """Prefers volumes on the client's host, the emptiest first; then those on other hosts.
 
-    Made for one volume a host, or a few.
+    Intended for stores with one volume per host, or a few.
     """
 
     def place(
@@ -21,7 +21,7 @@ class HostStrategy(Strategy, frozen=True, tag="host"):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """Indices by (on another host, least free bytes last)."""
+        """Return the client's host first, and on each host the volume with the most free bytes."""
         order = sorted(volumes, key=lambda v: (v.host_id != client.host_id, -v.free_bytes, v.index))
         return [v.index for v in order]
 

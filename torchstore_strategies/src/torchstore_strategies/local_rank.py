@@ -9,8 +9,10 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 
 
 class LocalRankStrategy(Strategy, frozen=True, tag="local-rank"):
-    """Rank r puts on volume ``r % volumes``; RANK counts before LOCAL_RANK, which repeats on
-    every host; a client without either uses its process id.
+    """Rank r puts to volume ``r % volumes``.
+
+    RANK takes precedence over LOCAL_RANK, whose numbers repeat on every host; a client that has
+    neither uses its process id.
     """
 
     def place(
@@ -20,7 +22,7 @@ class LocalRankStrategy(Strategy, frozen=True, tag="local-rank"):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """The rank's own volume, then (when it is full or lost) the others in order."""
+        """Return the rank's own volume, then (for when it is full or lost) the others in order."""
         rank = client.rank
         if rank is None:
             rank = client.local_rank

@@ -1,4 +1,4 @@
-"""``replicated``: several copies, so that a lost volume is no lost key."""
+"""``replicated``: several copies, so that losing a volume does not lose its keys."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from torchstore_strategies.host import HostStrategy
 
 
 class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
-    """Copies of every value, on different hosts as far as there are so many.
+    """Stores several copies of every value, on different hosts as far as there are enough hosts.
 
-    A put writes all copies before it is visible. A get reads the one on its own host if there is
-    one, else the first.
+    A put writes all copies before it becomes visible. A get reads the copy on its own host if there
+    is one, else the first.
 
-    Small values ride in the message and lie with the controller, once: no volume's loss harms them.
+    Small values are sent inside the message and held once, by the controller: they survive the
+    loss of any volume.
 
-    A lost copy is not made again until its key is put again. And copies protect only where volumes
-    are in several processes, as with Monarch: the runtimes ``local`` and ``spmd`` have all volumes
-    of a host in one, which they are lost with.
+    A lost copy is not restored until its key is put again. Moreover, copies only protect values
+    where volumes run in several processes, as with Monarch: the runtimes ``local`` and ``spmd`` run
+    all volumes of a host in one process, and lose them together with it.
 
     Args:
-        base: where the first copy goes, and in which order the others are tried. It has no copies
-            of its own.
-        copies: how many; while fewer volumes live, as many as there are.
-        transport: see ``Strategy``; if it is None, that of ``base``.
+        base: decides where the first copy goes, and in which order the other volumes are tried. It
+            must not make copies itself.
+        copies: number of copies; while fewer volumes are alive, one on each of them.
+        transport: see ``Strategy``; None means that of ``base``.
 
     Raises:
-        ConfigurationError: ``copies`` is no whole number, or below one; ``base`` is no strategy,
-            or makes copies itself.
+        ConfigurationError: ``copies`` is not a whole number or is below one; ``base`` is not a
+            strategy or makes copies itself.
 
     >>> ReplicatedStrategy(copies=3).copies
     3
@@ -60,7 +61,7 @@ class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
 
     @property
     def by_key(self) -> bool:
-        """As the base strategy."""
+        """The same as for the base strategy."""
         return self.base.by_key
 
     def place(
@@ -70,11 +71,12 @@ class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """In the base strategy's order one volume of each host, then the second of each, and so on;
-        volumes that it does not name come last, and so do those that cannot take it.
+        """Return one volume of each host in the base strategy's order, then a second one of each,
+        and so on. Volumes that the base strategy does not name come last, and so do those that are
+        lost or have no room for the put.
         """
         order = list(dict.fromkeys(self.base.place(client, volumes, nbytes, keys)))
-        # The first copy is where the base strategy says; the others may go anywhere.
+        # The base strategy decides where the first copy goes; the others may go anywhere.
         order += [v.index for v in volumes if v.index not in order]
         usable = [at for at in order if not volumes[at].lost and volumes[at].free_bytes >= nbytes]
         turns: dict[int, int] = {}
@@ -86,7 +88,7 @@ class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
         return [*usable, *(at for at in order if at not in turns)]
 
     def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
-        """As the base strategy: by default the one on the client's host."""
+        """Choose as the base strategy does: by default the copy on the client's host."""
         return self.base.choose(client, copies)
 
 

@@ -9,7 +9,7 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 
 
 class SingletonStrategy(Strategy, frozen=True, tag="singleton"):
-    """All values on volume 0.
+    """Puts all values on volume 0.
 
     >>> SingletonStrategy().place(ClientFacts(1, "h", "h"), [], 0)
     (0,)
@@ -22,11 +22,11 @@ class SingletonStrategy(Strategy, frozen=True, tag="singleton"):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """Volume 0, and no other."""
+        """Return volume 0 and no other."""
         return (0,)
 
 
-#: The name that users of TorchStore know it by.
+#: The name by which users of TorchStore know it.
 ControllerStorageVolumes = SingletonStrategy
 
 

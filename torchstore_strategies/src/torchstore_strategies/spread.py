@@ -1,4 +1,4 @@
-"""``spread``: fill all volumes alike."""
+"""``spread``: fills all volumes evenly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 
 
 class SpreadStrategy(Strategy, frozen=True, tag="spread"):
-    """The volume with the most free memory first. A batch lies together."""
+    """Prefers the volume with the most free memory. A batch is stored together."""
 
     def place(
         self,
@@ -18,7 +18,7 @@ class SpreadStrategy(Strategy, frozen=True, tag="spread"):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """Indices by free bytes, most first; of equals, those on the client's host first."""
+        """Return the indices by free bytes, most first; among equals, the client's host first."""
         order = sorted(volumes, key=lambda v: (-v.free_bytes, v.host_id != client.host_id, v.index))
         return [v.index for v in order]
 

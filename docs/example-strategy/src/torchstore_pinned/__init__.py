@@ -1,4 +1,4 @@
-"""``pinned``: keys are pinned to volumes by their prefix."""
+"""``pinned``: pins keys to volumes by their prefix."""
 
 from __future__ import annotations
 

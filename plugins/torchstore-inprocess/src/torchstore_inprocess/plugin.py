@@ -1,4 +1,4 @@
-"""Descriptor of ``inprocess``."""
+"""Descriptor of the ``inprocess`` transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both halves of ``inprocess``. They may meet in one module: they live in one process."""
+"""Both halves of ``inprocess``. They can share a module because they run in the same process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchstore_core.contracts.transport import (
 from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 
-# What this process serves: token -> segment id -> (address, nbytes).
+# The segments that this process serves: token -> segment id -> (address, nbytes).
 _served: dict[bytes, dict[int, tuple[int, int]]] = {}
 
 
 class InProcessServer(TransportServer):
-    """Server half: maps the segments and remembers where, under a token that is the offer."""
+    """Server half: maps the segments and records their addresses under a token, the offer."""
 
     def __init__(self) -> None:
         self._token = b""
@@ -38,7 +38,7 @@ class InProcessServer(TransportServer):
 
 
 class InProcessLink(Link):
-    """Client half: finds the mapping by token and copies."""
+    """Client half: looks up the mappings by token, and copies."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -61,7 +61,7 @@ class InProcessLink(Link):
         self._token = b""
 
     def _at(self, copy: Copy) -> int:
-        """The address in the segment, checked."""
+        """Return the address in the segment, after checking the range."""
         segments = _served.get(self._token)
         if segments is None or copy.segment not in segments:
             raise TransportError(f"segment {copy.segment} is not served in this process any more")

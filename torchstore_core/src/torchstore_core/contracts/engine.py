@@ -14,8 +14,8 @@ hosts and carries messages between them, takes a store further. What the core ne
   :class:`Uplink`, which the engine implements, as bytes that it does not look into.
 * **News of deaths.** On one host the kernel tells: a socket closes, a process ends. What dies on
   another host falls silent: ``RelayServer`` gives up a relay that it has not heard for some
-  seconds, and a relay calls its ``lost`` when it cannot reach the server. An engine that knows earlier than
-  that says so with ``RelayServer.close_silent``.
+  seconds, and a relay calls its ``lost`` when it cannot reach the server. An engine that knows
+  earlier than that says so with ``RelayServer.close_silent``.
 * **Stores by name.** A job may have several stores, and any of its processes may use or end them:
   :meth:`Engine.find` and :meth:`Engine.end`.
 * **Ranks on several hosts**, which a launcher such as torchrun has started, and which are in no job

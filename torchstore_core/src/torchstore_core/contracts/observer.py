@@ -1,12 +1,13 @@
-"""What an observer plug-in (group ``torchstore.plugins``) is told about each client operation.
+"""What an observer plug-in (group ``torchstore.plugins``) receives for each client operation.
 
-A whole plug-in is a module, here ``my_observer``, with an entry point in its ``pyproject.toml``::
+A complete plug-in is a module, here ``my_observer``, with an entry point in its
+``pyproject.toml``::
 
     [project.entry-points."torchstore.plugins"]
     mine = "my_observer"
 
-and one hook, a plain function that is called in the client, on the event loop of the caller, when
-an operation has ended:
+and one hook, a plain function that is called in the client, on the caller's event loop, when an
+operation has ended:
 
 >>> from collections import Counter
 >>> from torchstore_core.contracts.hooks import hookimpl
@@ -21,8 +22,9 @@ an operation has ended:
 >>> moved, failed
 (Counter({'get': 4096}), Counter({'key-not-found': 1}))
 
-It must be quick, and may leave out its argument. What it raises is logged the first time, then
-counted (``plugin_errors`` of ``status()``), and never reaches the caller; Ctrl-C does.
+The hook must be quick, and may omit its argument. An exception that it raises is logged the first
+time, then only counted (``plugin_errors`` of ``status()``), and never reaches the caller; Ctrl-C
+does.
 """
 
 from __future__ import annotations
@@ -33,28 +35,29 @@ __all__ = ["Operation"]
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One client operation that has ended. Every call of a ``Client`` that asks the store for
-    something is one, whichever way it was called: blocking, or by a function of the module.
+    """One client operation that has ended. Every call of a ``Client`` that sends a request to the
+    store is one, whether it was awaited, blocking, or made through a function of the module.
 
-    A ``put_state_dict(blocking=False)`` has ended when its commit has. That of an event loop that
-    is closed before then is never told of.
+    A ``put_state_dict(blocking=False)`` ends when its commit does. It is never reported if its
+    event loop is closed before then.
 
     Args:
-        name: of the call: ``put``, ``get_batch``, ``latest_version``, ...
-        store_name: which store.
-        entries: number of keys; of ``put_state_dict`` and ``get_state_dict``, of entries.
-        nbytes: bytes of values that were moved or mapped, to all copies and also in vain: of a
-            part or a shard its own; 0 where there was nothing to write.
+        name: name of the call: ``put``, ``get_batch``, ``latest_version``, ...
+        store_name: name of the store.
+        entries: number of keys; for ``put_state_dict`` and ``get_state_dict``, of entries.
+        nbytes: bytes of values that were moved or mapped, counting every copy and also transfers
+            whose operation failed. For a rank's part or a shard, only its own bytes; 0 where there
+            was nothing to write.
         transport: names of the transports that moved them, joined by ``+``; ``""`` if none did.
-        seconds: from call to end, by the monotonic clock.
+        seconds: from the call to its end, by the monotonic clock.
         phases: seconds by phase: ``plan`` (control message), ``copy``, ``commit``.
         error: ``""`` if it succeeded; else the ``code`` of the ``TorchStoreError`` that it raised,
-            and of any other exception the name of its class: ``CancelledError``.
-        key: the key, of several the first one; ``""`` if there is none.
-        version: of ``key``: what was put, read or found; of a failed call what was asked for. 0 if
-            neither is known.
-        volumes: ids of the volumes that the client moved bytes to or from, sorted. What rides in a
-            message (transport ``inline``) moves by none.
+            or, for any other exception, the name of its class, such as ``CancelledError``.
+        key: the key, or the first of several; ``""`` if there is none.
+        version: the version of ``key`` that was put, read or found; for a failed call, the version
+            that was requested. 0 if neither is known.
+        volumes: ids of the volumes that the client moved bytes to or from, sorted. Values that
+            travel inside a message (transport ``inline``) involve none.
     """
 
     name: str

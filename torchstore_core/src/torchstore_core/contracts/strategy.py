@@ -1,11 +1,11 @@
 """The strategy contract: where a put goes, and which copy a get should use.
 
-A strategy is data (a frozen msgspec Struct, so that it crosses processes without pickle) plus two
-pure methods that the controller calls with plain facts. Its type is found by entry-point name in
-group ``torchstore.strategies``.
+A strategy is data (a frozen msgspec Struct, so that it can be sent to another process without
+pickle) plus two pure methods, which the controller calls with plain values. The class is found by
+its entry-point name in the group ``torchstore.strategies``.
 
-Strategies may be nested: a field typed ``Strategy`` takes any other one. See
-``docs/writing-a-strategy.md`` and, to test yours, ``torchstore_core.testing``.
+Strategies may be nested: a field of type ``Strategy`` accepts any other strategy. See
+``docs/writing-a-strategy.md`` and, to test your own, ``torchstore_core.testing``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ __all__ = ["ClientFacts", "Strategy", "VolumeFacts"]
 
 
 class ClientFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Who asks. ``rank``: RANK, ``local_rank``: LOCAL_RANK, None where there is none. ``host_id``:
-    see Topology. ``role``: what else it is than a client, for status and the log; never of a put.
+    """The client that puts or gets.
+
+    ``rank`` is RANK and ``local_rank`` is LOCAL_RANK, None if the variable is not set. ``host_id``:
+    see Topology. ``role``: for status and the log, what the process is if it is not an ordinary
+    client; empty for puts and gets.
     """
 
     pid: int
@@ -31,10 +34,10 @@ class ClientFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VolumeFacts(msgspec.Struct, frozen=True, array_like=True):
-    """One volume: its place in the store's list, its host, and its memory in bytes.
+    """One volume: its position in the store's list, its host, and its memory in bytes.
 
-    ``lost``: its memory is gone for good. The controller skips it wherever it is named, so that
-    the numbers of the others stay as they are.
+    ``lost``: its memory is gone for good. It stays in the list, so that the indices of the other
+    volumes do not change, and the controller skips it wherever a strategy returns it.
     """
 
     id: str
@@ -46,28 +49,29 @@ class VolumeFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all strategies.
+    """Base class of all strategies.
 
-    Subclass it as ``class Mine(Strategy, frozen=True, tag="mine")`` with the entry-point name as
-    the tag; fields are the configuration, and can be hashed.
+    Subclass it as ``class Mine(Strategy, frozen=True, tag="mine")``, with the entry-point name as
+    the tag. The fields are the configuration, and must be hashable.
 
     Args:
-        transport: how the bytes of the store move: one name forces this transport (what it cannot
-            move raises TransportUnavailableError), a tuple of names prefers them, in this order.
-            None: the cheapest bid. What users block stays blocked.
+        transport: how the bytes of the store are moved. A single name forces this transport (what
+            it cannot move raises TransportUnavailableError); a tuple of names prefers them, in
+            this order; None takes the cheapest bid. What users block stays blocked.
     """
 
     transport: str | tuple[str, ...] | None = None
 
     @property
     def copies(self) -> int:
-        """How many volumes a value goes to, at least 1; of fewer living ones, to all of them."""
+        """How many volumes store a value, at least 1; all of them if fewer are alive."""
         return 1
 
     @property
     def by_key(self) -> bool:
-        """Whether a place belongs to a key: then :meth:`place` is called for each key of a batch by
-        itself, and the batch is spread; else once, and the batch lies together.
+        """Whether the place depends on the key. If so, :meth:`place` is called for each key of a
+        batch separately, and the batch is spread; else it is called once, and the batch is stored
+        together.
         """
         return False
 
@@ -78,20 +82,24 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """The volumes to try for a put of ``nbytes`` bytes, as positions in ``volumes`` (which are
-        their indices), best first.
+        """Return the volumes to try for a put of ``nbytes`` bytes, best first, as positions in
+        ``volumes`` (which are also their indices).
 
-        The first :attr:`copies` of them that live and have room get the whole batch. An empty
-        answer is an error of the strategy.
+        The first :attr:`copies` of them that are alive and have room get the whole batch. Returning
+        no volume is an error of the strategy.
 
         Args:
-            volumes: all of the store, lost ones too; more than one (with one there is no question).
-            keys: of the put; an entry of a state dict is ``<key>/<name>``. With :attr:`by_key` one.
+            volumes: all volumes of the store, including lost ones. There are at least two: a store
+                with a single volume does not call the strategy.
+            keys: the keys of the put; an entry of a state dict is ``<key>/<name>``. With
+                :attr:`by_key` there is exactly one.
         """
         return range(len(volumes))
 
     def choose(self, client: ClientFacts, copies: Sequence[VolumeFacts]) -> int:
-        """Position in ``copies`` of the copy a get should read. All of them live; the first is the
-        one that :meth:`place` preferred. By default the first on the client's host, else the first.
+        """Return the position in ``copies`` of the copy that a get should read.
+
+        All of them are alive, and the first is the one that :meth:`place` preferred. The default
+        is the first copy on the client's host, or else the first of all.
         """
         return next((i for i, v in enumerate(copies) if v.host_id == client.host_id), 0)

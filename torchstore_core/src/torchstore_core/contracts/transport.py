@@ -1,17 +1,17 @@
 """The transport contract: how bytes get from a client's memory into a volume's segments and back.
 
-A transport has two halves that never meet in one object:
+A transport has two halves, which usually run in different processes:
 
-* the **server half** (:class:`TransportServer`) lives beside a volume. It is shown the volume's
-  segments once and answers with an opaque *offer*;
-* the **client half** (:class:`Link`) is made from that offer and then moves bytes, one-sided and
+* the **server half** (:class:`TransportServer`) runs in the process of a volume. It is given the
+  volume's segments once and returns an opaque *offer*;
+* the **client half** (:class:`Link`) is created from that offer and then moves bytes, one-sided and
   batched, between local memory and ``(segment, offset)``.
 
-Optional abilities are Protocols: a link that can show a segment as local memory implements
-:class:`SupportsWindow` (the core then copies by itself, strided and in parallel); a link that can
-give a private copy-on-write view implements :class:`SupportsMap` (zero-copy ``get``).
+Optional abilities are Protocols: a link that can expose a segment as local memory implements
+:class:`SupportsWindow` (the core then does the copies itself, strided and in parallel); a link that
+can provide a private copy-on-write view implements :class:`SupportsMap` (zero-copy ``get``).
 
-Lifetimes are the store's business: an address is only handed to a link while a grant or a lease
+The store takes care of lifetimes: an address is only passed to a link while a grant or a lease
 protects it.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Bid(msgspec.Struct, frozen=True, tag="bid"):
-    """What a transport expects of a link: ``latency_s + nbytes / bytes_per_s`` seconds a batch."""
+    """The expected cost of a link: a batch takes ``latency_s + nbytes / bytes_per_s`` seconds."""
 
     latency_s: float
     bytes_per_s: float
@@ -55,17 +55,18 @@ class Bid(msgspec.Struct, frozen=True, tag="bid"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Why a transport cannot serve a link, in words for a person."""
+    """Why a transport cannot serve a link, as text that a person can read."""
 
     reason: str
 
 
 class LinkContext(msgspec.Struct, frozen=True):
-    """The two plain facts that a bid is made from, and what the volume offered.
+    """What a bid is based on: where the client and the volume run, and how they are connected.
 
     ``same_host`` is proven (same boot id *and* the Unix socket was reached), never guessed.
-    ``control``: path of that Unix socket, which is on the client's host: the server's, or a
-    relay's.
+    ``offered``: the volume has an offer of this transport.
+    ``control``: path of that Unix socket, which is on the client's host and belongs to the server
+    or to a relay.
     """
 
     client: Topology
@@ -76,19 +77,21 @@ class LinkContext(msgspec.Struct, frozen=True):
 
 
 class TransportSpec(msgspec.Struct, frozen=True):
-    """What a plug-in's ``torchstore_transport`` hook returns: a small descriptor, no imports.
+    """What a plug-in's ``torchstore_transport`` hook returns: a small descriptor without imports.
 
     Args:
-        name: must equal the entry-point name.
-        bid: pure function of a :class:`LinkContext`; ``Bid`` or ``Refusal``.
-        client: ``"module:Class"`` of the :class:`Link`, imported only when chosen.
+        name: must be the same as the entry-point name.
+        bid: pure function of a :class:`LinkContext` that returns a ``Bid`` or a ``Refusal``.
+        client: ``"module:Class"`` of the :class:`Link`, imported only when it is chosen.
         server: ``"module:Class"`` of the :class:`TransportServer`, imported when a volume starts.
-        probe: cheap check of this host; ``None`` if usable, else the reason why not.
-        in_band: bytes ride inside control messages (the ``inline`` transport; no halves).
-        max_bytes: largest batch it takes, ``None`` for no limit.
-        loop_bound: the link belongs to the event loop that connected it (sockets on asyncio). Not
-            all loops are closed: between transfers it does not refer to its loop, and when it is
-            collected with it, it closes what it has.
+        probe: cheap check of this host; returns ``None`` if the transport is usable, else the
+            reason why not.
+        in_band: the bytes travel inside control messages (the ``inline`` transport, which has no
+            halves).
+        max_bytes: largest batch that the transport accepts; ``None`` for no limit.
+        loop_bound: the link belongs to the event loop that connected it (sockets on asyncio).
+            Since not every loop is closed explicitly, such a link must not refer to its loop
+            between transfers, and must close its resources when both are garbage-collected.
     """
 
     name: str
@@ -102,9 +105,10 @@ class TransportSpec(msgspec.Struct, frozen=True):
 
 
 class Segment(NamedTuple):
-    """A volume's memory as its server half sees it: an id, a file descriptor, a size in bytes.
+    """A volume's memory as the server half sees it: an id, a file descriptor, a size in bytes.
 
-    The descriptor stays open, and the memory stays mapped nowhere, until ``close()``.
+    The descriptor stays open until ``close()``. The store has not mapped the memory for the
+    server half.
     """
 
     id: int
@@ -113,7 +117,7 @@ class Segment(NamedTuple):
 
 
 class ServerContext(NamedTuple):
-    """What a server half may use. ``socket_dir`` is a private directory (mode 0700)."""
+    """What a server half may rely on. ``socket_dir`` is a private directory (mode 0700)."""
 
     store_name: str
     volume_id: str
@@ -122,14 +126,15 @@ class ServerContext(NamedTuple):
 
 
 class TransportServer(ABC):
-    """Server half. Made once per volume, inside the (torch-free) server process."""
+    """Server half. Created once per volume, in the server process (which has no torch)."""
 
     @abstractmethod
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         """Register the segments and return the offer that clients connect with.
 
         Raises:
-            TransportUnavailableError: this host cannot serve it; the volume goes on without.
+            TransportUnavailableError: this host cannot serve the transport; the volume starts
+                without it.
         """
 
     @abstractmethod
@@ -138,7 +143,7 @@ class TransportServer(ABC):
 
 
 class Copy(NamedTuple):
-    """One contiguous piece: ``nbytes`` bytes between local ``address`` and a place in a segment."""
+    """One contiguous copy: ``nbytes`` bytes between a local ``address`` and a segment's offset."""
 
     address: int
     segment: int
@@ -152,19 +157,19 @@ class Link(ABC):
     @classmethod
     @abstractmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> Link:
-        """Make a link from a volume's offer.
+        """Create a link from a volume's offer.
 
         Raises:
-            TransportNotReadyError: not at this moment (descriptors are used up, the server is
-                slow): the store goes on with the next bid, and tries again later.
+            TransportNotReadyError: the link cannot be made at the moment (no file descriptors are
+                left, the server is slow). The store uses the next bid, and tries again later.
             TransportUnavailableError: the offer cannot be used from here, now or later.
         """
 
     @abstractmethod
     async def write(self, copies: Sequence[Copy]) -> None:
-        """Move local memory into the segments. On return the bytes are there.
+        """Copy local memory into the segments. When it returns, all bytes have arrived.
 
-        When it raises (cancellation included) no byte is written any more.
+        Once it has raised (``CancelledError`` included), no further byte is written.
 
         Raises:
             TransportError: the link is broken; the store tries the next bid, once.
@@ -172,25 +177,25 @@ class Link(ABC):
 
     @abstractmethod
     async def read(self, copies: Sequence[Copy]) -> None:
-        """Move segments' bytes into local memory. Same promises as :meth:`write`."""
+        """Copy bytes of the segments to local memory, with the same guarantees as :meth:`write`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything at once; never blocks. Idempotent."""
+        """Release all resources immediately, without blocking. Idempotent."""
 
 
 class Window(NamedTuple):
-    """A whole segment as memory of this process, writable, shared with the volume."""
+    """A whole segment as memory of this process: writable, and shared with the volume."""
 
     address: int
     nbytes: int
 
 
 class Mapping(NamedTuple):
-    """Private copy-on-write memory, unmapped when ``owner`` and all that is made of it dies.
+    """Private copy-on-write memory. It is unmapped when ``owner`` and all its views are dead.
 
-    ``owner`` is a writable, weakly referenceable buffer; the range asked for starts ``offset``
-    bytes into it, at ``address``.
+    ``owner`` is a writable buffer that can be weakly referenced; the requested range starts
+    ``offset`` bytes into it, at ``address``.
     """
 
     address: int
@@ -201,21 +206,21 @@ class Mapping(NamedTuple):
 
 @runtime_checkable
 class SupportsWindow(Protocol):
-    """The segment is addressable: the core copies directly, with its own copy threads."""
+    """The segment is addressable, so the core copies directly, with its own copy threads."""
 
     def window(self, segment: int) -> Window:
-        """The window on ``segment``; stays valid until ``close()``."""
+        """Return the window on ``segment``, which stays valid until ``close()``."""
 
     def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
-        """Fill page tables for a range that is about to be copied. May block; thread-safe.
+        """Fill the page tables of a range that is about to be copied. May block; thread-safe.
 
-        ``fresh``: the range may have no pages yet (it is about to be written for the first time).
+        ``fresh``: the range may not have pages yet (it is about to be written for the first time).
         """
 
 
 @runtime_checkable
 class SupportsMap(Protocol):
-    """The link can hand out private, writable, copy-on-write memory of a sealed range."""
+    """The link can map a sealed range as private, writable, copy-on-write memory."""
 
     def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
         """Map ``nbytes`` bytes from ``offset`` (any alignment; ``address`` points at it)."""

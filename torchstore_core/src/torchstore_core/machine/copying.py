@@ -1,7 +1,7 @@
-"""The copy engine: many pieces, over threads of our own, past the cache. Torch-free.
+"""The copy engine: copies many pieces on its own threads, bypassing the cache. Torch-free.
 
-Threads of our own because OMP_NUM_THREADS is 1 under torchrun; past the cache because weights are
-larger than it (see ``_native.c``; without the compiled module, memmove).
+It has its own threads because OMP_NUM_THREADS is 1 under torchrun, and bypasses the cache because
+weights are larger than it (see ``_native.c``; without the compiled module, it uses memmove).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = [
     "run",
 ]
 
-#: Bytes of strided work that one thread takes at a time.
+#: Bytes of strided copies that one thread takes at a time.
 CHUNK = 4 << 20
-#: Less than this is copied by the caller: waking a thread costs about as much.
+#: Up to this many bytes are copied by the calling thread: waking another one costs about as much.
 DIRECT_MAX = 512 << 10
-#: From this many bytes copies begin while the rest is planned. Below, the copy threads and the
-#: planner would only take the interpreter lock from each other.
+#: From this many bytes, copying begins while the rest is still being planned. Below it, the copy
+#: threads and the planner would only take the interpreter lock from each other.
 OVERLAP_MIN = 32 << 20
-#: From this many bytes a batch is streamed past the cache.
+#: From this many bytes, a batch is copied with streaming stores that bypass the cache.
 STREAM_MIN = 4 << 20
 
 # Rows of fewer bytes are left to torch; and what falls into more grids than this.
@@ -60,12 +60,13 @@ Task = Callable[[], None]
 
 
 def has_native() -> bool:
-    """Whether the compiled copy is there."""
+    """Return whether the compiled copy functions are available."""
     return _copy_many is not None
 
 
 def copy_threads() -> int:
-    """How many copy threads: TORCHSTORE_COPY_THREADS, else the CPUs of this process, at most 8.
+    """Return the number of copy threads: TORCHSTORE_COPY_THREADS if set, else the CPUs of this
+    process, at most 8.
 
     Raises:
         ConfigurationError: the variable is not a positive number.
@@ -79,7 +80,7 @@ def copy_threads() -> int:
 
 
 def copy_pieces(pieces: Iterable[Piece], *, stream: bool) -> None:
-    """Copy ``(destination address, source address, nbytes)`` pieces here and now."""
+    """Copy ``(destination address, source address, nbytes)`` pieces in the calling thread."""
     if _copy_many is not None:
         _copy_many(array("q", [x for piece in pieces for x in piece]), stream)
         return
@@ -88,8 +89,9 @@ def copy_pieces(pieces: Iterable[Piece], *, stream: bool) -> None:
 
 
 def copy_grids(grids: Iterable[Grid], *, stream: bool) -> None:
-    """Copy ``(destination address, source address, nbytes, rows, step, step)`` grids here and now:
-    rows of ``nbytes`` bytes, so many bytes apart in destination and source.
+    """Copy ``(destination address, source address, nbytes, rows, step, step)`` grids in the calling
+    thread: rows of ``nbytes`` bytes. The steps are the bytes from one row to the next, in the
+    destination and in the source.
     """
     if _copy_rows is not None:
         _copy_rows(array("q", [x for grid in grids for x in grid]), stream)
@@ -107,15 +109,15 @@ def grids(
     of: int,
     of_steps: Sequence[int],
 ) -> list[Grid] | None:
-    """How to copy a strided array into another one: grids of rows that are contiguous in both.
+    """Plan the copy of a strided array into another: grids of rows that are contiguous in both.
 
     Args:
-        to, of: addresses of the first elements.
+        to, of: addresses of the first elements of destination and source.
         to_steps, of_steps: elements from one index to the next, by dimension.
 
     Returns:
-        None where rows are no good way: they are short, or too many grids, or there is no compiled
-        copy for them.
+        None where copying by rows does not pay: the rows are too short, there are too many grids,
+        or the compiled copy is not available.
 
     >>> grids((2, 3, 4), 100, 0, (12, 4, 1), 5000, (80, 8, 1)) if has_native() else "none"
     [(0, 5000, 400, 3, 400, 800), (1200, 13000, 400, 3, 400, 800)]
@@ -144,7 +146,7 @@ def grids(
 
 
 def cut_grids(found: Iterable[Grid], chunk: int) -> Iterator[list[Grid]]:
-    """Cut and group grids into chunks of about ``chunk`` bytes, in order, as they come."""
+    """Split and group grids into chunks of about ``chunk`` bytes, lazily and in order."""
     current: list[Grid] = []
     room = chunk
     for to, of, nbytes, rows, to_step, of_step in found:
@@ -161,16 +163,17 @@ def cut_grids(found: Iterable[Grid], chunk: int) -> Iterator[list[Grid]]:
 
 
 def chunk_size(total: int) -> int:
-    """Bytes that one thread takes at a time in a batch of ``total`` bytes.
+    """Return how many bytes one thread takes at a time in a batch of ``total`` bytes.
 
-    Large chunks, because each costs a turn of the interpreter lock (1 MB: 0.84 of the floor, 16 MB:
-    0.95); but several a thread, so that all threads end together.
+    Chunks are large, because for each one the interpreter lock must be acquired (1 MB chunks reach
+    0.84 of the floor, 16 MB chunks 0.95), but there are several per thread, so that all threads
+    finish at about the same time.
     """
     return min(max(total // (4 * copy_threads()), 1 << 20), 16 << 20)
 
 
 def plan(pieces: Iterable[Piece], chunk: int = CHUNK) -> list[list[Piece]]:
-    """All that :func:`cut` gives.
+    """Return all chunks of :func:`cut` as a list.
 
     >>> plan([(0, 100, 10), (10, 200, 3)], chunk=4)
     [[(0, 100, 4)], [(4, 104, 4)], [(8, 108, 2), (10, 200, 2)], [(12, 202, 1)]]
@@ -179,7 +182,7 @@ def plan(pieces: Iterable[Piece], chunk: int = CHUNK) -> list[list[Piece]]:
 
 
 def cut(pieces: Iterable[Piece], chunk: int) -> Iterator[list[Piece]]:
-    """Cut and group pieces into chunks of about ``chunk`` bytes, in order, as they come."""
+    """Split and group pieces into chunks of ``chunk`` bytes, lazily and in order."""
     current: list[Piece] = []
     room = chunk
     for destination, source, nbytes in pieces:
@@ -203,10 +206,10 @@ def cut(pieces: Iterable[Piece], chunk: int) -> Iterator[list[Piece]]:
 
 
 class CopyJob:
-    """Tasks that threads take one by one; done when all have ended.
+    """Tasks that threads take one by one; the job is done when all of them have ended.
 
     Args:
-        open_end: further ones come by :meth:`add`, until :meth:`close`.
+        open_end: further tasks may follow with :meth:`add`, until :meth:`close`.
     """
 
     def __init__(
@@ -223,7 +226,7 @@ class CopyJob:
         self.future: asyncio.Future[None] = loop.create_future()
 
     def add(self, task: Task) -> bool:
-        """One more task; False if the job has failed and takes none."""
+        """Add a task; return False if the job has failed and accepts no more."""
         with self._changed:
             if not self._open:
                 return False
@@ -232,7 +235,7 @@ class CopyJob:
         return True
 
     def close(self) -> None:
-        """No more tasks come."""
+        """Declare that no more tasks will be added."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
@@ -241,7 +244,7 @@ class CopyJob:
             self._end()
 
     def work(self) -> None:
-        """Called by copy threads: take tasks until none is left."""
+        """Run tasks until none is left. Called by the copy threads."""
         while True:
             with self._changed:
                 while self._open and self._next >= len(self._tasks):
@@ -286,7 +289,7 @@ class CopyJob:
                 self.future.set_result(None)
 
     def stop(self) -> None:
-        """Take no further task and block until the running ones (a few MB each) have ended."""
+        """Start no further task, and block until the running ones (a few MB each) have ended."""
         with self._changed:
             self._shut()
             if self._running == 0:
@@ -295,7 +298,7 @@ class CopyJob:
 
 
 class _Pool:
-    """Daemon threads that serve jobs; one per process, made anew after a fork."""
+    """Daemon threads that run jobs. There is one pool per process, recreated after a fork."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -337,10 +340,10 @@ if hasattr(os, "register_at_fork"):
 
 
 async def run(tasks: Iterable[Task], nbytes: int) -> None:
-    """Run copy tasks: small batches here, others on the copy threads, which begin on large ones
-    while ``tasks`` is still being planned.
+    """Run copy tasks: small batches in the calling thread, others on the copy threads, which start
+    on large batches while ``tasks`` is still being planned.
 
-    When it raises, cancellation included, no task is running any more.
+    When it raises, ``CancelledError`` included, no task is running any more.
     """
     if nbytes <= DIRECT_MAX:
         for task in tasks:

@@ -1,4 +1,4 @@
-"""Chooses a transport for a link: bids from topology, a cost model, and the user's word."""
+"""Chooses a transport for a link: by bids from topology, a cost model, and the user's settings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _names(variable: str) -> tuple[str, ...]:
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """The user's word on transports, and that of the store's strategy.
+    """Which transports the user and the store's strategy prefer, block or force.
 
     Args:
-        prefer: what the user wants first; among these the cheapest.
-        block: what the user never wants, whoever else does.
-        order: what the strategy wants next, in this order.
-        force: the only one that the strategy allows.
+        prefer: transports that the user wants first; the cheapest of them wins.
+        block: transports that are never used, even if the strategy names them.
+        order: transports that the strategy wants next, in this order.
+        force: the only transport that the strategy allows.
 
     >>> Policy(prefer=("tcp",)).prefer
     ('tcp',)
@@ -38,22 +38,23 @@ class Policy(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
-        """Arguments joined with TORCHSTORE_PREFER and TORCHSTORE_BLOCK (comma-separated).
+        """Combine the arguments with TORCHSTORE_PREFER and TORCHSTORE_BLOCK (comma-separated).
 
         Raises:
-            ConfigurationError: not a list of names, or a name that nobody has installed here.
+            ConfigurationError: an argument is not a list of names, or no installed package
+                provides a plug-in of that name.
         """
-        made = cls.said(prefer, block)
+        made = cls.unchecked(prefer, block)
         if made.prefer or made.block:
             made.check_installed(Registry())
         return made
 
     @classmethod
-    def said(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
-        """The same, whether or not there are such plug-ins.
+    def unchecked(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
+        """The same as :meth:`make`, but whether or not such plug-ins are installed.
 
         Raises:
-            ConfigurationError: not a list of names.
+            ConfigurationError: an argument is not a list of names.
         """
         both: dict[str, object] = {"prefer": prefer, "block": block}
         for what, given in both.items():
@@ -66,20 +67,20 @@ class Policy(msgspec.Struct, frozen=True):
         )
 
     def check_installed(self, registry: Registry) -> None:
-        """Every name is one of a plug-in that is installed in this environment, working or not. A
-        server takes the names as they come: what it has not installed, it does not load.
+        """Check that every name belongs to a plug-in that is installed in this environment,
+        whether it works or not. A server does not check: it does not load what is not installed.
 
         Raises:
-            ConfigurationError: names those that nobody has installed, and what there is.
+            ConfigurationError: lists the names that are not installed, and those that are.
         """
         transports = ["torchstore.transports"]
         registry.check_installed("prefer= or TORCHSTORE_PREFER", self.prefer, transports)
         registry.check_installed("block= or TORCHSTORE_BLOCK", self.block)
 
-    def of_store(self, transport: str | tuple[str, ...] | None) -> Policy:
-        """With what the store's strategy says: a name forces, a tuple prefers.
+    def with_transport(self, transport: str | tuple[str, ...] | None) -> Policy:
+        """Add the ``transport`` of the store's strategy: a name forces, a tuple prefers.
 
-        >>> Policy(prefer=("a",)).of_store("b").force
+        >>> Policy(prefer=("a",)).with_transport("b").force
         'b'
         """
         if isinstance(transport, str):
@@ -88,9 +89,9 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A transport that can serve the link, and what it bid.
+    """A transport that can serve the link, and its bid.
 
-    ``turn``: those of a lower one come first, whatever they bid.
+    ``turn``: candidates with a lower number come first, whatever they bid.
     """
 
     spec: TransportSpec
@@ -99,17 +100,17 @@ class Candidate(msgspec.Struct, frozen=True):
     turn: int = 0
 
     def cost_s(self, nbytes: int) -> float:
-        """Expected seconds for ``nbytes`` bytes."""
+        """Return the expected seconds for ``nbytes`` bytes."""
         return self.bid.cost_s(nbytes)
 
 
 class Ranking:
-    """All bids and refusals for one link; picks the cheapest for a size.
+    """All bids and refusals for one link; chooses the cheapest for a size.
 
-    Preferred transports win over all others, whatever they bid, for the sizes they take.
+    Preferred transports win over all others, whatever they bid, for the sizes that they accept.
 
     Args:
-        forced: the one that the store's strategy allows, if it does.
+        forced: the only transport that the store's strategy allows, if it forces one.
     """
 
     def __init__(
@@ -124,7 +125,10 @@ class Ranking:
         self._inline_max: int | None = None
 
     def order(self, nbytes: int, *, in_band: bool | None = None) -> list[Candidate]:
-        """Candidates that take ``nbytes`` bytes, best first; ``in_band``: only (or no) such."""
+        """Return the candidates that accept ``nbytes`` bytes, best first.
+
+        ``in_band``: True for only those that are in-band, False for only those that are not.
+        """
         fit = [
             c
             for c in self.candidates
@@ -134,10 +138,10 @@ class Ranking:
         return sorted(fit, key=lambda c: (c.turn, c.cost_s(nbytes), c.spec.name))
 
     def best(self, nbytes: int, *, in_band: bool | None = None) -> Candidate:
-        """The best candidate.
+        """Return the best candidate.
 
         Raises:
-            TransportUnavailableError: none; says who refused and why.
+            TransportUnavailableError: there is none; lists the refusals and their reasons.
         """
         order = self.order(nbytes, in_band=in_band)
         if not order:
@@ -145,20 +149,20 @@ class Ranking:
         return order[0]
 
     def drop(self, name: str, reason: str) -> None:
-        """A link failed: do not choose it any more."""
+        """Remove a candidate whose link has failed, so that it is no longer chosen."""
         self.candidates = [c for c in self.candidates if c.spec.name != name]
         self.refusals[name] = reason
         self._inline_max = None
 
     def restore(self, candidate: Candidate) -> None:
-        """One that was dropped can be chosen again."""
+        """Make a candidate that was dropped available again."""
         others = [c for c in self.candidates if c.spec.name != candidate.spec.name]
         self.candidates = [*others, candidate]
         self.refusals.pop(candidate.spec.name, None)
         self._inline_max = None
 
     def inline_max(self) -> int:
-        """Largest batch, in bytes, for which an in-band transport is the best choice; -1: none."""
+        """Return the largest batch, in bytes, for which an in-band transport is best, or -1."""
         if self._inline_max is None:
             low, high = -1, 1 << 62
             while high - low > 1:  # costs are linear: the set of such sizes is [0, max]
@@ -172,7 +176,7 @@ class Ranking:
         return self._inline_max
 
     def unavailable(self, nbytes: int) -> TransportUnavailableError:
-        """The error that says why nothing reaches the volume."""
+        """Return the error that says why no transport reaches the volume."""
         reasons = "; ".join(f"{n}: {r}" for n, r in sorted(self.refusals.items()))
         limits = "; ".join(
             f"{c.spec.name}: takes at most {c.spec.max_bytes} bytes"
@@ -197,12 +201,15 @@ class Ranking:
 
 
 def _answer(spec: TransportSpec, context: LinkContext) -> Bid | Refusal:
-    """What a transport says to a link; nonsense is a refusal, for the others are there."""
+    """Return a transport's bid or refusal for a link.
+
+    An exception or an invalid bid counts as a refusal: other transports can still serve the link.
+    """
     try:
         reason = spec.probe() if spec.probe is not None else None
         answer = spec.bid(context) if reason is None else Refusal(reason)
         sane = isinstance(answer, Refusal) or (answer.latency_s >= 0 and answer.bytes_per_s > 0)
-    except Exception as error:  # noqa: BLE001 - said to whoever asks why it was not chosen
+    except Exception as error:  # noqa: BLE001 - reported as the reason of the refusal
         return Refusal(f"its bid failed: {error!r}")
     return answer if sane else Refusal(f"its bid makes no sense: {answer}")
 
@@ -210,7 +217,7 @@ def _answer(spec: TransportSpec, context: LinkContext) -> Bid | Refusal:
 def rank(
     specs: Iterable[TransportSpec], context: LinkContext, offers: Iterable[str], policy: Policy
 ) -> Ranking:
-    """Ask every transport for a bid on one link."""
+    """Collect a bid or a refusal for one link from every transport."""
     offered = set(offers)
     candidates: list[Candidate] = []
     refusals: dict[str, str] = {}
@@ -237,7 +244,9 @@ def rank(
 
 
 def _turn(name: str, policy: Policy) -> int:
-    """The user's preferred ones, then the strategy's one after the other, then all others."""
+    """Rank a transport: first the user's preferred ones, then the strategy's in their order, then
+    all others.
+    """
     if name in policy.prefer:
         return 0
     return 1 + (policy.order.index(name) if name in policy.order else len(policy.order))

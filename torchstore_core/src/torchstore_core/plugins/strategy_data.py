@@ -1,4 +1,4 @@
-"""Strategies as plain data: how one crosses processes, nested ones included, without pickle."""
+"""Strategies, nested ones included, as plain data that other processes can read without pickle."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _TRANSPORTS = "torchstore.transports"
 
 
 def check_transport(strategy: object, registry: Registry) -> None:
-    """The transports that a strategy forces or prefers are installed here; blocked ones are, too.
+    """Check that the transports that a strategy forces or prefers are installed here.
+
+    A transport that is installed but blocked passes.
 
     Raises:
-        ConfigurationError: names the one that is not, and what is there; or ``transport`` is no
-            name, nor a tuple of names.
+        ConfigurationError: a transport is not installed (the error lists those that are), or
+            ``transport`` is neither a name nor a tuple of names.
     """
     if not isinstance(strategy, Strategy):
-        return  # encode_strategy says so
+        return  # encode_strategy raises the error
     names = _transport_names(strategy)
     if not names:
         return
@@ -48,11 +50,11 @@ def _transport_names(strategy: Strategy) -> Sequence[str]:
 
 
 def encode_strategy(strategy: object) -> tuple[str, bytes]:
-    """The entry-point name of a strategy (its tag), and its fields as JSON.
+    """Return the entry-point name of a strategy (its tag), and its fields as JSON.
 
     Raises:
-        PluginError: it is no Strategy with a tag, or its fields are no plain data.
-        ConfigurationError: its ``transport`` is no name, nor a tuple of names.
+        PluginError: it is not a Strategy with a tag, or its fields are not plain data.
+        ConfigurationError: its ``transport`` is neither a name nor a tuple of names.
     """
     if not isinstance(strategy, Strategy) or not isinstance(_config(strategy).tag, str):
         raise PluginError(
@@ -76,17 +78,18 @@ def encode_strategy(strategy: object) -> tuple[str, bytes]:
 
 
 def decode_strategy(name: str, fields: bytes, registry: Registry) -> Strategy:
-    """The strategy of that name, with these fields; what is nested in it is found by its own name.
+    """Build the strategy of that name from its fields; each nested strategy is found by its own
+    name.
 
     Raises:
-        PluginError: unknown, broken, or the fields are not its own.
+        PluginError: there is no such strategy, it is broken, or the fields do not belong to it.
     """
     cls = registry.strategy(name)
     try:
         return _made(cls, fields, registry)
     except PluginError:
         raise
-    except Exception as error:  # what a strategy checks itself may raise anything
+    except Exception as error:  # a strategy's own checks may raise anything
         raise PluginError(f"strategy {name!r}: bad fields: {error}") from error
 
 
@@ -108,7 +111,7 @@ def _made(cls: type[Strategy], fields: bytes, registry: Registry) -> Strategy:
 
 
 def _value(kind: Any, raw: bytes, registry: Registry) -> Any:
-    """A field's value: of its type, where that says Strategy one that is found by its name."""
+    """Decode a field's value as its type; a strategy in it is found by its name."""
     kind = _plain(kind)
     if isinstance(kind, type) and issubclass(kind, Strategy):
         tag = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("type")
@@ -132,7 +135,7 @@ def _value(kind: Any, raw: bytes, registry: Registry) -> Any:
 
 
 def _plain(kind: Any) -> Any:
-    """Without ``Annotated``."""
+    """Return the type without ``Annotated``."""
     return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
 
 

@@ -65,7 +65,7 @@ class LocalRuntime(Runtime):
             "num_storage_volumes": options.num_storage_volumes,
             "capacity": options.capacity,
             "prefault": options.prefault,
-            "block": Policy.said(block=options.block).block,
+            "block": Policy.unchecked(block=options.block).block,
             "owner": os.getpid(),
             "members": self._members,
         }

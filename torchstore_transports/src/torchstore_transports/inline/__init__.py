@@ -1,1 +1,1 @@
-"""``inline``: small values ride inside the control message."""
+"""``inline``: small values travel inside the control message."""

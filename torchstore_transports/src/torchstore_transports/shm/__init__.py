@@ -1,1 +1,1 @@
-"""``shm``: shared memory between processes of one host, by passing memfds over a Unix socket."""
+"""``shm``: shared memory between processes on one host; memfds are passed over a Unix socket."""

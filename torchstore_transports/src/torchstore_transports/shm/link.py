@@ -34,15 +34,16 @@ __all__ = ["ShmLink"]
 
 _HAND_OVER_S = 10.0
 _POLL_S = 0.01
-# Page tables are filled, and remembered as filled, by granules of this many bytes.
+# Page tables are filled, and recorded as filled, in granules of this many bytes.
 _GRANULE = 1 << 20
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Segment:
-    """One attached segment: its descriptor, and its window once somebody asked for it.
+    """One attached segment: its descriptor, and its window once it has been requested.
 
-    Closed with its link, or by the collector if nobody took it (a cancelled connect).
+    It is closed with its link, or by the garbage collector if no link was made (a cancelled
+    connect).
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -60,12 +61,12 @@ class _Segment:
             os.close(fd)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then modules are half gone, and the kernel does it
+        if not sys.is_finalizing():  # modules are half gone then, and the kernel cleans up
             self.close()
 
 
 class ShmLink(Link):
-    """See :class:`~torchstore_core.contracts.transport.Link`; has windows and maps."""
+    """A :class:`~torchstore_core.contracts.transport.Link` with windows and mappings."""
 
     def __init__(self, segments: dict[int, _Segment]) -> None:
         self._segments = segments
@@ -100,7 +101,7 @@ class ShmLink(Link):
         await copying.run(tasks, total)
 
     def window(self, segment: int) -> Window:
-        """The segment as shared memory of this process."""
+        """Map the segment as shared memory of this process, once."""
         with self._lock:
             state = self._state(segment)
             if not state.address:
@@ -112,10 +113,10 @@ class ShmLink(Link):
             return Window(state.address, state.nbytes)
 
     def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
-        """Fill page tables, which costs a fifth of faulting them in while copying.
+        """Fill page tables, which costs a fifth of taking the page faults while copying.
 
-        For pages that exist, populating for reads is the faster way (and what it maps is
-        writable); for those that do not, populating for writes.
+        For pages that exist, populating for reads is faster (and the resulting mapping is
+        writable); pages that do not exist yet are populated for writes.
         """
         state = self._state(segment)
         first, last = offset // _GRANULE, (offset + nbytes - 1) // _GRANULE
@@ -130,19 +131,19 @@ class ShmLink(Link):
             end = at
             while end <= last and not filled[end]:
                 end += 1
-            # Never beyond the range: that would allocate memory nobody asked for.
+            # Never beyond the range: that would allocate memory that is not needed.
             start_byte = max(at * _GRANULE, offset) & -_PAGE
             end_byte = min(end * _GRANULE, offset + nbytes)
             populate = populate_write if fresh else populate_read
             if populate(state.address + start_byte, end_byte - start_byte) != 0:
-                return  # an older kernel: faults will do it
+                return  # an older kernel: page faults will fill them
             for granule in range(at, end):
                 if granule * _GRANULE >= offset and (granule + 1) * _GRANULE <= offset + nbytes:
                     filled[granule] = 1
             at = end
 
     def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
-        """A private mapping of a sealed range."""
+        """Map a sealed range privately."""
         state = self._state(segment)
         if not 0 <= offset < offset + nbytes <= state.nbytes:
             raise TransportError(f"[{offset}, +{nbytes}) is outside segment {segment}")
@@ -153,7 +154,7 @@ class ShmLink(Link):
         return Mapping(address, before, nbytes, owner)
 
     def close(self) -> None:
-        # Without the lock: in a forked child, a thread that does not exist there may hold it.
+        # Without the lock: in a forked child it may be held by a thread that does not exist there.
         self._closed = True
         while self._segments:
             self._segments.popitem()[1].close()
@@ -174,7 +175,7 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
     wanted = described.segments
     try:
         async with asyncio.timeout(_HAND_OVER_S):
-            fds, cut = await _receive(described.path, len(wanted))
+            fds, truncated = await _receive(described.path, len(wanted))
     except TimeoutError as error:
         raise TransportNotReadyError(
             f"the server did not hand over its memory within {_HAND_OVER_S:.0f} s; it is busy, or "
@@ -189,7 +190,7 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
     if len(fds) != len(wanted):
         for fd in fds:
             os.close(fd)
-        if cut:
+        if truncated:
             raise _no_descriptors()
         raise TransportNotReadyError(
             f"the server handed over {len(fds)} of {len(wanted)} segments through "
@@ -201,14 +202,16 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
 
 
 async def _receive(path: str, count: int) -> tuple[list[int], bool]:
-    """Descriptors that the server hands over, and whether this process could not take them all."""
+    """Return the descriptors that the server sends, and whether the kernel dropped some because
+    this process has none left.
+    """
     loop = asyncio.get_running_loop()
     with opening() as sock, sock:
         await connect(sock, path)
-        answered = asyncio.Event()
-        loop.add_reader(sock.fileno(), answered.set)
+        readable = asyncio.Event()
+        loop.add_reader(sock.fileno(), readable.set)
         try:
-            await answered.wait()
+            await readable.wait()
         finally:
             loop.remove_reader(sock.fileno())
         _, fds, flags, _ = socket.recv_fds(sock, HEADER_MAX, count)

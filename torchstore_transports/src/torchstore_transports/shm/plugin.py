@@ -1,4 +1,4 @@
-"""Descriptor of ``shm``."""
+"""Descriptor of the ``shm`` transport."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import socket
 from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 
-# What a batch costs beyond its one control message: the commit (put) or the release and page
-# faults (get), and waking copy threads.
+# The cost of a batch beyond its first control message: the commit (put), or the release and the
+# page faults (get), and waking the copy threads.
 _LATENCY_S = 110e-6
 _BYTES_PER_S = 10e9
 

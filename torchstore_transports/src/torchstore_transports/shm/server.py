@@ -1,4 +1,4 @@
-"""Server half of ``shm``: hands the segments' descriptors to whoever connects and may."""
+"""Server half of ``shm``: sends the segments' descriptors to every authorised client."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["HEADER_MAX", "Offer", "ShmServer"]
 
 log = logging.getLogger(__name__)
 
-#: Largest message that comes with the descriptors, bytes.
+#: Largest message that is sent with the descriptors, in bytes.
 HEADER_MAX = 4096
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """Where to connect, and which segments (id, bytes) come, in descriptor order."""
+    """Where to connect, and the segments (id, bytes) in the order of their descriptors."""
 
     path: str
     segments: tuple[tuple[int, int], ...]
@@ -32,8 +32,8 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 class ShmServer(TransportServer):
     """Listens on a Unix socket in the server's private directory.
 
-    A connection is answered at once with all descriptors and closed; the client asks nothing, so
-    there is nothing to parse.
+    Every connection immediately receives all descriptors and is closed. The client sends no
+    request, so there is nothing to parse.
     """
 
     def __init__(self) -> None:
@@ -57,5 +57,5 @@ class ShmServer(TransportServer):
         with client:
             try:
                 socket.send_fds(client, [b"torchstore-shm-1"], self._fds)
-            except OSError as error:  # it went away, or too many are on their way: it asks again
+            except OSError as error:  # it went away, or too many are in flight: it tries again
                 log.debug("a client was not given segments: %s", error)

@@ -63,7 +63,7 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
     """Examine everything. What the report can say is not raised."""
     found = _Findings()
     here = topology.probe()
-    policy = Policy.said()
+    policy = Policy.unchecked()
     installed = Registry(block=policy.block)
     names = [(group, name) for group in GROUPS for name in installed.names(group)]
     outcomes = await check_plugins(names, policy.block)
@@ -213,7 +213,7 @@ async def _store(
                 control = socket_path(server.address)
                 if info.lost:
                     continue
-                word = policy.of_store(welcome.transport)
+                word = policy.with_transport(welcome.transport)
                 volume = VolumeLinks(info, here, same_host, registry, word, control)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the refusals say it

@@ -48,7 +48,7 @@ class Session:
         self.registry = Registry(block=policy.block)
         # It is reached by a Unix socket, so what answers is here if its host id is ours: proven.
         server_host = (welcome.via or welcome.server).host_id
-        policy = policy.of_store(welcome.transport)
+        policy = policy.with_transport(welcome.transport)
         self.volumes = [
             VolumeLinks(
                 info,
