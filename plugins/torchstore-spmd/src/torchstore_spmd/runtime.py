@@ -9,7 +9,7 @@ import threading
 
 import msgspec
 
-from torchstore_core.clients.calls.thread_loops import aside
+from torchstore_core.clients.calls.thread_loops import in_thread
 from torchstore_core.contracts.runtime import Runtime, RuntimeSpec, StoreOptions
 from torchstore_core.errors import ConfigurationError, PluginError, TorchStoreError
 from torchstore_core.plugins.registry import Registry, load_class
@@ -134,7 +134,7 @@ class SPMDRuntime(Runtime):
         if server is not None and waiter is None:  # nobody has joined it
             await server.stop(timeout)
         if waiter is not None and ended:
-            await aside(lambda: waiter.join(timeout))
+            await in_thread(lambda: waiter.join(timeout))
 
 
 async def _agree(terms: _Terms, meeting: Meeting) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 
 from torchstore_core.clients.calls.timeouts import check_timeout
-from torchstore_core.clients.calls.warned import warn
+from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.clients.client import Client
 from torchstore_core.clients.stores import ancestors, discovery
 from torchstore_core.clients.stores import memberships as stores
