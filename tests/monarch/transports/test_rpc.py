@@ -387,7 +387,7 @@ async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> 
         with links.in_use():
             (candidate,) = links.candidates(CHUNK)
             link = await links.connect(candidate)
-            await links.while_it_lives(link.read([Copy(back.data_ptr(), 0, 0, CHUNK)]))
+            await links.until_lost(link.read([Copy(back.data_ptr(), 0, 0, CHUNK)]))
 
     async def main() -> None:
         loops.append(weakref.ref(asyncio.get_running_loop()))

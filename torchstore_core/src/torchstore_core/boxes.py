@@ -1,7 +1,8 @@
-"""Box arithmetic: which part of a tensor a piece is, and what pieces hold together.
+"""Box arithmetic: intersection, difference and coverage of rectangular parts of a tensor.
 
-Everything is in elements of the global tensor, in row-major order. All functions raise ValueError,
-naming the boxes, for a negative offset or extent and for different numbers of dimensions.
+All numbers count elements of the global tensor, in row-major order. Every function raises a
+ValueError that shows the boxes if an offset or extent is negative, or if the numbers of dimensions
+differ.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ __all__ += ["read_plan", "relative", "subtract", "subtract_all", "whole"]
 
 
 class Box(NamedTuple):
-    """A piece of a tensor: where it starts and how large it is, in elements, per dimension.
+    """A rectangular part of a tensor: its offset and its shape, in elements.
 
-    Without dimensions it holds one element; with a zero extent none, but it still has a place.
+    A box without dimensions holds one element. A box with an extent of zero holds none, but still
+    has a position.
 
     >>> Box((2, 0), (2, 4)).end, Box((2, 0), (2, 4)).numel, Box((), ()).numel
     ((4, 4), 8, 1)
@@ -44,42 +46,42 @@ class Box(NamedTuple):
         return tuple([start + n for start, n in zip(self.offset, self.shape, strict=True)])
 
     def contains(self, other: Box) -> bool:
-        """Whether ``other`` is within the bounds of this box; if it is empty, its place counts."""
+        """Whether ``other`` lies within this box. An empty box must lie within it, too."""
         _check(self, (other,))
         bounds = zip(self.offset, other.offset, other.end, self.end, strict=True)
         return all(low <= start and end <= high for low, start, end, high in bounds)
 
 
 class Piece(NamedTuple):
-    """One read: ``box``, in global coordinates, from the source with index ``source``."""
+    """One read: ``box``, in global coordinates, from the source at index ``source``."""
 
     source: int
     box: Box
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor of ``shape``: offset 0 everywhere."""
+    """Return the box of a whole tensor of ``shape``: its offset is 0 in every dimension."""
     _check(box := Box((0,) * len(shape), tuple(shape)))
     return box
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both boxes hold; None if that is nothing.
+    """Return the part that both boxes have in common; None if there is none.
 
     >>> intersect(Box((0, 0), (4, 4)), Box((2, 3), (4, 4)))
     Box(offset=(2, 3), shape=(2, 1))
     """
     _check(a, (b,))
-    return _meet(a, b)
+    return _intersection(a, b)
 
 
 def subtract(a: Box, b: Box) -> list[Box]:
-    """What ``a`` holds and ``b`` does not, as :func:`subtract_all` gives it."""
+    """Return what is in ``a`` but not in ``b``, as :func:`subtract_all` does."""
     return subtract_all(a, (b,))
 
 
 def subtract_all(a: Box, bs: Iterable[Box]) -> list[Box]:
-    """What ``a`` holds and no box of ``bs`` does: disjoint boxes, none empty, ordered by offset.
+    """Return what is in ``a`` but in no box of ``bs``: disjoint, non-empty boxes, sorted by offset.
 
     >>> subtract_all(whole((4, 6)), [Box((0, 0), (2, 6)), Box((2, 2), (2, 1))])
     [Box(offset=(2, 0), shape=(2, 2)), Box(offset=(2, 3), shape=(2, 3))]
@@ -87,26 +89,27 @@ def subtract_all(a: Box, bs: Iterable[Box]) -> list[Box]:
     cuts = _clipped(a, bs)
     if a.is_empty or a in cuts:
         return []
-    # Sweep along the dimension with most cuts. What lies behind the sweep is done with, so a cut
-    # looks only at the few rests around it: about n log n for a grid, in whatever order it comes.
+    # Sweep along the dimension with the most cuts. Remainders that the sweep has passed are final,
+    # so that each cut is compared only with the few remainders near it: about n log n for a grid,
+    # whatever the order of its boxes.
     axes = sorted(range(a.ndim), key=lambda d: -len({cut.offset[d] for cut in cuts}))
     done: list[Box] = []
     live = [a]
     for cut in sorted(cuts, key=lambda cut: [cut.offset[d] for d in axes]):
-        rests: list[Box] = []
-        for rest in live:
-            if rest.offset[axes[0]] + rest.shape[axes[0]] <= cut.offset[axes[0]]:
-                done.append(rest)
-            elif (common := _meet(rest, cut)) is None:
-                rests.append(rest)
+        remainders: list[Box] = []
+        for remainder in live:
+            if remainder.offset[axes[0]] + remainder.shape[axes[0]] <= cut.offset[axes[0]]:
+                done.append(remainder)
+            elif (common := _intersection(remainder, cut)) is None:
+                remainders.append(remainder)
             else:
-                rests += _around(rest, common, axes)
-        live = rests
-    return _fused(done + live)
+                remainders += _without(remainder, common, axes)
+        live = remainders
+    return _merge_adjacent(done + live)
 
 
 def missing(target: Box, boxes: Iterable[Box]) -> list[Box]:
-    """What of ``target`` no box covers: :func:`subtract_all` by the name a reader looks for."""
+    """Return the parts of ``target`` that no box covers; the same as :func:`subtract_all`."""
     return subtract_all(target, boxes)
 
 
@@ -117,13 +120,14 @@ def covers(target: Box, boxes: Iterable[Box]) -> bool:
     (True, False)
     """
     parts = _clipped(target, boxes)
-    # Overlaps count twice, so the sum proves nothing but absence. That is the answer to all the
-    # questions but the last while the shards of a tensor come in one by one.
+    # Overlaps are counted twice, so a sum that is large enough proves nothing, but one that is too
+    # small proves a gap. While the shards of a tensor arrive one by one, that settles every call
+    # but the last.
     return sum(part.numel for part in parts) >= target.numel and not subtract_all(target, parts)
 
 
 def relative(inner: Box, outer: Box) -> Box:
-    """``inner`` in the local coordinates of ``outer``; ``ValueError`` if it is not inside.
+    """Return ``inner`` in the local coordinates of ``outer``; ``ValueError`` if it is not inside.
 
     >>> relative(Box((2, 3), (1, 1)), Box((2, 2), (2, 2)))
     Box(offset=(0, 1), shape=(1, 1))
@@ -134,46 +138,48 @@ def relative(inner: Box, outer: Box) -> Box:
 
 
 def is_contiguous(box: Box, shape: Sequence[int]) -> bool:
-    """Whether :func:`contiguous_runs` gives at most one run. Takes O(ndim)."""
+    """Whether :func:`contiguous_runs` yields at most one run. Takes O(ndim)."""
     return prod(box.shape[: _run_dim(box, shape)]) == 1 or box.is_empty
 
 
 def contiguous_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """``(start, length)``, in elements, of each maximal run of ``box`` in a tensor, ascending.
+    """Return ``(start, length)``, in elements, of every maximal run of ``box``, in ascending order.
 
-    ``shape`` is that of the row-major tensor; ``ValueError`` if the box is not inside.
+    ``shape`` is the shape of the row-major tensor that contains the box; ``ValueError`` if the box
+    is not inside.
 
     >>> list(contiguous_runs(Box((1, 1), (2, 2)), (4, 3)))
     [(4, 2), (7, 2)]
     """
-    run_dim = _run_dim(box, shape)  # raises here; a generator would at its first step
+    run_dim = _run_dim(box, shape)  # raises now; a generator would raise later
     if box.is_empty:
         return iter(())
     strides = [prod(shape[d + 1 :]) for d in range(box.ndim)]
     base = sum(o * stride for o, stride in zip(box.offset, strides, strict=True))
     rows = [range(0, box.shape[d] * strides[d], strides[d]) for d in range(run_dim)]
-    # product() turns its ranges into tuples: spare it the innermost rows, which may be millions.
+    # product() copies its ranges into tuples: the innermost rows, maybe millions, are kept out.
     inner = rows.pop() if rows else range(1)
     length = prod(box.shape[run_dim:])
     return ((base + sum(row) + start, length) for row in product(*rows) for start in inner)
 
 
 def read_plan(target: Box, sources: Iterable[Box]) -> list[Piece]:
-    """What to read from where to get ``target``: each element once, from the first that has it.
+    """Plan how to read ``target``: each element once, from the first source that has it.
 
-    ``sources`` may overlap (replicas) and leave holes, which the plan leaves out. Pieces are not
-    empty and come by source, then offset. A grid of n sources takes about n log n.
+    ``sources`` may overlap (replicas) and may leave gaps, for which the plan has no pieces. No
+    piece is empty; pieces are sorted by source, then by offset. A grid of n sources takes about
+    n log n.
 
     >>> plan = read_plan(whole((3,)), [Box((0,), (2,)), Box((0,), (2,)), Box((1,), (3,))])
     >>> [(piece.source, piece.box.offset) for piece in plan]
     [(0, (0,)), (2, (2,))]
     """
     parts = _clipped(target, sources)
-    # Volumes that add up, holes included, prove that no two parts overlap, as in a usual grid.
+    # If parts and gaps add up to the whole, no two parts overlap; a regular grid is such a case.
     disjoint = sum(b.numel for b in (*parts, *subtract_all(target, parts))) == target.numel
-    earlier = [[] for _ in parts] if disjoint else _earlier([*parts])
-    rests = [subtract_all(part, others) for part, others in zip(parts, earlier, strict=True)]
-    return [Piece(i, box) for i, own in zip(parts.values(), rests, strict=True) for box in own]
+    earlier = [[] for _ in parts] if disjoint else _earlier_overlaps([*parts])
+    remainders = [subtract_all(part, others) for part, others in zip(parts, earlier, strict=True)]
+    return [Piece(i, box) for i, own in zip(parts.values(), remainders, strict=True) for box in own]
 
 
 def _check(box: Box, others: Iterable[Box] = ()) -> None:
@@ -184,7 +190,7 @@ def _check(box: Box, others: Iterable[Box] = ()) -> None:
             raise ValueError(f"negative offset or extent: {other}")
 
 
-def _meet(a: Box, b: Box) -> Box | None:
+def _intersection(a: Box, b: Box) -> Box | None:
     offset, shape = [], []
     for i, m, j, n in zip(*a, *b, strict=True):
         low, high = max(i, j), min(i + m, j + n)
@@ -196,17 +202,17 @@ def _meet(a: Box, b: Box) -> Box | None:
 
 
 def _clipped(target: Box, boxes: Iterable[Box]) -> dict[Box, int]:
-    """The distinct parts of ``target`` that boxes hold, with the index of the first holder."""
+    """The distinct parts of ``target`` in the boxes, each with the index of its first box."""
     _check(target, boxes := tuple(boxes))
     parts: dict[Box, int] = {}
     for index, box in enumerate(boxes):
-        if (part := _meet(target, box)) is not None:
+        if (part := _intersection(target, box)) is not None:
             parts.setdefault(part, index)
     return parts
 
 
-def _around(box: Box, hole: Box, axes: Iterable[int]) -> Iterator[Box]:
-    """What is left of ``box`` without ``hole``, a part of it, cut off along each axis in turn."""
+def _without(box: Box, hole: Box, axes: Iterable[int]) -> Iterator[Box]:
+    """The rest of ``box`` without ``hole``, which lies in it: slabs cut off along each axis."""
     offset, shape = list(box.offset), list(box.shape)
     for d in axes:
         low, high = hole.offset[d], hole.offset[d] + hole.shape[d]
@@ -217,8 +223,8 @@ def _around(box: Box, hole: Box, axes: Iterable[int]) -> Iterator[Box]:
         offset[d], shape[d] = low, high - low
 
 
-def _fused(boxes: list[Box]) -> list[Box]:
-    """Disjoint ``boxes``, those that continue each other made one, ordered by offset."""
+def _merge_adjacent(boxes: list[Box]) -> list[Box]:
+    """The disjoint ``boxes`` with adjacent ones merged, sorted by offset."""
     for d in range(boxes[0].ndim if boxes else 0):
         by_end: dict[tuple[object, ...], Box] = {}
         for box in sorted(boxes):
@@ -230,21 +236,21 @@ def _fused(boxes: list[Box]) -> list[Box]:
     return sorted(boxes)
 
 
-def _earlier(boxes: Sequence[Box]) -> list[list[Box]]:
-    """For each box those before it that overlap it."""
+def _earlier_overlaps(boxes: Sequence[Box]) -> list[list[Box]]:
+    """For each box, the boxes before it in the sequence that overlap it."""
     axis = max(range(boxes[0].ndim), key=lambda d: len({box.offset[d] for box in boxes}))
     earlier: list[list[Box]] = [[] for _ in boxes]
     live: list[int] = []
     for j, box in sorted(enumerate(boxes), key=lambda item: item[1].offset[axis]):
         live = [i for i in live if boxes[i].end[axis] > box.offset[axis]]
         for i in live:
-            if _meet(boxes[i], box) is not None:
+            if _intersection(boxes[i], box) is not None:
                 earlier[max(i, j)].append(boxes[min(i, j)])
         live.append(j)
     return earlier
 
 
 def _run_dim(box: Box, shape: Sequence[int]) -> int:
-    """The dimension along which a run extends: every later one is taken in full."""
+    """The dimension along which a run extends; the box spans all later ones in full."""
     relative(box, whole(shape))  # raises if the box is not inside
     return max((d for d in range(box.ndim) if box.shape[d] != shape[d]), default=0)

@@ -1,9 +1,10 @@
-"""The one error tree of the store.
+"""Every error that the store raises, in one tree.
 
-Every error has a stable ``code`` (it crosses the wire and never changes), a message that says what
-happened, to which key, and what to do, and optional ``details``: plain data for programs.
+Every error has a stable ``code``, which is sent over the wire and never changes; a message that
+states what happened, to which key, and what to do about it; and optional ``details``, which are
+plain data for programs.
 
-Errors raised by the server are rebuilt in the client from their code by :func:`from_wire`.
+When the server raises an error, the client rebuilds it from its code with :func:`from_wire`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ __all__ = [
 
 
 class TorchStoreError(Exception):
-    """Base of everything the store raises on purpose.
+    """Base class of all errors that the store raises deliberately.
 
     Args:
-        message: what happened and what to do.
-        key: the key (or first key) it happened to, if any.
-        details: plain data (str, int, list, dict) for programs; shown by ``torchstore`` tools.
+        message: what happened and what to do about it.
+        key: the key concerned, or the first of several; None if no key is involved.
+        details: plain data (str, int, list, dict) for programs; the ``torchstore`` tools show it.
 
     >>> KeyNotFoundError("no such key: 'w'", key="w").code
     'key-not-found'
@@ -56,7 +57,7 @@ class TorchStoreError(Exception):
         self.details: dict[str, Any] = details or {}
 
     def __str__(self) -> str:
-        # KeyError's own __str__ would show the repr of the message.
+        # KeyError.__str__ would return the repr of the message.
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,126 +71,129 @@ def _rebuild(
 
 
 class KeyNotFoundError(TorchStoreError, KeyError):
-    """A key is not in the store. ``details["missing"]`` lists all missing keys of a batch."""
+    """A key is not in the store. ``details["missing"]`` lists every missing key of a batch."""
 
     code = "key-not-found"
 
 
 class PartialPutError(KeyNotFoundError):
-    """No version of a key is whole yet: shards, or participants, of its first one are missing.
+    """No version of a key is complete yet: its first one still lacks shards or participants.
 
-    ``details``: what ``stat`` says of a version that is on its way: ``key``, ``version``,
-    ``missing`` (a list of ``[name, offset, shape]``, boxes in elements, by the name of an entry, or
-    the key of a plain tensor), ``participants`` (how many there are), ``committed`` and ``writing``
-    (who of them is done, or at it), ``missing_participants`` (who has not begun, as far as their
-    names are known) and ``nbytes`` (of those that are done).
+    ``details`` holds what ``stat`` reports about an unfinished version: ``key``, ``version``,
+    ``missing`` (a list of ``[name, offset, shape]``: boxes in elements, each with the name of its
+    entry, or with the key of a plain tensor), ``participants`` (how many there are), ``committed``
+    and ``writing`` (the participants that have finished, and those that are still writing),
+    ``missing_participants`` (those that have not started, as far as their names are known) and
+    ``nbytes`` (the bytes of the participants that have finished).
     """
 
     code = "partial-put"
 
 
 class VersionGoneError(TorchStoreError):
-    """A version is not there: overwritten, deleted, or (in a put) not newer than what is."""
+    """A version was overwritten or deleted; in a put, it is not newer than the stored version."""
 
     code = "version-gone"
 
 
 class ObjectLostError(TorchStoreError):
-    """The memory that held a value is gone (its volume died) and no copy is left. Put it again.
+    """The volume that held a value died and no copy is left. Put the value again.
 
-    ``details``: ``version``; ``volume`` (its id), ``index``, ``reason`` and ``since`` (seconds
-    since the epoch).
+    ``details``: ``version``; and of the volume, its id as ``volume``, its ``index``, the ``reason``
+    why it was lost, and ``since`` when (seconds since the epoch).
     """
 
     code = "object-lost"
 
 
 class StoreFullError(TorchStoreError):
-    """A put does not fit. Nothing was changed.
+    """A put does not fit into the store. Nothing was changed.
 
-    ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes`` (of all ``copies``),
-    ``free_bytes``, ``largest_free_bytes`` (one value needs one free range),
+    ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes`` (of all ``copies``
+    together), ``free_bytes``, ``largest_free_bytes`` (a value needs a single free range),
     ``largest_volume_bytes`` (no value can be larger), ``leased_bytes``, ``unfinished_bytes`` and
-    ``holders`` (a list of who holds how much). If enough is free, but not
-    in one piece: ``pieces`` (how many free ranges there are) and ``largest_value_bytes`` (of the
-    put).
+    ``holders`` (a list of the sessions that hold memory, and how much). If enough memory is free,
+    but not in one piece, also ``pieces`` (the number of free ranges) and ``largest_value_bytes``
+    (the largest value of the put).
     """
 
     code = "store-full"
 
 
 class StoreTimeoutError(TorchStoreError, TimeoutError):
-    """An operation did not end within its ``timeout=`` (seconds).
+    """An operation did not finish within its ``timeout=`` (seconds).
 
     ``details`` of every operation: ``operation`` (its name), ``timeout`` and ``address``; if the
-    server said nothing at all, ``answered`` is False. Of a wait also ``keys`` and ``min_version``
-    that were waited for; and, if the server could still say it, ``unmet``: of each key that is not
-    there (the first ones of many) its ``key``, newest ``version`` (0: none), whether that is
-    ``lost``, and the ``pending`` versions that are half put, with their ``participants`` and who of
-    them has ``committed``.
+    server did not respond at all, ``answered`` is False. A wait adds the ``keys`` and
+    ``min_version`` that it waited for. If the server could still report it, there is also
+    ``unmet``: for each key that did not meet the condition (only the first ones, if there are many)
+    its ``key``, its newest ``version`` (0 if there is none), whether that version is ``lost``, and
+    the ``pending`` versions that are only partly put, with the number of their ``participants`` and
+    the names of those that have ``committed``.
     """
 
     code = "timeout"
 
 
 class StoreClosedError(TorchStoreError):
-    """There is no store here: never initialised, shut down, or its server died."""
+    """There is no store: it was never initialised, was shut down, or its server died."""
 
     code = "store-closed"
 
 
 class LayoutMismatchError(TorchStoreError, ValueError):
-    """Shape, dtype or slice of a destination does not fit what is stored. Nothing was written."""
+    """A destination's shape, dtype or slice does not fit the stored value. Nothing was written."""
 
     code = "layout-mismatch"
 
 
 class TransportError(TorchStoreError):
-    """Moving the bytes failed."""
+    """A transfer of bytes failed."""
 
     code = "transport"
 
 
 class TransportUnavailableError(TransportError):
-    """No installed and permitted transport reaches the volume. ``details["refusals"]`` says why."""
+    """No installed and permitted transport reaches the volume: see ``details["refusals"]``."""
 
     code = "transport-unavailable"
 
 
 class TransportNotReadyError(TransportUnavailableError):
-    """A transport cannot reach the volume at this moment: file descriptors are used up, here or in
-    the server, or the server is too busy. The store tries it again by itself, a little later.
+    """A transport cannot reach the volume at the moment, because this process or the server has
+    run out of file descriptors, or because the server is too busy. The store retries it by itself
+    a little later.
     """
 
     code = "transport-not-ready"
 
 
 class PluginError(TorchStoreError):
-    """A plug-in is missing, broken, or claims a name that is taken."""
+    """A plug-in is missing or broken, or claims a name that is already taken."""
 
     code = "plugin"
 
 
 class ProtocolError(TorchStoreError):
-    """The other side sent something that is not the protocol, or another version of it."""
+    """The peer does not speak this protocol, or speaks another version of it."""
 
     code = "protocol"
 
 
 class UnsafeObjectError(TorchStoreError):
-    """A value needs pickle and ``allow_pickle=False`` forbids it."""
+    """A value needs pickle, which ``allow_pickle=False`` forbids."""
 
     code = "unsafe-object"
 
 
 class UnsupportedValueError(TorchStoreError, TypeError):
-    """A value of this kind cannot be stored (meta, sparse, quantised tensors, ...)."""
+    """Values of this kind cannot be stored (meta, sparse or quantised tensors, for example)."""
 
     code = "unsupported-value"
 
 
 class ConfigurationError(TorchStoreError, ValueError):
-    """An argument or environment variable has a value that makes no sense."""
+    """An argument or an environment variable has an invalid value."""
 
     code = "configuration"
 
@@ -219,12 +223,13 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
 
 
 def from_wire(code: str, message: str, key: str | None, details: dict[str, Any]) -> TorchStoreError:
-    """The error that ``code`` stands for; an unknown code (newer server) gives the base class."""
+    """Return the error for ``code``; for an unknown code (a newer server's), the base class."""
     return _BY_CODE.get(code, TorchStoreError)(message, key=key, details=details)
 
 
 def in_seconds(timeout: float | None) -> str:
-    """A time-out in words: what was asked for, though a part of it was used up before.
+    """Return a time-out as text, rounded, so that it reads as the caller passed it even if a little
+    of it has been used up.
 
     >>> in_seconds(0.1 + 0.2), in_seconds(1.4999), in_seconds(5), in_seconds(3600.0)
     ('0.3 s', '1.5 s', '5 s', '3600 s')

@@ -1,4 +1,4 @@
-"""Public value types: small, frozen, torch-free, msgspec-encodable and picklable."""
+"""Public value types: small and frozen, encodable by msgspec, picklable, free of torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ += ["ValueMeta"]
 
 
 class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
-    """Names exactly one version of one key.
+    """A reference to exactly one version of one key.
 
-    Versions of a key are integers that only grow, and a version number is never used twice for
-    the same key, deletion included.
+    The versions of a key are increasing integers. A version number is never reused for the same
+    key, not even after the key was deleted.
 
     >>> ObjectRef("policy/w", 3).version
     3
@@ -23,14 +23,14 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorSlice(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of a tensor: where it starts and how large it is, in elements.
+    """The position and extent of one piece of a tensor, in elements.
 
     Args:
-        offsets: start of the piece in the global tensor, one per dimension.
-        local_shape: shape of the piece.
-        global_shape: shape of the whole tensor.
-        mesh_shape: shape of the device mesh the piece comes from; () if there is none.
-        coordinates: position in that mesh; () if there is none.
+        offsets: where the piece starts in the global tensor, one offset per dimension.
+        local_shape: the shape of the piece.
+        global_shape: the shape of the whole tensor.
+        mesh_shape: the shape of the device mesh that the piece belongs to; () if there is none.
+        coordinates: the position in that mesh; () if there is none.
 
     >>> TensorSlice(offsets=(2, 0), local_shape=(2, 4), global_shape=(4, 4)).local_shape
     (2, 4)
@@ -44,7 +44,7 @@ class TensorSlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a reader wants: a key, at a version (None: the newest), whole or one slice of it."""
+    """What a reader requests: a version of a key (None: the newest), whole or one slice of it."""
 
     key: str
     version: int | None = None
@@ -52,22 +52,22 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True, tag="t"):
-    """A dense tensor as data: dtype name without ``torch.`` (``"bfloat16"``) and shape."""
+    """Describes a dense tensor: its shape, and its dtype without ``torch.`` (``"bfloat16"``)."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class ObjectMeta(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """Any other Python value as encoded bytes. ``codec``: ``"msgpack"`` or ``"pickle"``."""
+    """Describes any other Python value. ``codec`` is ``"msgpack"`` or ``"pickle"``."""
 
     codec: str
 
 
 class StateDictMeta(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """A state dict: a manifest of ``entries`` tensors and objects, one version together.
+    """Describes a state dict: ``entries`` tensors and objects that share one version.
 
-    ``packed``: it was put as a ``TorchStoreStateDict``, and is got as one.
+    ``packed``: it was put as a ``TorchStoreStateDict``, so ``get`` returns one.
     """
 
     entries: int

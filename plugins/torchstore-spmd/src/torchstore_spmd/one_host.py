@@ -7,7 +7,7 @@ import threading
 
 import msgspec
 
-from torchstore_core.clients.calls.thread_loops import aside
+from torchstore_core.clients.calls.thread_loops import in_thread
 from torchstore_core.contracts.engine import RankStore, Rendezvous
 from torchstore_core.contracts.ranks import SPMDEnv
 from torchstore_core.contracts.runtime import StoreOptions
@@ -68,7 +68,7 @@ class OneHostStore(RankStore):
         if runtime is not None:  # this rank has not become a member
             await runtime.stop(timeout)
         elif last and reaper is not None:
-            await aside(lambda: reaper.join(timeout))
+            await in_thread(lambda: reaper.join(timeout))
         elif last:
             await self._until_server_ended(timeout)
 

@@ -14,8 +14,8 @@ import threading
 
 import msgspec
 
-from torchstore_core.clients.calls.thread_loops import aside
-from torchstore_core.clients.calls.warned import warn
+from torchstore_core.clients.calls.thread_loops import in_thread
+from torchstore_core.clients.calls.user_warnings import warn
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.errors import (
     StoreClosedError,
@@ -76,7 +76,7 @@ class LocalRuntime(Runtime):
         command = [sys.executable, "-P", "-m", "torchstore_core.server"]
         command.append(msgspec.json.encode(config).decode())
         try:
-            line = await asyncio.wait_for(aside(lambda: self._launch(command)), options.timeout)
+            line = await asyncio.wait_for(in_thread(lambda: self._launch(command)), options.timeout)
             return self._address(line)
         except TimeoutError as error:
             await self._give_up()
@@ -169,7 +169,7 @@ class LocalRuntime(Runtime):
             return
         self._process.terminate()
         # Whoever is cancelled meanwhile, the process is waited for.
-        await asyncio.shield(asyncio.ensure_future(aside(lambda: self._end(timeout))))
+        await asyncio.shield(asyncio.ensure_future(in_thread(lambda: self._end(timeout))))
 
     def _end(self, timeout: float) -> None:
         process, self._process = self._process, None

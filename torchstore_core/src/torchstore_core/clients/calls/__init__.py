@@ -1,1 +1,1 @@
-"""What every call has in common: its deadline, its observers, its arguments, its event loop."""
+"""What all calls share: deadlines, observers, checks of arguments, and event loops."""

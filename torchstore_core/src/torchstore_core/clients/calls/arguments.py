@@ -1,4 +1,4 @@
-"""What keys and versions may be, in every call. Torch-free."""
+"""Checks of the keys and versions that callers pass. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["check_key", "check_version"]
 
 
 def check_key(key: object) -> str:
-    """A usable key.
+    """Return ``key`` if it is a valid key.
 
     Raises:
-        UnsupportedValueError: not a str, empty, or too long.
+        UnsupportedValueError: it is not a str, is empty, or is too long.
     """
     if isinstance(key, str) and 0 < len(key) <= m.MAX_KEY:
         return key
@@ -21,10 +21,10 @@ def check_key(key: object) -> str:
 
 
 def check_version(version: int | None) -> int:
-    """The version that a put asks for, or a get names; 0 for None.
+    """Return the version that the caller of a put or a get passed; 0 for None.
 
     Raises:
-        ConfigurationError: not a version.
+        ConfigurationError: it is not a valid version.
     """
     if version is None:
         return 0

@@ -1,4 +1,4 @@
-"""What every operation of a client needs: the way to the server, the clock, the observers."""
+"""What every operation of a client needs: a connection to the server, and a clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientBase"]
 
-# Requests that the server answers faster than a task switch takes.
+# Requests to which the server replies in less time than a task switch takes.
 _QUICK = frozenset(("delete", "exists", "latest_version", "stat", "versions"))
 R = TypeVar("R", bound=m.Message)
 
@@ -40,7 +40,7 @@ class ClientBase:
 
     @property
     def address(self) -> str:
-        """What other processes give to ``connect``."""
+        """The address that other processes pass to ``connect``."""
         return self._membership.address
 
     @property
@@ -49,31 +49,31 @@ class ClientBase:
         return self._membership.store_name
 
     def _here(self, clock: Clock) -> tuple[Session, Lane] | None:
-        """Session and lane if both are open: the path of every call but the first."""
+        """Return session and lane if both are open, which they are in every call but the first."""
         session = self._membership.session_here()
         lane = None if session is None else session.lane_here()
         if session is None or lane is None:
             return None
-        if clock.session is session or clock.uses(session):
+        if clock.session is session or clock.hold(session):
             return session, lane
         return None
 
     async def _join(self, clock: Clock) -> tuple[Session, Lane]:
         while True:
             session = await self._membership.session(clock.left())
-            clock.joined()
+            clock.on_session()
             try:
                 lane = await session.lane(clock.left())
             except StoreClosedError:
                 if not session.closing:
                     raise
             else:
-                if clock.uses(session):
+                if clock.hold(session):
                     return session, lane
-            # It was reset meanwhile. Nothing has been sent: on, with the next one.
+            # The session was reset meanwhile. Nothing has been sent yet, so try the next session.
 
     def _watch(self, name: str, timeout: float | None, key: object = "") -> Clock:
-        """The clock of one operation, the first of a key: it tells the observers how it went."""
+        """Start the clock of one operation, which reports to the observers when it ends."""
         timeout = self._timeout if timeout is None else check_timeout(timeout)
         return Clock(timeout, name, key, self._membership)
 

@@ -1,4 +1,4 @@
-"""The deadline of one operation, and what observers are told of it. Torch-free."""
+"""The deadline of one operation, and the measurements that observers receive. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from torchstore_core.clients.session.session import Session
     from torchstore_core.clients.stores.joined import JoinedStore
 
-__all__ = ["Clock", "Seen"]
+__all__ = ["Clock", "Measurements"]
 
 T = TypeVar("T")
 
 
-class Seen:
-    """What observers will be told of an operation beside its outcome; made if there are any."""
+class Measurements:
+    """The measurements of one operation; taken only if there are observers."""
 
     __slots__ = ("_last", "nbytes", "phases", "transports", "volumes")
 
@@ -40,7 +40,7 @@ class Seen:
         self._last = now
 
     def moved(self, nbytes: int, transports: str, volumes: Iterable[str] = ()) -> None:
-        """So many bytes went by these transports (joined by ``+``), to or from these volumes."""
+        """Add a transfer by these transports (on_session by ``+``), to or from these volumes."""
         if nbytes:
             self.nbytes += nbytes
             self.transports.update(transports.split("+"))
@@ -48,17 +48,18 @@ class Seen:
 
 
 class Clock:
-    """Deadline of one operation; its hold on a session; and what observers are told when it has
-    ended: on leaving it as a context manager, unless it ``goes_on``.
+    """Keeps the deadline of one operation, holds its session, and reports its end to the observers.
+
+    The operation ends when the context manager exits, unless it ``outlives_call``.
 
     Args:
-        timeout: seconds; None: there is no deadline.
+        timeout: in seconds; None: there is no deadline.
         name, key: see ``contracts.observer.Operation``.
-        membership: who has observers.
+        membership: the membership whose observers to call.
 
     Attributes:
-        seen: None where nobody observes.
-        session: that it holds; None: none yet.
+        measured: None if there are no observers.
+        session: the session that this operation holds; None if it holds none yet.
     """
 
     __slots__ = (
@@ -66,10 +67,10 @@ class Clock:
         "_membership",
         "_start",
         "entries",
-        "goes_on",
         "key",
+        "measured",
         "name",
-        "seen",
+        "outlives_call",
         "session",
         "timeout",
         "version",
@@ -89,12 +90,12 @@ class Clock:
         self.key = key
         self.version = 0
         self.entries = 1
-        self.goes_on = False
-        self.seen: Seen | None = None
+        self.outlives_call = False
+        self.measured: Measurements | None = None
         self._membership = membership
         self.session: Session | None = None
         if membership is not None and membership.observe is not None:
-            self.seen = Seen(self._start)
+            self.measured = Measurements(self._start)
 
     def __enter__(self) -> Clock:
         return self
@@ -103,28 +104,28 @@ class Clock:
         if self.session is not None:
             self.session.leave(self)
         if error is not None:
-            self._complete(error)
-        if self.seen is not None and not self.goes_on:
+            self._add_details(error)
+        if self.measured is not None and not self.outlives_call:
             self.end(error)
 
-    def uses(self, session: Session) -> bool:
-        """Hold a session until the operation ends; False: this process has turned away from it."""
+    def hold(self, session: Session) -> bool:
+        """Hold a session until the operation ends. Returns False if the session was closed."""
         if self.session is not None:
             self.session.leave(self)
         self.session = session if session.use(self) else None
         return self.session is not None
 
-    def joined(self) -> None:
-        """There is a session now, which knows whether anybody observes."""
-        if self.seen is None and self._membership is not None and self._membership.observe:
-            self.seen = Seen(self._start)
+    def on_session(self) -> None:
+        """Called when there is a session: only then it is known whether there are observers."""
+        if self.measured is None and self._membership is not None and self._membership.observe:
+            self.measured = Measurements(self._start)
 
     def end(self, error: BaseException | None) -> None:
-        """It has ended, with this error; tell the observers."""
+        """End the operation, with this error or without one, and call the observers."""
         if error is not None:
-            self._complete(error)
-        seen, membership = self.seen, self._membership
-        if seen is None or membership is None or membership.observe is None:
+            self._add_details(error)
+        measured, membership = self.measured, self._membership
+        if measured is None or membership is None or membership.observe is None:
             return
         code = ""
         if error is not None:
@@ -134,53 +135,53 @@ class Clock:
                 self.name,
                 membership.store_name,
                 self.entries,
-                seen.nbytes,
-                "+".join(sorted(seen.transports)),
+                measured.nbytes,
+                "+".join(sorted(measured.transports)),
                 time.perf_counter() - self._start,
-                seen.phases,
+                measured.phases,
                 code,
                 self.key if isinstance(self.key, str) else "",
                 self.version,
-                tuple(sorted(seen.volumes)),
+                tuple(sorted(measured.volumes)),
             )
         )
 
     def left(self) -> float | None:
-        """Seconds left; StoreTimeoutError when there are none."""
+        """Return the seconds left; raises StoreTimeoutError if there are none."""
         if self._deadline is None:
             return None
         left = self._deadline - time.perf_counter()
         if left <= 0:
-            raise self._over()
+            raise self._timeout_error()
         return left
 
     async def within(self, work: Awaitable[T], lane: Lane | None = None) -> T:
-        """Await ``work``; cancel it, and raise StoreTimeoutError, when no time is left.
+        """Await ``work``. When no time is left, cancel it and raise StoreTimeoutError.
 
-        Given a lane, cancel it, and raise the lane's error, also when that is lost.
+        If a lane is given and its server is gone, also cancel ``work``, and raise the lane's error.
         """
         left = None
         if self._deadline is not None:
             left = max(0.0, self._deadline - time.perf_counter())
         limit = asyncio.timeout(left)
         try:
-            with nullcontext() if lane is None else lane.ending(limit):
+            with nullcontext() if lane is None else lane.expire_on_loss(limit):
                 async with limit:
                     return await work
         except TimeoutError as error:
             if limit.expired():
-                raise self._over() from error
+                raise self._timeout_error() from error
             raise
 
-    def _over(self) -> StoreTimeoutError:
+    def _timeout_error(self) -> StoreTimeoutError:
         return StoreTimeoutError(
-            f"{self._of_key()}`{self.name}` at {self._store()} did not end within "
+            f"{self._key_prefix()}`{self.name}` at {self._store_text()} did not end within "
             f"{in_seconds(self.timeout)}",
             details={"timeout": self.timeout},
         )
 
-    def _complete(self, error: BaseException) -> None:
-        """What a time-out does not know of its operation where it is raised; once is enough."""
+    def _add_details(self, error: BaseException) -> None:
+        """Add what was not known of the operation where its time-out was raised. Idempotent."""
         if not isinstance(error, StoreTimeoutError) or self._membership is None:
             return
         if error.key is None and isinstance(self.key, str):
@@ -189,7 +190,7 @@ class Clock:
         if known.get("answered") is False:
             full = known.get("accepted") is False
             error.message = (
-                f"{self._of_key()}{self._store()} did not answer `{self.name}` within "
+                f"{self._key_prefix()}{self._store_text()} did not answer `{self.name}` within "
                 f"{in_seconds(self.timeout)}: it is stopped, or busy"
                 f"{', and more clients wait than its queue holds' if full else ''}"
             )
@@ -201,16 +202,16 @@ class Clock:
             "timeout": self.timeout,
         }
 
-    def _of_key(self) -> str:
+    def _key_prefix(self) -> str:
         return f"{self.key!r}: " if self.key and isinstance(self.key, str) else ""
 
-    def _store(self) -> str:
+    def _store_text(self) -> str:
         membership = self._membership
         if membership is None:
             return "the store"
         return f"store {membership.store_name!r} ({membership.address})"
 
     def phase(self, name: str) -> None:
-        """The time since the last phase belongs to ``name``."""
-        if self.seen is not None:
-            self.seen.phase(name)
+        """Add the time since the end of the last phase to the phase ``name``."""
+        if self.measured is not None:
+            self.measured.phase(name)

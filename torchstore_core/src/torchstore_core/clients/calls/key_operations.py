@@ -1,4 +1,4 @@
-"""Operations on keys: deleting, listing, waiting, and what a store says of itself."""
+"""Operations on keys: delete, list, wait, and inspect a store."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from torchstore_core.clients.calls import observers as observing
-from torchstore_core.clients.calls import wait_errors as waited
+from torchstore_core.clients.calls import observers, wait_errors
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.base import ClientBase
 from torchstore_core.clients.calls.clock import Clock
@@ -22,47 +21,49 @@ __all__ = ["KeyOperations", "check_min_version"]
 
 
 class KeyOperations(ClientBase):
-    """The part of a client that moves no values."""
+    """The operations of a client that transfer no values."""
 
     # ---- keys -----------------------------------------------------------------------------
 
     async def delete(self, key: str, *, timeout: float | None = None) -> None:
-        """Delete a key: all its versions, unfinished ones too. Readers keep the tensors they hold.
+        """Delete all versions of a key, including unfinished ones. Readers keep their tensors.
 
-        A state dict is deleted as a whole; its entries are no keys of their own here.
+        A state dict can only be deleted as a whole; its entries cannot be deleted separately.
 
         Raises:
-            KeyNotFoundError: no such key.
+            KeyNotFoundError: the key does not exist.
         """
         with self._watch("delete", timeout, key) as clock:
             await self._delete(clock, [key], strict=True)
 
     async def delete_batch(self, keys: Iterable[str], *, timeout: float | None = None) -> int:
-        """Delete keys; missing ones are ignored. How many were deleted.
+        """Delete several keys and return how many were deleted; missing keys are ignored.
 
         Raises:
-            UnsupportedValueError: one str instead of several.
+            UnsupportedValueError: ``keys`` is a single str.
         """
         with self._watch("delete_batch", timeout) as clock:
             return await self._delete(clock, _key_list(keys), strict=False)
 
     async def _delete(self, clock: Clock, keys: list[str], *, strict: bool) -> int:
-        _several(clock, keys)
+        _set_keys(clock, keys)
         if not keys:
             return 0
         return (await self._call(clock, m.Deleted, m.Delete, keys, strict)).count
 
     async def exists(self, key: str, *, timeout: float | None = None) -> bool:
-        """Whether a key, or an entry of a state dict, has a whole version that can be read: False
-        if any of it is lost. Raises what every operation does.
+        """Whether a key, or an entry of a state dict, has a complete version that can be read.
+        False if any part of it is lost. Raises only what every operation may raise.
         """
         with self._watch("exists", timeout, key) as clock:
             check_key(key)
             return (await self._call(clock, m.Flags, m.Exists, [key])).flags[0]
 
     async def keys(self, prefix: str | None = None, *, timeout: float | None = None) -> list[str]:
-        """Keys that start with ``prefix`` (as ``str.startswith``), sorted; a state dict's own key
-        and its entries as ``<key>/<name>``. Lost ones are among them.
+        """Return the keys that start with ``prefix`` (as ``str.startswith``), sorted.
+
+        A state dict is listed with its own key, and with each entry as ``<key>/<name>``. Keys whose
+        value is lost are listed, too.
 
         Raises:
             UnsupportedValueError: the prefix is not a str.
@@ -73,17 +74,17 @@ class KeyOperations(ClientBase):
             return (await self._call(clock, m.KeyList, m.Keys, prefix or "")).keys
 
     async def versions(self, key: str, *, timeout: float | None = None) -> list[int]:
-        """The versions of a key that can be read, ascending; [] if there is none.
+        """Return the versions of a key that can be read, in ascending order; [] if there are none.
 
-        More than one only of a state dict that was put with ``keep=``. Raises what every
-        operation does.
+        Only a state dict that was put with ``keep=`` has more than one. Raises only what every
+        operation may raise.
         """
         with self._watch("versions", timeout, key) as clock:
             return await self._versions(clock, key)
 
     async def latest_version(self, key: str, *, timeout: float | None = None) -> int:
-        """The newest version of a key that can be read; 0 if there is none. Raises what every
-        operation does.
+        """Return the newest version of a key that can be read; 0 if there is none. Raises only what
+        every operation may raise.
         """
         with self._watch("latest_version", timeout, key) as clock:
             await self._versions(clock, key)
@@ -102,18 +103,18 @@ class KeyOperations(ClientBase):
         min_version: int | None = None,
         timeout: float | None = None,
     ) -> dict[str, ObjectRef]:
-        """Wait until every key has a whole version, of at least ``min_version``.
+        """Wait until every key has a complete version that is at least ``min_version``.
 
         Returns:
-            The refs that fulfilled it, by key.
+            For each key, the ref of the version that met the condition.
 
         Raises:
-            StoreTimeoutError: not within ``timeout`` seconds.
+            StoreTimeoutError: it did not happen within ``timeout`` seconds.
             UnsupportedValueError: ``min_version`` is not an int.
         """
         with self._watch("wait", timeout) as clock:
             names = [keys] if isinstance(keys, str) else _key_list(keys)
-            _several(clock, names)
+            _set_keys(clock, names)
             check_min_version(min_version)
             clock.version = min_version or 0
             if not names:
@@ -129,20 +130,20 @@ class KeyOperations(ClientBase):
             reply = await lane.call(request, m.Committed, clock.left())
         except StoreTimeoutError:
             lane.cancel(request.id)
-            unmet = await waited.ask(lane, names, min_version)
-            raise waited.not_there(names, min_version, clock.timeout, unmet) from None
+            unmet = await wait_errors.unmet_keys(lane, names, min_version)
+            raise wait_errors.wait_timeout(names, min_version, clock.timeout, unmet) from None
         except BaseException:
             lane.cancel(request.id)
             raise
         return reply.versions
 
-    # ---- looking --------------------------------------------------------------------------
+    # ---- inspecting -----------------------------------------------------------------------
 
     async def stat(self, key: str, *, timeout: float | None = None) -> Found:
-        """What the store knows of a key: version, kind, bytes, place, leases, creator.
+        """Return what the store knows about a key: version, kind, bytes, place, leases, creator.
 
         Raises:
-            KeyNotFoundError: no such key.
+            KeyNotFoundError: the key does not exist.
         """
         with self._watch("stat", timeout, key) as clock:
             check_key(key)
@@ -151,38 +152,40 @@ class KeyOperations(ClientBase):
             return found
 
     async def status(self, *, timeout: float | None = None) -> StatusReport:
-        """Volumes, memory, sessions, operations; ``plugin_errors`` of the server's plug-ins, and of
-        this process's. Raises what every operation does.
+        """Return a report on volumes, memory, sessions and operations. Its ``plugin_errors`` are
+        those of the server's plug-ins and of this process's plug-ins. Raises only what every
+        operation may raise.
         """
         with self._watch("status", timeout) as clock:
             status = (await self._call(clock, m.StatusReply, m.Status)).status
             session = self._membership.session_here()
             if session is None:
                 return status
-            wrong = {**observing.errors(session.registry), **status.plugin_errors}
-            return msgspec.structs.replace(status, plugin_errors=wrong)
+            plugin_errors = {**observers.errors(session.registry), **status.plugin_errors}
+            return msgspec.structs.replace(status, plugin_errors=plugin_errors)
 
     async def explain(
         self, nbytes: int = 1 << 30, *, timeout: float | None = None
     ) -> list[dict[str, Any]]:
-        """For every volume: who would move ``nbytes`` bytes, what each transport bid, and why the
-        others refused. Plain data. Raises what every operation does.
+        """Return, for every volume, which transport would move ``nbytes`` bytes, what each
+        transport bid, and why the others refused, as plain data. Raises only what every operation
+        may raise.
         """
         with self._watch("explain", timeout) as clock:
             session = await self._membership.session(clock.left())
-            clock.joined()
+            clock.on_session()
             return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
 
 
 def check_min_version(version: object) -> None:
-    """Raises UnsupportedValueError for what is no version to wait for."""
+    """Raise UnsupportedValueError unless ``version`` is one that can be waited for, or None."""
     if version is None or (isinstance(version, int) and -(1 << 63) <= version < 1 << 63):
         return
     raise UnsupportedValueError(f"min_version is an int or None, not {version!r}")
 
 
-def _several(clock: Clock, keys: list[str]) -> None:
-    """The operation is of these keys. Raises UnsupportedValueError for what is no key."""
+def _set_keys(clock: Clock, keys: list[str]) -> None:
+    """Record the keys of the operation. Raises UnsupportedValueError if one of them is invalid."""
     clock.entries = len(keys)
     clock.key = keys[0] if keys else ""
     for key in keys:

@@ -1,4 +1,4 @@
-"""Observer plug-ins: told of every operation that has ended, whatever they do. Torch-free."""
+"""Observer plug-ins: called after every operation; their failures harm none. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ __all__ = ["errors", "watch"]
 
 log = logging.getLogger(__name__)
 
-# Of this process, which sees an observer through every store it joins, and whenever it joins one.
-_said: set[str] = set()
-_failed: dict[str, int] = {}
-_first: dict[str, str] = {}
+# One set for the process, because it loads the same observers for every store that it joins.
+_warned: set[str] = set()
+_failures: dict[str, int] = {}
+_first_errors: dict[str, str] = {}
 
 
 def watch(registry: Registry) -> Callable[[Operation], None] | None:
-    """What is to be called with each operation that has ended; None: nobody watches.
+    """Return the function to call with each operation that has ended; None without observers.
 
-    It raises nothing but KeyboardInterrupt, which is the user's, wherever it comes up. What an
-    observer raises is logged once, and counted. One that does not load is logged, once.
+    The function raises nothing but KeyboardInterrupt, which must reach the user wherever it occurs.
+    What an observer raises is logged the first time, and counted. An observer that does not load is
+    logged once.
     """
     observers = registry.observers()
     for name, why in registry.left_out(OBSERVERS).items():
-        if name not in registry.block and why not in _said:
-            _said.add(why)
+        if name not in registry.block and why not in _warned:
+            _warned.add(why)
             log.warning(
                 "%s. It observes nothing: repair its package, uninstall it, or block it "
                 "(TORCHSTORE_BLOCK=%s)",
@@ -43,34 +44,34 @@ def watch(registry: Registry) -> Callable[[Operation], None] | None:
         for name, hook in observers.items():
             try:
                 for result in hook(operation=operation):
-                    _refuse_unfinished(result)
+                    _check_finished(result)
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # noqa: BLE001 - foreign code, of whom nobody waits
-                _failure(name, error)
+            except BaseException as error:  # noqa: BLE001 - third-party code must not fail the call
+                _record_failure(name, error)
 
     return observe
 
 
 def errors(registry: Registry) -> dict[str, str]:
-    """``"group:name"`` to what is wrong, of plug-ins that do not load here and those of its
-    observers that have failed in this process.
+    """Return what is wrong, by ``"group:name"``: plug-ins that do not load in this process, and
+    observers of ``registry`` that have failed in it.
     """
     observers = registry.observers()
     failed = {
-        f"{OBSERVERS}:{name}": f"it has failed {count} times, first with {_first[name]}"
-        for name, count in _failed.items()
+        f"{OBSERVERS}:{name}": f"it has failed {count} times, first with {_first_errors[name]}"
+        for name, count in _failures.items()
         if name in observers
     }
     return {**registry.errors(), **failed}
 
 
-def _failure(name: str, error: BaseException) -> None:
-    _failed[name] = _failed.get(name, 0) + 1
-    if name in _first:
+def _record_failure(name: str, error: BaseException) -> None:
+    _failures[name] = _failures.get(name, 0) + 1
+    if name in _first_errors:
         log.debug("the observer plug-in %r failed again", name, exc_info=error)
         return
-    _first[name] = repr(error)
+    _first_errors[name] = repr(error)
     log.warning(
         "the observer plug-in %r failed; the operation it was told of is none the worse. It is "
         "told of the next ones, too; status() counts further failures",
@@ -79,10 +80,10 @@ def _failure(name: str, error: BaseException) -> None:
     )
 
 
-def _refuse_unfinished(result: object) -> None:
-    """Raises PluginError: what a hook returned has not run, and nobody would run it."""
+def _check_finished(result: object) -> None:
+    """Raise PluginError if a hook returned a coroutine or generator, which would never run."""
     if inspect.iscoroutine(result):
-        result.close()  # or it would be reported as never awaited, far from here
+        result.close()  # or Python would warn, far from here, that it was never awaited
     elif not (inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return
     raise PluginError(

@@ -1,7 +1,7 @@
-"""Coroutines run to their end from code that is not async, on an event loop of each thread.
+"""Runs coroutines to completion for callers that are not async, on one event loop per thread.
 
-A loop per thread rather than one thread for all: a hand-over between threads costs more than a
-small put. Torch-free.
+There is a loop per thread, rather than one thread that serves all, because passing a call between
+threads takes longer than a small put. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["aside", "background", "may_block", "run"]
+__all__ = ["background", "in_thread", "may_block", "run"]
 
 T = TypeVar("T")
-# Without the conversion to enums, which takes as long as the rest of a call.
+# These skip the conversion to enums, which takes as long as the rest of a call.
 _set_handler: Any = getattr(signal.signal, "__wrapped__", signal.signal)
 _handler: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _SIGINT = int(signal.SIGINT)
@@ -29,10 +29,10 @@ _DEFAULT = signal.default_int_handler
 
 
 class _ThreadLoop:
-    """The event loop of one thread, closed when the thread ends.
+    """The event loop of one thread. It is closed when the thread ends.
 
-    It waits with poll(2). An epoll belongs to both sides of a fork: a child that closed its loop
-    would take the parent's descriptors out.
+    The loop uses poll(2), because a fork shares an epoll instance: a child that closed its loop
+    would unregister the parent's descriptors.
     """
 
     def __init__(self) -> None:
@@ -49,20 +49,20 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-class _Here(threading.local):
-    mine: _ThreadLoop | None = None
+class _Local(threading.local):
+    loop: _ThreadLoop | None = None
 
 
-_here = _Here()
+_local = _Local()
 _background: asyncio.AbstractEventLoop | None = None
 _lock = threading.Lock()
 
 
 def may_block(name: str) -> None:
-    """Refuse to block an event loop.
+    """Check that this thread may block.
 
     Raises:
-        ConfigurationError: one is running in this thread.
+        ConfigurationError: an event loop is running in this thread.
     """
     if asyncio._get_running_loop() is not None:
         raise ConfigurationError(
@@ -72,13 +72,13 @@ def may_block(name: str) -> None:
 
 
 def run(call: Coroutine[Any, Any, T], name: str) -> T:
-    """The result of a coroutine, run on this thread's own event loop.
+    """Run a coroutine on this thread's own event loop and return its result.
 
-    ``KeyboardInterrupt``, or whatever else a signal handler raises, cancels it first.
+    If a signal handler raises, as for ``KeyboardInterrupt``, the coroutine is cancelled first.
 
     Args:
         call: the coroutine.
-        name: of the call, for the error.
+        name: the name of the call, for the error.
 
     Raises:
         ConfigurationError: an event loop is running in this thread.
@@ -88,10 +88,10 @@ def run(call: Coroutine[Any, Any, T], name: str) -> T:
     except ConfigurationError:
         call.close()
         raise
-    mine = _here.mine
-    if mine is None or mine.loop.is_closed():
-        mine = _here.mine = _ThreadLoop()
-    loop = mine.loop
+    thread_loop = _local.loop
+    if thread_loop is None or thread_loop.loop.is_closed():
+        thread_loop = _local.loop = _ThreadLoop()
+    loop = thread_loop.loop
     task = loop.create_task(call)
     if threading.current_thread() is threading.main_thread() and _handler(_SIGINT) is _DEFAULT:
         return _run_interruptible(loop, task)
@@ -112,16 +112,17 @@ def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
 
 
 def _drain(loop: asyncio.AbstractEventLoop) -> None:
-    """Run what is due. What a signal handler raised may have left a call to stop there, which
-    would stop the next operation.
+    """Run all callbacks that are due. After a signal handler has raised, a call to ``stop`` may be
+    among them, which would stop the next operation.
     """
     loop.call_soon(loop.stop)
     loop.run_forever()
 
 
 def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
-    """As asyncio.run: Ctrl-C cancels, rather than breaking off in the middle of some line; a second
-    one does break off. One that comes when all is done is raised afterwards.
+    """Like asyncio.run: the first Ctrl-C cancels the task, instead of interrupting it in the
+    middle of a line; the second one does interrupt it. A Ctrl-C that arrives when the task is done
+    is raised afterwards.
     """
     interrupted = False
 
@@ -132,7 +133,7 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
         interrupted = True
         if not task.done():
             task.cancel()
-            loop.call_soon_threadsafe(_nothing)  # wakes the loop
+            loop.call_soon_threadsafe(_noop)  # wakes the loop
 
     _set_handler(_SIGINT, cancel)
     try:
@@ -152,13 +153,15 @@ def _run_interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -
     return result
 
 
-def _nothing() -> None:
+def _noop() -> None:
     return None
 
 
-async def aside(call: Callable[[], T]) -> T:
-    """The result of a call that blocks, made in another thread; by this one when the interpreter is
-    ending, which takes no more work for others. Then there is nothing else to do here, either.
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run a call that blocks in another thread and return its result.
+
+    When the interpreter is shutting down and no longer accepts work for threads, the call runs in
+    this thread, which has nothing else left to do then.
     """
     try:
         made = asyncio.get_running_loop().run_in_executor(None, call)
@@ -168,7 +171,7 @@ async def aside(call: Callable[[], T]) -> T:
 
 
 def background() -> asyncio.AbstractEventLoop:
-    """A loop that runs in a thread of this process, also when nobody waits."""
+    """Return an event loop that runs in a thread of this process all the time."""
     global _background
     with _lock:
         if _background is None:
@@ -180,10 +183,11 @@ def background() -> asyncio.AbstractEventLoop:
 
 
 def _after_fork_in_child() -> None:
-    global _background, _lock, _here
+    global _background, _lock, _local
     if _background is not None:
-        _inherited.append(_background)  # its thread is the parent's; a loop that runs is not closed
-    _background, _lock, _here = None, threading.Lock(), _Here()
+        # Keep it: its thread exists only in the parent, and a running loop cannot be closed.
+        _inherited.append(_background)
+    _background, _lock, _local = None, threading.Lock(), _Local()
 
 
 _inherited: list[asyncio.AbstractEventLoop] = []

@@ -1,4 +1,4 @@
-"""What a ``timeout=`` may be, in every call. Torch-free."""
+"""The check of ``timeout=`` arguments. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _LONGEST_S = 1e9  # 31 years: beyond it clocks and locks overflow
 
 
 def check_timeout(timeout: object, *, above_zero: bool = False) -> float | None:
-    """Seconds as a float; None waits for ever, as infinity does. More than 31 years are 31 years.
+    """Return the seconds as a float; None, also for infinity, means no limit. The longest time-out
+    is 31 years.
 
     Raises:
-        ConfigurationError: it is no number, NaN, or negative; or 0, if it is to be ``above_zero``.
+        ConfigurationError: it is not a number, is NaN or negative, or is 0 with ``above_zero``.
     """
     if timeout is None:
         return None
-    # A number of numpy or a fraction, too, but no str, which float() would take.
+    # Numbers of numpy and fractions are accepted, but not a str, which float() would accept.
     if not isinstance(timeout, bool) and isinstance(timeout, Real):
         number: Any = timeout
         if number == float("inf"):
@@ -32,7 +33,7 @@ def check_timeout(timeout: object, *, above_zero: bool = False) -> float | None:
 
 
 def _shown(given: object) -> str:
-    """For an error, which a number of thousands of digits is nothing for (nor can it be a str)."""
+    """Return the argument as text for the error; an int of thousands of digits has no str()."""
     if isinstance(given, int) and abs(given) > _LONGEST_S:
         return "so large a negative number"
     return repr(given)[:100]

@@ -1,1 +1,1 @@
-"""Packed state dicts: one contiguous blob and a header."""
+"""Packed state dicts: a header and one contiguous blob."""

@@ -1,1 +1,1 @@
-"""This process at one store: its session, its connections, its links to volumes."""
+"""A process's session at one store: its connections to the server, and its links to volumes."""

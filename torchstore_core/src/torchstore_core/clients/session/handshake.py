@@ -1,4 +1,4 @@
-"""How a process introduces itself to a server. Torch-free."""
+"""The handshake that opens every connection to a server. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 __all__ = ["Ranks", "client_facts", "handshake", "socket_path"]
 
 _RECEIVE = 1 << 18
-Ranks = tuple[int | None, int | None]  # of the job, of its host
+Ranks = tuple[int | None, int | None]  # global rank, local rank
 
 
 def socket_path(address: str) -> str:
-    """The path of a ``unix:`` address.
+    """Return the path in a ``unix:`` address.
 
     Raises:
-        StoreClosedError: not an address of this kind.
+        StoreClosedError: it is not an address of this kind.
     """
     scheme, _, path = address.partition(":")
     if scheme != "unix" or not path:
@@ -45,8 +45,10 @@ def client_facts(
     ranks: Ranks | None = None,
     role: str = "",
 ) -> ClientFacts:
-    """Who this process is, for strategies and status. ``ranks``: if it was told; else those of the
-    environment count. ``role``: see ``ClientFacts``.
+    """Return the facts about this process that strategies and ``status`` use.
+
+    ``ranks``: the caller's ranks, if they are known; None: those in the environment. ``role``: see
+    ``ClientFacts``.
     """
 
     def number(name: str) -> int | None:
@@ -60,13 +62,15 @@ def client_facts(
 async def handshake(
     address: str, token: bytes, facts: ClientFacts, here: topology.Topology, timeout: float | None
 ) -> tuple[socket.socket, m.Welcome]:
-    """Connect and say hello; the (non-blocking) socket and the server's welcome. A server that is
-    too busy to accept is waited for.
+    """Connect to a server and exchange hello and welcome; waits while the server is too busy.
+
+    Returns:
+        The socket, non-blocking, and the server's welcome.
 
     Raises:
-        StoreClosedError: nobody answers at the address.
-        ProtocolError: somebody else does.
-        StoreTimeoutError: not within ``timeout`` seconds.
+        StoreClosedError: there is no server at the address.
+        ProtocolError: what listens there does not speak this protocol.
+        StoreTimeoutError: there was no answer within ``timeout`` seconds.
     """
     loop = asyncio.get_running_loop()
     path = socket_path(address)

@@ -1,10 +1,12 @@
-"""A lane: one event loop's pipe to the server. Torch-free.
+"""A lane: one event loop's connection to the server. Torch-free.
 
-Built on ``loop.add_reader`` and plain non-blocking sends: a reply costs one wake-up of the user's
-own loop and no thread hop, and a lane can be dropped when its loop has closed already.
+It is built on ``loop.add_reader`` and plain non-blocking sends. A reply therefore costs one wake-up
+of the user's own loop and no switch between threads, and a lane can still be dropped after its loop
+has been closed.
 
-The loop holds its lane, through the reader, and the lane the loop; nothing else may hold either, so
-that a loop that is never closed goes with whoever made it, and takes its lane along.
+The loop references its lane, through the registered reader, and the lane references its loop.
+Nothing else may hold a strong reference to either, so that a loop that is never closed can be
+collected as soon as the user drops it, and its lane with it.
 """
 
 from __future__ import annotations
@@ -36,23 +38,24 @@ __all__ = ["Lane", "MessageTooLargeError"]
 
 _RECEIVE = 1 << 18
 _DONT_WAIT = socket.MSG_DONTWAIT
-# Direct receives in a row before the event loop gets its turn, and calls to sit out after a miss.
+# How many direct receives may follow each other before the event loop runs again, and how many
+# calls must go through the event loop after a direct receive that found no reply.
 _DIRECT_IN_A_ROW = 16
 _DIRECT_PAUSE = 16
 R = TypeVar("R", bound=m.Message)
 
 
 class MessageTooLargeError(ProtocolError):
-    """A request that no server would take; the lane is as it was."""
+    """A request that every server would reject; it was not sent, and the lane remains usable."""
 
 
 class Lane:
-    """Requests and replies on one connection, for one event loop.
+    """Sends requests and receives replies on one connection, for one event loop.
 
     Args:
-        sock: connected, greeted, non-blocking.
+        sock: a non-blocking socket, connected, whose handshake is complete.
         loop: the running loop.
-        gone: what to say when the server is gone.
+        gone: the error message for when the server is gone.
     """
 
     def __init__(
@@ -64,10 +67,10 @@ class Lane:
         self._sock = sock
         self.loop = loop
         self._thread = weakref.ref(threading.current_thread())
-        self._gone = gone
+        self._gone_message = gone
         self._reader = FrameReader(m.MAX_FRAME)
         self._pending: dict[int, tuple[asyncio.Future[m.Message], float | None]] = {}
-        self._pages: dict[int, list[m.Message]] = {}  # of replies that are still coming
+        self._pages: dict[int, list[m.Message]] = {}  # of replies that are not complete yet
         self._limits: set[asyncio.Timeout] = set()
         self._unsent = bytearray()
         self._buffer = memoryview(bytearray(_RECEIVE))
@@ -76,13 +79,13 @@ class Lane:
         self._ids = itertools.count(2)
         self._lost: TorchStoreError | None = None
         self._closed = False
-        self._direct = _DIRECT_IN_A_ROW
-        # Blocking, but never for long; everything but the direct receive says MSG_DONTWAIT.
+        self._direct_calls_left = _DIRECT_IN_A_ROW
+        # Blocking, with a short time-out. Everything but the direct receive passes MSG_DONTWAIT.
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
         loop.add_reader(sock.fileno(), self._readable)
-        # In a cycle `__del__` is too late: the collector may have called the socket's own before,
-        # which warns.
+        # In a reference cycle `__del__` runs too late: the collector may already have called the
+        # finalizer of the socket, which warns.
         weakref.finalize(self, sock.close).atexit = False
 
     def __del__(self) -> None:
@@ -90,13 +93,13 @@ class Lane:
 
     @property
     def usable(self) -> bool:
-        """Whether requests can be sent (from its own, running loop)."""
+        """Whether requests can be sent, from within its own loop."""
         return self._lost is None
 
     @property
-    def deserted(self) -> bool:
-        """Whether nobody seems to be left who could use it: its loop is closed, or stands still,
-        with nothing under way here, and the thread that ran it has ended.
+    def unreachable(self) -> bool:
+        """Whether apparently nothing can use it any more: its loop is closed; or the loop does not
+        run, the thread that ran it has ended, and nothing is in progress on this lane.
         """
         if self.loop.is_closed():
             return True
@@ -110,7 +113,7 @@ class Lane:
         )
 
     def next_id(self) -> int:
-        """A fresh request id."""
+        """Return a new request id."""
         return next(self._ids)
 
     async def call(
@@ -119,23 +122,28 @@ class Lane:
         """Send a request and return its reply.
 
         Args:
-            timeout: seconds; None waits for ever.
-            quick: the server answers in microseconds; see :meth:`_receive_directly`.
+            timeout: in seconds; None waits for ever.
+            quick: the server replies within microseconds; see :meth:`_receive_directly`.
 
         Raises:
-            StoreTimeoutError: no reply in time; its operation's clock completes it.
+            StoreTimeoutError: there was no reply in time; the clock of the operation adds the
+                details.
             StoreClosedError: the server is gone.
-            TorchStoreError: what the server answered.
+            TorchStoreError: the error with which the server replied.
         """
         request_id: int = message.id  # type: ignore[attr-defined]
-        if quick and not self._pending and not self._unsent and self._direct > 0:
+        if quick and not self._pending and not self._unsent and self._direct_calls_left > 0:
             self.send(message)
             direct = self._receive_directly(request_id)
             if type(direct) is expect:
                 return direct
             reply = direct if direct is not None else await self._wait(request_id, timeout)
         else:
-            self._direct = min(self._direct + 1, 0) if self._direct < 0 else _DIRECT_IN_A_ROW
+            self._direct_calls_left = (
+                min(self._direct_calls_left + 1, 0)
+                if self._direct_calls_left < 0
+                else _DIRECT_IN_A_ROW
+            )
             reply = await self._wait(request_id, timeout, message)
         if type(reply) is expect:
             return reply
@@ -146,7 +154,7 @@ class Lane:
     async def _wait(
         self, request_id: int, timeout: float | None, message: m.Message | None = None
     ) -> m.Message:
-        """Wait on the event loop for the reply, having sent ``message`` if it is given."""
+        """Send ``message``, if there is one, and wait on the event loop for the reply."""
         loop = self.loop
         future: asyncio.Future[m.Message] = loop.create_future()
         deadline = None
@@ -161,7 +169,7 @@ class Lane:
             return await future
         except BaseException:
             if future.done() and not future.cancelled():
-                future.exception()  # it was lost while this was sent: nobody else asks
+                future.exception()  # retrieve it, or asyncio logs that nobody did
             raise
         finally:
             self._pending.pop(request_id, None)
@@ -169,9 +177,11 @@ class Lane:
                 del self._pages[request_id]
                 self.cancel(request_id)
 
-    async def until(self, done: asyncio.Future[m.Message], timeout: float | None) -> bool:
-        """Wait until something else than a reply has cancelled ``done``; whether it has, after
-        ``timeout`` seconds. Whoever does it need not hold the future: the lane does.
+    async def wait_cancelled(self, done: asyncio.Future[m.Message], timeout: float | None) -> bool:
+        """Wait at most ``timeout`` seconds until ``done`` is cancelled, and return whether it was.
+
+        Something other than a reply cancels it. The lane keeps the future alive, so that what
+        cancels it need not.
 
         Raises:
             StoreClosedError: the server is gone.
@@ -189,16 +199,17 @@ class Lane:
     def _receive_directly(self, request_id: int) -> m.Message | None:
         """Wait for the reply in ``recv`` itself, for at most a scheduler tick.
 
-        The kernel then switches straight to the server and back, which takes a fraction of what
-        a trip through the event loop costs. So that the loop's other tasks keep running, only a
-        few calls in a row may do it; after one whose reply did not come at once, many may not.
+        The kernel then switches straight to the server and back, which takes a fraction of the time
+        that a trip through the event loop takes. To keep the loop's other tasks running, only a few
+        calls in a row may do this; after a call whose reply did not arrive at once, the next calls
+        must use the event loop.
         """
-        self._direct -= 1
+        self._direct_calls_left -= 1
         try:
             while True:
-                data = self._received(0)
+                data = self._receive_available(0)
                 if not data:
-                    self._lose(StoreClosedError(self._gone))
+                    self._fail(StoreClosedError(self._gone_message))
                     raise self._lost_error()
                 found: m.Message | None = None
                 for body in self._reader.feed(data):
@@ -206,7 +217,7 @@ class Lane:
                     if getattr(reply, "id", 0) != request_id:
                         self._dispatch(reply)
                     elif self._pages or getattr(reply, "continued", False):
-                        found = self._whole(request_id, reply)
+                        found = self._assembled(request_id, reply)
                     else:
                         found = reply
                 if self._lost is not None:
@@ -214,21 +225,21 @@ class Lane:
                 if found is not None:
                     return found
         except BlockingIOError:
-            self._direct = -_DIRECT_PAUSE
+            self._direct_calls_left = -_DIRECT_PAUSE
             return None
         except OSError as error:
-            self._lose(StoreClosedError(f"{self._gone}: {error}"))
+            self._fail(StoreClosedError(f"{self._gone_message}: {error}"))
             raise self._lost_error() from error
         except (ProtocolError, msgspec.DecodeError) as error:
-            self._lose(ProtocolError(f"the server sent something unreadable: {error}"))
+            self._fail(ProtocolError(f"the server sent something unreadable: {error}"))
             raise self._lost_error() from error
 
     def send(self, message: m.Message) -> None:
-        """Send without waiting for anything.
+        """Send a message without waiting.
 
         Raises:
             StoreClosedError: the server is gone.
-            MessageTooLargeError: it does not fit a frame; nothing was sent.
+            MessageTooLargeError: the message does not fit into a frame; nothing was sent.
         """
         if self._lost is not None:
             raise self._lost_error()
@@ -249,23 +260,23 @@ class Lane:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            # Replies that came before the end (a refusal, say) are worth more than this error.
+            # A reply that arrived before the end, such as a refusal, explains more than this error.
             self._readable()
             if self._lost is None:
-                self._lose(StoreClosedError(f"{self._gone}: {error}"))
+                self._fail(StoreClosedError(f"{self._gone_message}: {error}"))
             raise self._lost_error() from error
         if sent < len(frame):
             self._unsent += memoryview(frame)[sent:]
             self.loop.add_writer(self._sock.fileno(), self._writable)
 
     def cancel(self, request_id: int) -> None:
-        """Say that nobody waits for a reply, or for the rest of it, any more."""
-        with suppress(TorchStoreError):  # the server is gone, and the reply with it
+        """Tell the server that the reply, or the rest of it, is no longer needed."""
+        with suppress(TorchStoreError):  # the server is gone, so no reply will come
             self.send(m.Cancel(request_id))
 
     @contextmanager
-    def ending(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """End what runs under ``limit``, with the lane's error, when the server is gone."""
+    def expire_on_loss(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Expire ``limit`` when the server is gone, and then raise the lane's error instead."""
         self._limits.add(limit)
         try:
             yield
@@ -277,20 +288,21 @@ class Lane:
             self._limits.discard(limit)
 
     def close(self) -> None:
-        """Close now; what waits gets StoreClosedError."""
-        self._lose(StoreClosedError("this client was closed"))
+        """Close now. Calls that wait for a reply raise StoreClosedError."""
+        self._fail(StoreClosedError("this client was closed"))
 
-    def desert(self) -> None:
-        """From any thread: the server sees the end now. The descriptor goes with the loop, which
-        may still watch it.
+    def shut_down(self) -> None:
+        """Shut the connection down, so that the server sees its end now. Safe in any thread.
+
+        The descriptor stays open until the loop is collected, because the loop may still watch it.
         """
         self._lost = self._lost or StoreClosedError("this client was closed")
         if not self._closed:
-            with suppress(OSError):  # the server was faster
+            with suppress(OSError):  # the server has already closed it
                 self._sock.shutdown(socket.SHUT_RDWR)
 
-    def abandon(self) -> None:
-        """In a forked child: let go of the parent's socket without a word."""
+    def discard(self) -> None:
+        """Close this process's copy of the socket, without telling the server or the loop."""
         self._lost = StoreClosedError("this connection belongs to the parent process")
         self._closed = True
         self._sock.close()
@@ -298,48 +310,50 @@ class Lane:
     # ---- inside ---------------------------------------------------------------------------
 
     def _lost_error(self) -> TorchStoreError:
-        lost = self._lost or StoreClosedError(self._gone)
+        lost = self._lost or StoreClosedError(self._gone_message)
         return type(lost)(lost.message)
 
-    def _received(self, flags: int) -> bytes:
-        """What has arrived; b"" at the end. Into a buffer that is there already: allocating one
-        of this size costs more than the whole trip to the server.
+    def _receive_available(self, flags: int) -> bytes:
+        """Return what has arrived; b"" at the end of the stream.
+
+        It uses a buffer that is allocated already, because allocating one of this size takes longer
+        than the whole round trip to the server.
         """
         view = self._buffer
         return bytes(view[: self._sock.recv_into(view, 0, flags)])
 
     def _readable(self) -> None:
         try:
-            data = self._received(_DONT_WAIT)
+            data = self._receive_available(_DONT_WAIT)
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(StoreClosedError(f"{self._gone}: {error}"))
+            self._fail(StoreClosedError(f"{self._gone_message}: {error}"))
             return
         if not data:
-            self._lose(StoreClosedError(self._gone))
+            self._fail(StoreClosedError(self._gone_message))
             return
         try:
             for body in self._reader.feed(data):
                 self._dispatch(decode_reply(body))
         except (ProtocolError, msgspec.DecodeError) as error:
-            self._lose(ProtocolError(f"the server sent something unreadable: {error}"))
+            self._fail(ProtocolError(f"the server sent something unreadable: {error}"))
 
     def _dispatch(self, reply: m.Message) -> None:
         request_id: int = getattr(reply, "id", 0)
         if request_id == 0:
             if isinstance(reply, m.Failure):
-                self._lose(from_wire(reply.code, reply.message, reply.key, reply.details))
+                self._fail(from_wire(reply.code, reply.message, reply.key, reply.details))
             return
         waiting = self._pending.get(request_id)
         if waiting is None or waiting[0].done():
             return
-        whole = self._whole(request_id, reply)
+        whole = self._assembled(request_id, reply)
         if whole is not None:
             waiting[0].set_result(whole)
 
-    def _whole(self, request_id: int, reply: m.Message) -> m.Message | None:
-        """The reply that ends with this page; None if there are more to come."""
+    def _assembled(self, request_id: int, reply: m.Message) -> m.Message | None:
+        """Return the reply that this page completes; None if more pages follow."""
         if getattr(reply, "continued", False):
             self._pages.setdefault(request_id, []).append(reply)
             return None
@@ -354,18 +368,19 @@ class Lane:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(StoreClosedError(f"{self._gone}: {error}"))
+            self._fail(StoreClosedError(f"{self._gone_message}: {error}"))
             return
         del self._unsent[:sent]
         if not self._unsent:
             self.loop.remove_writer(self._sock.fileno())
 
-    def _lose(self, error: TorchStoreError) -> None:
+    def _fail(self, error: TorchStoreError) -> None:
         if self._closed:
             return
         self._closed = True
         self._lost = self._lost or error
-        if not (self.loop.is_closed() or self._sock.fileno() < 0):  # else collected with its loop
+        # A closed loop, or a closed socket, means that the lane is collected along with its loop.
+        if not (self.loop.is_closed() or self._sock.fileno() < 0):
             self.loop.remove_reader(self._sock.fileno())
             self.loop.remove_writer(self._sock.fileno())
             for future, _ in list(self._pending.values()):

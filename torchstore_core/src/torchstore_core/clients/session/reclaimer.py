@@ -1,7 +1,7 @@
-"""The thread that gives memory back to the server when tensors die, in whatever thread they die.
+"""The thread that releases leases when mapped tensors die, whatever thread they die in.
 
-It owns the session's *liveness connection*, which belongs to no event loop: when that closes, the
-server undoes everything that the session has open. Torch-free.
+It owns the session's *liveness connection*, which belongs to no event loop. When that connection
+closes, the server releases and aborts everything that the session has open. Torch-free.
 """
 
 from __future__ import annotations
@@ -29,47 +29,49 @@ __all__ = ["Reclaimer"]
 
 log = logging.getLogger(__name__)
 
-# Leases and positions of one Release: at most 9 bytes each, so twice as many fit a frame.
+# The most leases and positions in one Release. Each takes at most 9 bytes, so that even twice as
+# many would fit into a frame.
 _MAX_RELEASED = 1 << 20
 
-Held = tuple[int, list[int] | None]  # a lease, and which of its entries (None: all)
+Held = tuple[int, list[int] | None]  # a lease, and the positions of its entries (None: all of them)
 Waiting = weakref.ref[Future[m.Message]]
 
 
 class Owner(Protocol):
-    """What the thread needs of its session. Called by the thread."""
+    """What the thread requires of its session. The thread calls these methods."""
 
     def next_id(self) -> int:
-        """A fresh id, unique in the session."""
+        """Return a new id, unique in the session."""
 
-    def told(self, message: m.Message) -> None:
-        """The server has said this unasked."""
+    def on_notification(self, message: m.Message) -> None:
+        """Handle a message that the server sent without a request."""
 
-    def tidy(self) -> None:
-        """What is better done here than by whoever uses the session: called after every wake-up."""
+    def after_wake_up(self) -> None:
+        """Do background work that should not slow calls down. Called after every wake-up."""
 
-    def may_end(self) -> bool:
-        """Whether the session is to end, and nothing is under way any more."""
+    def finish_if_idle(self) -> bool:
+        """End the session if it was closed and nothing is in progress; return whether it has."""
 
-    def ended(self) -> None:
-        """The session is over."""
+    def on_end(self) -> None:
+        """Called once, when the session has ended."""
 
 
 class _ForkGuard:
-    """A forked child that may still read the mappings it inherited."""
+    """Watches a forked child that may still read the mappings that it inherited."""
 
-    __slots__ = ("fd", "marks")
+    __slots__ = ("fd", "idents")
 
-    def __init__(self, fd: int, marks: frozenset[int]) -> None:
-        self.fd = fd  # reads end-of-file when the child and its own children are gone
-        self.marks = marks
+    def __init__(self, fd: int, idents: frozenset[int]) -> None:
+        self.fd = fd  # at end-of-file once the child and its own children are gone
+        self.idents = idents
 
 
 class Reclaimer:
-    """Holds the leases of mapped tensors, and gives them back.
+    """Holds the leases of mapped tensors, and releases them.
 
     Args:
-        connection: the liveness connection, greeted.
+        owner: the session.
+        connection: the liveness connection, after its handshake.
     """
 
     def __init__(self, owner: Owner, connection: socket.socket) -> None:
@@ -78,18 +80,19 @@ class Reclaimer:
         self._connection = connection
         self._connection.setblocking(True)
         self._unread = FrameReader(m.MAX_FRAME)
-        # Touched by finalizers, in any thread, at any moment: atomic operations only, no lock.
+        # Finalizers use these in any thread and at any moment: only atomic operations, no lock.
         self._held: dict[int, Held] = {}
-        self._dead: deque[tuple[int, Held]] = deque()
-        self._aborted: deque[int] = deque()
+        self._to_release: deque[tuple[int, Held]] = deque()
+        self._to_abort: deque[int] = deque()
         self._messages: deque[m.Message] = deque()
         self._waking = False
         self._waiting: deque[Waiting] = deque()
-        self._asked: dict[int, list[Waiting]] = {}  # by the id of the request that was sent
+        self._flushes: dict[int, list[Waiting]] = {}  # by the id of the request
         self._deferred: list[tuple[int, Held]] = []
         self._guards: list[_ForkGuard] = []
         self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
-        # Socket objects, not raw descriptors: a late finalizer cannot write into a reused number.
+        # Socket objects rather than raw descriptors, so that a late finalizer cannot write to a
+        # descriptor whose number has been reused.
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -99,50 +102,50 @@ class Reclaimer:
         threading.Thread(target=self._run, name="torchstore-reclaimer", daemon=True).start()
 
     def hold(self, tensors: object, lease: int, positions: list[int] | None) -> None:
-        """Release ``positions`` of ``lease`` (None: all of it) when ``tensors`` die: the memory
-        that they lie on.
+        """Release ``positions`` of ``lease`` (None: all of it) when ``tensors``, the object that
+        owns the mapped memory, is collected.
         """
-        mark = self._owner.next_id()
-        self._held[mark] = (lease, positions)
-        weakref.finalize(tensors, self._died, mark).atexit = False
+        ident = self._owner.next_id()
+        self._held[ident] = (lease, positions)
+        weakref.finalize(tensors, self._on_death, ident).atexit = False
 
-    def _died(self, mark: int) -> None:
-        held = self._held.pop(mark, None)
+    def _on_death(self, ident: int) -> None:
+        held = self._held.pop(ident, None)
         if held is not None and self._pid == os.getpid():
-            self._dead.append((mark, held))
+            self._to_release.append((ident, held))
             self.wake()
 
     def release(self, lease: int, positions: list[int] | None = None) -> None:
-        """Give a lease back; safe in any thread and in finalizers."""
-        self._dead.append((0, (lease, positions)))
+        """Release a lease. Safe in any thread and in finalizers."""
+        self._to_release.append((0, (lease, positions)))
         self.wake()
 
     def abort(self, txn: int) -> None:
-        """Abort a put; safe in any thread and in finalizers."""
-        self._aborted.append(txn)
+        """Abort a put. Safe in any thread and in finalizers."""
+        self._to_abort.append(txn)
         self.wake()
 
     def send(self, message: m.Message) -> None:
-        """Have a message sent that has no reply."""
+        """Have the thread send a message that has no reply."""
         self._messages.append(message)
         self.wake()
 
     def cancel_when_released(self, done: Future[m.Message]) -> None:
-        """Cancel ``done``, which the caller keeps alive, when the server has back the leases of
-        tensors that have died so far, or when the session is over.
+        """Cancel ``done`` once the server has processed the releases of all tensors that have died
+        so far, or once the session has ended. The caller keeps ``done`` alive.
         """
         self._waiting.append(weakref.ref(done))
         self.wake()
 
     def wake(self) -> None:
-        """Have the thread look at what there is to do; safe in any thread and in finalizers."""
+        """Wake the thread up. Safe in any thread and in finalizers."""
         if self._waking:
             return
         self._waking = True
         try:
             self._wake_write.send(b"x")
         except OSError:
-            return  # full or closed: a wake-up is under way, or none is needed
+            return  # full or closed: a wake-up is pending already, or none is needed
 
     # ---- the thread -----------------------------------------------------------------------
 
@@ -152,13 +155,13 @@ class Reclaimer:
                 continue
         except (OSError, ProtocolError, msgspec.DecodeError) as error:
             log.debug("liveness connection: %s", error)
-        self._owner.ended()
-        _cancel([*self._waiting, *itertools.chain(*self._asked.values())])
+        self._owner.on_end()
+        _cancel([*self._waiting, *itertools.chain(*self._flushes.values())])
         for sock in (self._connection, self._wake_read, self._wake_write):
             sock.close()
 
     def _step(self) -> bool:
-        """Wait for something to do and do it; False when the session is over."""
+        """Wait for work and do it. Returns False when the session has ended."""
         wake, connection = self._wake_read.fileno(), self._connection.fileno()
         watched = {wake, connection} | {guard.fd for guard in self._guards}
         poll = select.poll()
@@ -167,26 +170,28 @@ class Reclaimer:
         ready = {fd for fd, _ in poll.poll()}
         if wake in ready:
             self._wake_read.recv(4096)
-        # Before draining: a finalizer that comes later writes to the pipe again.
+        # Before the queues are drained, so that a finalizer that runs later wakes the thread again.
         self._waking = False
         if connection in ready and not self._receive():
             return False
         for guard in [g for g in self._guards if g.fd in ready]:
             self._guards.remove(guard)
             os.close(guard.fd)
-            self._dead.extend(self._deferred)
+            self._to_release.extend(self._deferred)
             self._deferred.clear()
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         self._send_all()
-        if waiting:  # the server answers in order: when it has said this, it has what came before
-            asked = m.Exists(self._owner.next_id(), [])
-            self._asked[asked.id] = waiting
-            self._connection.sendall(encode(asked))
-        self._owner.tidy()
-        return not self._owner.may_end() or bool(self._held or self._deferred or self._dead)
+        if waiting:  # replies come in order: by then all that was sent is processed
+            flush = m.Exists(self._owner.next_id(), [])
+            self._flushes[flush.id] = waiting
+            self._connection.sendall(encode(flush))
+        self._owner.after_wake_up()
+        return not self._owner.finish_if_idle() or bool(
+            self._held or self._deferred or self._to_release
+        )
 
     def _receive(self) -> bool:
-        """Take in what the server says unasked; False when it has closed the connection."""
+        """Handle what the server has sent. Returns False when it has closed the connection."""
         data = self._connection.recv(1 << 16)
         if not data:
             return False
@@ -196,18 +201,18 @@ class Reclaimer:
                 log.warning("the server ends this session: %s", message.message)
                 return False
             if isinstance(message, m.Flags):
-                _cancel(self._asked.pop(message.id, []))
+                _cancel(self._flushes.pop(message.id, []))
             else:
-                self._owner.told(message)
+                self._owner.on_notification(message)
         return True
 
     def _send_all(self) -> None:
         whole: list[int] = []
         parts: list[tuple[int, list[int]]] = []
-        while self._dead:
-            mark, (lease, positions) = self._dead.popleft()
-            if mark and any(mark in guard.marks for guard in self._guards):
-                self._deferred.append((mark, (lease, positions)))
+        while self._to_release:
+            ident, (lease, positions) = self._to_release.popleft()
+            if ident and any(ident in guard.idents for guard in self._guards):
+                self._deferred.append((ident, (lease, positions)))
             elif positions is None:
                 whole.append(lease)
             else:
@@ -217,33 +222,34 @@ class Reclaimer:
         while self._messages:
             self._connection.sendall(encode(self._messages.popleft()))
         aborted: list[int] = []
-        while self._aborted:
-            aborted.append(self._aborted.popleft())
+        while self._to_abort:
+            aborted.append(self._to_abort.popleft())
         if aborted:
             self._connection.sendall(encode(m.Abort(aborted)))
 
     # ---- fork -----------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """In the parent: what is mapped now must stay until the child is gone too."""
+        """In the parent: keep everything mapped now leased until the child has ended, too."""
         if self._held:
             self._fork_pipe = (*os.pipe(), frozenset(self._held))
 
     def after_fork_in_parent(self) -> None:
-        """Watch the child's end of the pipe."""
+        """Start to watch the pipe, whose other end the child holds."""
         if self._fork_pipe is not None:
-            read, write, marks = self._fork_pipe
+            read, write, idents = self._fork_pipe
             os.close(write)
             self._fork_pipe = None
-            self._guards.append(_ForkGuard(read, marks))
+            self._guards.append(_ForkGuard(read, idents))
             self._waking = False
             self.wake()
 
     def after_fork_in_child(self, *, lost: bool) -> None:
-        """Let go of everything that is the parent's, except what inherited mappings need.
+        """Close everything that belongs to the parent, except what inherited mappings need.
 
-        With such mappings the child keeps the connection open, so that they are protected even
-        when the parent dies first, and its end of the pipe, so that the parent knows.
+        If there are such mappings, the child keeps the connection open, so that they stay protected
+        even if the parent dies first; and it keeps its end of the pipe open, so that the parent
+        sees when the child ends.
         """
         self._wake_read.close()
         self._wake_write.close()
@@ -257,7 +263,7 @@ class Reclaimer:
 
 
 def _releases(whole: list[int], parts: list[tuple[int, list[int]]]) -> Iterator[m.Release]:
-    """What has died, in messages that are no longer than a frame, however much it is."""
+    """The messages that release these leases; each of them fits into a frame."""
     for start in range(0, len(whole), _MAX_RELEASED):
         yield m.Release(whole[start : start + _MAX_RELEASED])
     some: list[tuple[int, list[int]]] = []
@@ -277,10 +283,10 @@ def _releases(whole: list[int], parts: list[tuple[int, list[int]]]) -> Iterator[
 def _cancel(waiting: list[Waiting]) -> None:
     for future in waiting:
         done = future()
-        if done is not None:  # else nobody waits any more
-            with contextlib.suppress(RuntimeError):  # that loop is closed
+        if done is not None:  # otherwise its caller no longer waits
+            with contextlib.suppress(RuntimeError):  # its loop is closed
                 done.get_loop().call_soon_threadsafe(done.cancel)
 
 
-# Sockets and pipe ends that a forked child holds until it ends.
+# Sockets and pipe ends that a forked child keeps open until it ends.
 _inherited: list[tuple[socket.socket, int]] = []

@@ -1,5 +1,5 @@
-"""A session: this process at one store. It owns leases and unfinished puts until the process dies.
-Torch-free.
+"""A session: what one process has open at one store. It owns leases and unfinished puts, at the
+latest until the process dies. Torch-free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """This process's membership of one store; made by :meth:`open`."""
+    """This process's session at one store; created by :meth:`open`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Session:
         self.here = topology.probe()
         self.facts = facts
         self.registry = Registry(block=policy.block)
-        # It is reached by a Unix socket, so what answers is here if its host id is ours: proven.
+        # The server was reached through a Unix socket, so an equal host id proves the same host.
         server_host = (welcome.via or welcome.server).host_id
         policy = policy.with_transport(welcome.transport)
         self.volumes = [
@@ -62,18 +62,18 @@ class Session:
         ]
         self.lost = False
         self._ids = itertools.count(1)
-        # By the id of their loop, which holds them; see the module's text in ``lane``.
+        # By the id() of the event loop that keeps them alive; see the docstring of ``lane``.
         self._lanes: dict[int, weakref.ref[Lane]] = {}
         advice = f". {what_to_do}"
         if welcome.via is not None:
             advice = ", or the process of this host that led to it; try again"
-        self._gone = (
+        self._gone_message = (
             f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}, "
             f"{address}) is gone{advice}"
         )
-        # Atomic operations only: finalizers touch them, in any thread, at any moment.
-        self._uses: set[int] = set()  # calls under way, by their id()
-        self._unfinished: set[int] = set()  # puts that go on without a call
+        # Only atomic operations: finalizers change these in any thread and at any moment.
+        self._uses: set[int] = set()  # calls in progress, by their id()
+        self._unfinished: set[int] = set()  # puts that may outlast their call
         self._keeps_memory = False
         self._closing = False
         self._warm: list[tuple[int, int, int]] = list(welcome.warm)
@@ -89,12 +89,14 @@ class Session:
         ranks: Ranks | None,
         what_to_do: str,
     ) -> Session:
-        """Connect to the server at ``address``. ``ranks``: see ``handshake.client_facts``;
-        ``what_to_do``: for errors, when the server is gone.
+        """Connect to the server at ``address``.
+
+        ``ranks``: see ``handshake.client_facts``. ``what_to_do``: advice for the error that is
+        raised when the server is gone.
 
         Raises:
             StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.
-            PluginError: two distributions claim one transport.
+            PluginError: two distributions claim the same transport.
         """
         here = topology.probe()
         facts = client_facts(os.environ, here, ranks)
@@ -117,87 +119,89 @@ class Session:
 
     @property
     def usable(self) -> bool:
-        """Whether it still has a server and belongs to this process (a fork loses it)."""
+        """Whether the server is there and the session belongs to this process, not a parent."""
         return not self.lost and not self._closing
 
     @property
     def closing(self) -> bool:
-        """Whether this process has turned away from it: what begins now takes another."""
+        """Whether this process has closed it. New calls use another session."""
         return self._closing
 
     @property
     def anonymous(self) -> str:
-        """A name for this process among participants that have none."""
+        """The participant name of this process, for puts that give none."""
         return f"pid {self.pid} {self.welcome.session.hex()[:8]}"
 
     def next_id(self) -> int:
-        """A fresh id, unique in the session."""
+        """Return a new id, unique in the session."""
         return next(self._ids)
 
     def use(self, call: object) -> bool:
-        """Begin a call. Until it leaves, the session keeps what it holds, so that no memory is
-        given to others while a thread still copies. False: this process has turned away from it.
+        """Register a call. Returns False if this process has closed the session.
+
+        Until the call leaves, the session keeps its leases and puts, so that no memory is reused
+        while a thread still copies.
         """
         self._uses.add(id(call))
-        if self._closing:  # looked at only now: the reclaimer may not have seen the call
+        if self._closing:  # checked last: the reclaimer may not have seen the call
             self.leave(call)
             return False
         return True
 
     def leave(self, call: object) -> None:
-        """The call is over."""
+        """Unregister a call that has ended."""
         self._uses.discard(id(call))
         if self._closing:
             self._reclaimer.wake()
 
     def begin(self) -> int:
-        """A fresh id for a put that may go on when its call is over, until its :meth:`end`."""
+        """Return a new id for a put that may outlast its call; it lasts until :meth:`end`."""
         ident = next(self._ids)
         self._unfinished.add(ident)
         return ident
 
     def end(self, ident: int) -> None:
-        """The put is over."""
+        """Record that the put with this id has ended."""
         self._unfinished.discard(ident)
         if self._closing:
             self._reclaimer.wake()
 
     def lane_here(self) -> Lane | None:
-        """The running loop's lane, if it is open."""
+        """Return the running loop's lane; None if it has no open one."""
         loop = asyncio.get_running_loop()
         known = self._lanes.get(id(loop))
         lane = None if known is None else known()
-        # Another loop may have had that id.
+        # An earlier loop may have had the same id().
         return lane if lane is not None and lane.usable and lane.loop is loop else None
 
     async def lane(self, timeout: float | None) -> Lane:
-        """The running loop's lane, opened on first use."""
+        """Return the running loop's lane, which is opened on first use."""
         loop = asyncio.get_running_loop()
         lane = self.lane_here()
         if lane is not None:
             return lane
         if not self.usable:
-            raise StoreClosedError(self._gone)
+            raise StoreClosedError(self._gone_message)
         self._sweep()
         try:
             sock, _ = await handshake(
                 self.address, self.welcome.session, self.facts, self.here, timeout
             )
         except StoreClosedError as error:
-            if isinstance(error.__cause__, OSError):  # nobody there; else the server says why not
-                raise StoreClosedError(self._gone) from error
+            if isinstance(error.__cause__, OSError):  # no server; else it gave a reason itself
+                raise StoreClosedError(self._gone_message) from error
             raise
         raced = self.lane_here()
         if raced is not None:
             sock.close()
             return raced
-        lane = Lane(sock, loop, self._gone)
+        lane = Lane(sock, loop, self._gone_message)
         self._lanes[id(loop)] = weakref.ref(lane)
         if (
             self.lost or self._closing
         ):  # looked at only now: whoever closes the lanes may not have seen it
             lane.close()
-            raise StoreClosedError(self._gone)
+            raise StoreClosedError(self._gone_message)
         return lane
 
     def _open_lanes(self) -> list[Lane]:
@@ -205,79 +209,79 @@ class Session:
         return [lane for lane in lanes if lane is not None]
 
     def _sweep(self) -> None:
-        """Forget the lanes of loops that are gone, and end those that nobody can use any more:
-        not all loops are closed, and the collector may take its time.
+        """Forget the lanes of loops that are gone, and shut down lanes that nothing can use any
+        more: not every loop gets closed, and the collector may find it only much later.
         """
         for number, known in list(self._lanes.items()):
             lane = known()
-            if lane is None or not lane.usable or lane.deserted:
-                if self._lanes.get(number) is known:  # else its id is another loop's already
+            if lane is None or not lane.usable or lane.unreachable:
+                if self._lanes.get(number) is known:  # otherwise a new loop has the same id()
                     self._lanes.pop(number, None)
                 if lane is not None and lane.loop.is_closed():
                     lane.close()
                 elif lane is not None and lane.usable:
-                    lane.desert()
+                    lane.shut_down()
 
     def inline_max(self) -> int:
-        """Largest batch, in bytes, that rides in the message whatever volume it goes to; -1: none.
+        """Return the largest batch, in bytes, to send inside a message to any volume; -1: none.
 
-        The controller chooses the volume, so the smallest of all volumes' limits counts.
+        The controller chooses the volume, so this is the smallest of the limits of all volumes.
         """
         if len(self.volumes) == 1:
             return self.volumes[0].inline_max()
         living = [volume.inline_max() for volume in self.volumes if not volume.lost]
         return min(living, default=-1)
 
-    # ---- giving back ----------------------------------------------------------------------
+    # ---- releasing ------------------------------------------------------------------------
 
     def hold(self, tensors: object, lease: int, positions: list[int] | None) -> None:
-        """Release ``positions`` of ``lease`` (None: all of it) when ``tensors`` die."""
+        """Release ``positions`` of ``lease`` (None: all) when ``tensors`` is collected."""
         self._reclaimer.hold(tensors, lease, positions)
 
     def release(self, lease: int, positions: list[int] | None = None) -> None:
-        """Give a lease back; safe in any thread and in finalizers."""
+        """Release a lease. Safe in any thread and in finalizers."""
         self._reclaimer.release(lease, positions)
 
     def abort(self, txn: int) -> None:
-        """Abort a put; safe in any thread and in finalizers."""
+        """Abort a put. Safe in any thread and in finalizers."""
         self._reclaimer.abort(txn)
 
     def abort_if_unfinished(self, txn: int) -> None:
-        """Abort a put that nobody will end any more; safe in any thread and in finalizers."""
+        """Abort a put unless it has ended. Safe in any thread and in finalizers."""
         if txn in self._unfinished:
             self.abort(txn)
             self.end(txn)
 
     async def wait_released(self, lane: Lane, timeout: float | None) -> bool:
-        """Wait, on the running loop's ``lane``, until the server has back the leases of tensors
-        that have died so far; whether it has, after ``timeout`` seconds.
+        """Wait, on the running loop's ``lane``, until the server has processed the releases of all
+        tensors that have died so far. Returns whether it has within ``timeout`` seconds.
 
         Raises:
             StoreClosedError: the server is gone.
         """
         done: asyncio.Future[m.Message] = lane.loop.create_future()
         self._reclaimer.cancel_when_released(done)
-        if self.lost:  # looked at only now: the thread may have ended before it saw this
+        if self.lost:  # checked last: the thread may have ended before it saw the future
             return False
-        return await lane.until(done, timeout)
+        return await lane.wait_cancelled(done, timeout)
 
     def keep_memory(self) -> None:
-        """Before page-locking pool memory: see ``messages.Keep``."""
+        """Must be called before pool memory is page-locked: see ``messages.Keep``."""
         if not self._keeps_memory:
             self._keeps_memory = True
             self._reclaimer.send(m.Keep())
 
     # ---- called by the reclaimer ----------------------------------------------------------
 
-    def told(self, message: m.Message) -> None:
-        """What is warm now, or which volume is lost."""
+    def on_notification(self, message: m.Message) -> None:
+        """Record which memory became warm, or which volume was lost."""
         if isinstance(message, m.Warmed):
             self._warm = list(message.warm)
         elif isinstance(message, m.Lost) and message.volume < len(self.volumes):
-            self.volumes[message.volume].lose(message.reason)
+            self.volumes[message.volume].mark_lost(message.reason)
 
-    def tidy(self) -> None:
-        """Fill page tables for what has become warm."""
+    def after_wake_up(self) -> None:
+        """Fill the page tables for memory that has become warm."""
         warm, self._warm = self._warm, []
         for volume, segment, nbytes in warm:
             if nbytes and volume < len(self.volumes) and not self.volumes[volume].lost:
@@ -286,25 +290,27 @@ class Session:
                 except TorchStoreError as error:
                     log.debug("page tables of volume %d: %s", volume, error)
 
-    def may_end(self) -> bool:
-        """Whether it was closed, and no call is under way any more; then its channels close."""
+    def finish_if_idle(self) -> bool:
+        """If the session was closed and no call is in progress, close its connections; return
+        whether that is so.
+        """
         if not self._closing or self._unfinished or self._uses:
             return False
         self._close_connections()
         return True
 
-    def ended(self) -> None:
-        """The server is gone, or has seen this session's end."""
+    def on_end(self) -> None:
+        """Called when the server is gone, or when it has ended this session."""
         self.lost = True
-        for volume in self.volumes:  # or memory of a store that has ended would stay taken
+        for volume in self.volumes:  # or the memory of a store that has ended would never be freed
             volume.close()
 
     # ---- ending ---------------------------------------------------------------------------
 
     def close(self, *, now: bool = True) -> None:
-        """Close lanes and links: calls under way end with StoreClosedError, or, if it is not to be
-        ``now``, come to their end first. The liveness connection stays until the last of them has
-        ended, and the last zero-copy tensor has died.
+        """Close lanes and links. Calls in progress raise StoreClosedError; with ``now=False`` they
+        finish first. The liveness connection stays open until the last call has ended and the last
+        zero-copy tensor has died.
         """
         self._closing = True
         if now or not (self._uses or self._unfinished):
@@ -317,12 +323,12 @@ class Session:
             if lane.loop is here:
                 lane.close()
                 continue
-            try:  # a lane is touched by its own loop's thread alone
+            try:  # only the thread of its own loop may use a lane
                 lane.loop.call_soon_threadsafe(lane.close)
-            except RuntimeError:  # that loop is closed
-                lane.abandon()
-            if lane.deserted:
-                lane.desert()
+            except RuntimeError:  # its loop is closed
+                lane.discard()
+            if lane.unreachable:
+                lane.shut_down()
         self._lanes.clear()
         for volume in self.volumes:
             volume.close()
@@ -330,20 +336,20 @@ class Session:
     # ---- fork -----------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """In the parent: what is mapped now must stay until the child is gone too."""
+        """In the parent: keep everything mapped now leased until the child has ended, too."""
         if not self.lost:
             self._reclaimer.before_fork()
 
     def after_fork_in_parent(self) -> None:
-        """Watch for the end of the child."""
+        """In the parent: start to watch for the end of the child."""
         self._reclaimer.after_fork_in_parent()
 
     def after_fork_in_child(self) -> None:
-        """Let go of everything that is the parent's, except what inherited mappings need."""
+        """Close everything that belongs to the parent, except what inherited mappings need."""
         for lane in self._open_lanes():
-            lane.abandon()
+            lane.discard()
         for volume in self.volumes:
-            volume.abandon()
+            volume.close_in_child()
         self._reclaimer.after_fork_in_child(lost=self.lost)
         self.lost = True
 

@@ -1,4 +1,4 @@
-"""Links to one volume: ranked, connected on first use, replaced when they fail. Torch-free."""
+"""The links to one volume: ranked, connected on first use, replaced on failure. Torch-free."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Limit = tuple[weakref.ref[asyncio.Timeout], weakref.ref[asyncio.AbstractEventLoop]]
 
-# A transport that is not ready is left alone for so long; then twice as long, up to the longest.
-_REST_S = 1.0
-_LONGEST_REST_S = 30.0
-_TRYING_S = 15.0
-# That a caller had less time than this is no news of the transport.
-_NO_NEWS_S = 0.5
-_FOR_NOW = frozenset(
+# The pause before a transport that was not ready is retried; it doubles up to the longest.
+_FIRST_BACKOFF_S = 1.0
+_LONGEST_BACKOFF_S = 30.0
+_RETRY_TIMEOUT_S = 15.0
+# A connect that had less time than this may time out without a fault of the transport.
+_TOO_SHORT_S = 0.5
+_TEMPORARY_ERRNOS = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT)
 )
 
 
-class _Resting:
-    """A transport that was not ready, and when to try it again."""
+class _Backoff:
+    """A transport that was not ready, and the time of its next retry."""
 
     __slots__ = ("candidate", "due", "failures")
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate
         self.failures = 0
-        self.failed()
+        self.postpone()
 
-    def failed(self) -> None:
-        """Once more."""
-        self.due = time.monotonic() + min(_REST_S * 2**self.failures, _LONGEST_REST_S)
+    def postpone(self) -> None:
+        """Schedule the next retry, after a longer pause."""
+        self.due = time.monotonic() + min(_FIRST_BACKOFF_S * 2**self.failures, _LONGEST_BACKOFF_S)
         self.failures += 1
 
 
 class VolumeLinks:
-    """Every way from this process to one volume.
+    """All links from this process to one volume.
 
     Args:
-        info: the volume and its offers.
-        here: this process.
-        same_host: proven by the caller.
-        control: path of the Unix socket that this process reached the store by.
+        info: the volume and its transport offers.
+        here: the topology of this process.
+        same_host: whether the volume is on this host; the caller has proven it.
+        control: path of the Unix socket through which this process reached the store.
     """
 
     def __init__(
@@ -88,38 +88,42 @@ class VolumeLinks:
         self._loop_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = (
             weakref.WeakKeyDictionary()
         )
-        self._resting: dict[str, _Resting] = {}  # by the name of the transport
+        self._backoffs: dict[str, _Backoff] = {}  # by name of the transport
         self._retries: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
-        # The collector may end a transfer at any moment, in a thread that has it already.
+        # Reentrant: the collector may end a transfer in a thread that already holds the lock.
         self._lock = threading.RLock()
         self._active = 0
         self._closed = False
-        # Of transfers to another host, and their event loops, neither of which this keeps.
+        # Time limits of transfers to other hosts, and their event loops; keeps neither alive.
         self._limits: set[Limit] = set()
-        #: Why the volume's memory is gone for good; empty while it lives.
+        #: Why the volume's memory is lost for good; empty while the volume is alive.
         self.lost = info.lost
 
     def candidates(self, nbytes: int) -> list[Candidate]:
-        """Which transports to try for so many bytes, the best first: those that rest for a while
-        only where nothing else is left.
+        """The transports to try for ``nbytes`` bytes, best first. Those that wait for a retry are
+        returned only if there is no other.
         """
         order = self.ranking.order(nbytes, in_band=False)
-        return order or [rested.candidate for rested in self._resting.values()]
+        return order or [backoff.candidate for backoff in self._backoffs.values()]
 
     def failed(self, candidate: Candidate, error: TransportError) -> None:
-        """A link that fails is dropped, loudly; one that cannot connect at this moment rests for a
-        while. Raises the error if the volume is lost.
+        """Handle a failed link: drop it with a warning, or retry it later if it only was not ready.
+
+        Raises:
+            TransportError: ``error``, if the volume is lost.
         """
         if self.lost:
             raise error
         if isinstance(error, TransportNotReadyError):
-            self._rest(candidate, error)
+            self._back_off(candidate, error)
         else:
             self._drop(candidate, error)
 
-    def none_left(self, nbytes: int, last: TransportError | None) -> TransportError:
-        """The error when no candidate could move them: TransportNotReadyError if it may be possible
-        later. ``details["volume"]`` is the index of the volume.
+    def unreachable_error(self, nbytes: int, last: TransportError | None) -> TransportError:
+        """Return the error for when no candidate could move the bytes.
+
+        It is a TransportNotReadyError if a later attempt may succeed. ``details["volume"]`` is the
+        index of the volume.
         """
         if isinstance(last, TransportNotReadyError):
             return TransportNotReadyError(
@@ -129,8 +133,9 @@ class VolumeLinks:
         none_left = self.ranking.unavailable(nbytes)
         return self._unreachable(none_left.message, none_left.details)
 
-    async def while_it_lives(self, work: Awaitable[T]) -> T:
-        """Wait for a transfer to another host, which may never end if that has died: until then.
+    async def until_lost(self, work: Awaitable[T]) -> T:
+        """Wait for a transfer to another host, but only until the volume is lost, because such a
+        transfer may never end once that host has died.
 
         Raises:
             TransportUnavailableError: the volume is lost.
@@ -157,8 +162,9 @@ class VolumeLinks:
         )
 
     async def connect_best(self, timeout: float | None = None) -> None:
-        """Connect the link that large values will take, so that the first of them need not. In at
-        most ``timeout`` seconds; then it is done when it is needed.
+        """Connect the link for large values now, so that the first of them need not wait for it.
+
+        If that takes longer than ``timeout`` seconds, the link is connected when it is needed.
         """
         order = self.ranking.order(1 << 30, in_band=False)
         if order and not self.lost:
@@ -169,18 +175,20 @@ class VolumeLinks:
                 if not limit.expired():
                     raise
                 why = TransportNotReadyError("the server is slow to let it connect")
-                self._rest(order[0], why, quietly=timeout is not None and timeout < _NO_NEWS_S)
+                self._back_off(
+                    order[0], why, quietly=timeout is not None and timeout < _TOO_SHORT_S
+                )
             except TransportError as error:
                 self.failed(order[0], error)
 
     def inline_max(self) -> int:
-        """See ``Ranking.inline_max``. On a running event loop."""
-        if self._resting:
-            self._try_again()
+        """See ``Ranking.inline_max``. Must be called on a running event loop."""
+        if self._backoffs:
+            self._start_retries()
         return self.ranking.inline_max()
 
     def warm(self, segment: int, nbytes: int) -> None:
-        """Fill this process's page tables for warm memory. Blocks: not for an event loop."""
+        """Fill this process's page tables for warm memory. Blocks, so not for event loops."""
         with self._lock:
             links = list(self._links.values())
         for link in links:
@@ -190,26 +198,26 @@ class VolumeLinks:
                     window.window(segment)
                     window.prepare(segment, 0, nbytes, fresh=False)
 
-    def lose(self, why: str) -> None:
-        """The volume's memory is gone for good: let go of it, as soon as no transfer uses it. What
-        was mapped from it stays.
+    def mark_lost(self, why: str) -> None:
+        """Record that the volume's memory is lost for good, and close its links as soon as no
+        transfer uses them. What was mapped from it stays mapped.
         """
         self.lost = why
         for known in list(self._limits):
             limit, loop = known[0](), known[1]()
             if limit is not None and loop is not None:
-                with contextlib.suppress(RuntimeError):  # that loop is closed
+                with contextlib.suppress(RuntimeError):  # its loop is closed
                     loop.call_soon_threadsafe(_expire, limit)
         self.close()
 
     def close(self) -> None:
-        """Close all links, once no transfer uses them any more."""
+        """Close all links as soon as no transfer uses them any more."""
         with self._lock:
             self._closed = True
         self._close_if_idle()
 
-    def abandon(self) -> None:
-        """In a forked child: no transfer of the parent's runs here, so close without waiting."""
+    def close_in_child(self) -> None:
+        """In a forked child: close at once, because the parent's transfers do not run here."""
         self._lock = threading.RLock()
         self._closed = True
         self._close_links()
@@ -217,7 +225,7 @@ class VolumeLinks:
     # ---- inside ---------------------------------------------------------------------------
 
     async def connect(self, candidate: Candidate) -> Link:
-        """The link of a transport; connected, if there is none yet."""
+        """Return the link of a transport; connect it if there is none yet."""
         spec = candidate.spec
         links = self._links
         if spec.loop_bound:
@@ -227,35 +235,35 @@ class VolumeLinks:
         if link is None:
             try:
                 cls: type[Link] = load_class(str(spec.client))
-            except PluginError as error:  # a broken transport is a link that fails
+            except PluginError as error:  # treat a broken plug-in as a failed link
                 raise TransportUnavailableError(error.message) from error
             try:
                 made = await cls.connect(self.info.offers[spec.name], self.context)
             except TorchStoreError:
                 raise
             except Exception as error:
-                if isinstance(error, OSError) and error.errno in _FOR_NOW:
+                if isinstance(error, OSError) and error.errno in _TEMPORARY_ERRNOS:
                     raise TransportNotReadyError(f"it cannot connect: {error}") from error
                 raise TransportUnavailableError(f"it cannot connect: {error!r}") from error
             with self._lock:
                 link = links.setdefault(spec.name, made)
-            if link is not made:  # another loop was faster
+            if link is not made:  # another loop or thread was faster
                 made.close()
-        if self._resting and self._resting.pop(spec.name, None) is not None:
+        if self._backoffs and self._backoffs.pop(spec.name, None) is not None:
             self.ranking.restore(candidate)
             log.info("transport %r to volume %s is ready now", spec.name, self.info.id)
         return link
 
-    def _rest(
+    def _back_off(
         self, candidate: Candidate, error: TransportNotReadyError, *, quietly: bool = False
     ) -> None:
         name = candidate.spec.name
         self.ranking.drop(name, f"it is not ready and will be tried again: {error}")
-        rested = self._resting.get(name)
-        if rested is not None:
-            rested.failed()
+        backoff = self._backoffs.get(name)
+        if backoff is not None:
+            backoff.postpone()
             return
-        self._resting[name] = _Resting(candidate)
+        self._backoffs[name] = _Backoff(candidate)
         if quietly:
             log.debug("transport %r to volume %s: %s", name, self.info.id, error)
             return
@@ -267,29 +275,29 @@ class VolumeLinks:
             stacklevel=3,
         )
 
-    def _try_again(self) -> None:
-        """Connect, beside what this event loop does, what has rested for long enough."""
+    def _start_retries(self) -> None:
+        """Start to reconnect the transports whose retry is due, as tasks of this event loop."""
         now = time.monotonic()
-        for rested in list(self._resting.values()):
-            if rested.due <= now:
-                rested.due = now + _TRYING_S  # if this loop ends meanwhile, another one has a go
-                task = asyncio.get_running_loop().create_task(self._retry(rested))
+        for backoff in list(self._backoffs.values()):
+            if backoff.due <= now:
+                backoff.due = now + _RETRY_TIMEOUT_S  # if this loop ends first, another one retries
+                task = asyncio.get_running_loop().create_task(self._retry(backoff))
                 self._retries.add(task)
                 task.add_done_callback(self._retries.discard)
 
-    async def _retry(self, rested: _Resting) -> None:
+    async def _retry(self, backoff: _Backoff) -> None:
         try:
             with self.in_use():
-                await self.connect(rested.candidate)
+                await self.connect(backoff.candidate)
         except TransportError as error:
             if not self.lost:
-                self.failed(rested.candidate, error)
+                self.failed(backoff.candidate, error)
         except StoreClosedError:
             log.debug("volume %s: nothing is tried any more", self.info.id)
 
     def _drop(self, candidate: Candidate, error: TransportError) -> None:
         name = candidate.spec.name
-        self._resting.pop(name, None)
+        self._backoffs.pop(name, None)
         self.ranking.drop(name, f"its link failed: {error}")
         order = [c.spec.name for c in self.ranking.order(1 << 20)]
         warnings.warn(
@@ -301,7 +309,7 @@ class VolumeLinks:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While a transfer runs, links are not closed.
+        """Keep the links open while a transfer runs inside of this context manager.
 
         Raises:
             TransportUnavailableError: the volume is lost.
@@ -336,7 +344,7 @@ class VolumeLinks:
 
 
 def _expire(limit: asyncio.Timeout) -> None:
-    """End what runs under it, if anything still does."""
+    """Expire the time limit now, unless it has expired or ended already."""
     with contextlib.suppress(RuntimeError):
         if not limit.expired():
             limit.reschedule(0.0)

@@ -74,7 +74,7 @@ class PendingPut:
             # Not in the task: one that is cancelled before it begins would undo nothing.
             self._task.add_done_callback(putting.__exit__)
             putting.undo_with(self._task)
-            putting.clock.goes_on = True
+            putting.clock.outlives_call = True
             self._task.add_done_callback(functools.partial(self._ended, putting.clock))
 
     @classmethod

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchstore_core.clients.calls.thread_loops import aside
+from torchstore_core.clients.calls.thread_loops import in_thread
 from torchstore_core.contracts.transport import Window
 from torchstore_core.machine.virtual_memory import before_unmap
 
@@ -41,7 +41,7 @@ async def transfer(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], window: W
         if device not in ready:
             ready[device] = torch.cuda.current_stream(device).record_event()
     # To the end even if cancelled: the memory must not be given back under a running copy.
-    await finished(asyncio.create_task(aside(lambda: _copy(pairs, window, ready))))
+    await finished(asyncio.create_task(in_thread(lambda: _copy(pairs, window, ready))))
 
 
 async def finished(task: asyncio.Task[None]) -> None:

@@ -95,12 +95,12 @@ async def _execute(session: Session, batch: Batch) -> Moved:
                     if links.context.same_host:
                         mapped = await work
                     else:
-                        mapped = await links.while_it_lives(work)
+                        mapped = await links.until_lost(work)
                     return Moved(batch, candidate.spec.name, mapped)
                 except TransportError as error:
                     links.failed(candidate, error)
                     last = error
-            raise links.none_left(batch.nbytes, last) from last
+            raise links.unreachable_error(batch.nbytes, last) from last
     except TransportError:
         if not (links.lost and batch.into_segment):
             raise

@@ -196,7 +196,7 @@ class Leasing:
         """Move the bytes; the values by position of their target. What was mapped keeps its part of
         the lease until its tensors die.
         """
-        seen = self._clock.seen
+        measured = self._clock.measured
         results = Results()
         if self._leased:
             batches = get_batches(targets, results)
@@ -207,12 +207,12 @@ class Leasing:
                     results.values.update({t.at: tensor for t, tensor in mapped.tensors})
                     self._mapped.update(positions)
                     self._session.hold(mapped.owner, self.lease, positions)
-                if seen is not None:
+                if measured is not None:
                     volume = self._session.volumes[moved.batch.volume].info.id
-                    seen.moved(moved.batch.nbytes, moved.transport, (volume,))
-        if seen is not None:
+                    measured.moved(moved.batch.nbytes, moved.transport, (volume,))
+        if measured is not None:
             pieces = [piece for target in targets for piece in target.pieces]
-            seen.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
+            measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
         values = results.finish(targets, allow_pickle=allow_pickle)
         self._clock.phase("copy")
         return values

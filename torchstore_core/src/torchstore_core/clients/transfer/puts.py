@@ -44,8 +44,8 @@ async def put_sources(
         put = m.Put(lane.next_id(), session.next_id(), items, version, group)
         reply = await _begin(session, lane, put, m.Committed, clock)
         clock.phase("plan")
-        if clock.seen is not None:
-            clock.seen.moved(nbytes, "inline")
+        if clock.measured is not None:
+            clock.measured.moved(nbytes, "inline")
         return reply.versions
     with Putting(session, lane, sources, clock, version, group) as putting:
         await putting.begin()
@@ -95,9 +95,9 @@ class Putting:
         batches = put_batches([(source, grant) for source, grant in pairs if grant is not None])
         work = executor.execute(self._session, batches)
         for moved in await self.clock.within(work, self._lane):
-            if self.clock.seen is not None and moved.transport:
+            if self.clock.measured is not None and moved.transport:
                 volume = self._session.volumes[moved.batch.volume].info.id
-                self.clock.seen.moved(moved.batch.nbytes, moved.transport, (volume,))
+                self.clock.measured.moved(moved.batch.nbytes, moved.transport, (volume,))
         self._sources = ()
         self.clock.phase("copy")
 

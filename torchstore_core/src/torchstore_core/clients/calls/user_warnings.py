@@ -1,4 +1,4 @@
-"""Warnings that show the line of the user's code that they are about. Torch-free."""
+"""Warnings that point to the line of the user's code that caused them. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import warnings
 
 __all__ = ["warn"]
 
-# Whose code it is that calls a coroutine of ours: theirs is not.
+# Frames of these packages are between the user's code and ours, and are skipped.
 _BETWEEN = ("torchstore_core", "asyncio", "contextlib")
 
 
 def warn(text: str) -> None:
-    """A RuntimeWarning at the line of the user's that led here."""
+    """Issue a RuntimeWarning for the innermost line of the user's code on the stack."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         level, frame = level + 1, frame.f_back
