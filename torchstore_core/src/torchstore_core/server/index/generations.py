@@ -213,6 +213,8 @@ class Generation:
         """The entries of which not all is committed: what they are, and the boxes that are."""
         tied = self._tied_and_empty()
         for name, entry in self.entries.items():
+            if type(entry) is Value and entry.created:  # the usual case
+                continue
             if name in tied:
                 continue
             if type(entry) is Shards:
@@ -273,11 +275,14 @@ class Generation:
         """
         now = time.time()
         tied = self._tied_and_empty()
-        entries = {
-            name: _sealed(entry, self.version, now)
-            for name, entry in self.entries.items()
-            if name not in tied
-        }
+        version = self.version
+        entries: dict[str, Value | Shards] = {}
+        for name, entry in self.entries.items():
+            if type(entry) is Value:
+                entry.version, entry.created = version, now
+                entries[name] = entry
+            elif name not in tied:
+                entries[name] = _sealed(entry, version, now)
         publication = self.publication
         if publication is None:
             stored: Stored = entries[""]
@@ -310,16 +315,17 @@ class Generation:
             else:
                 mine = entries
         for entry in mine.values():
-            retain(all_values(entry))
+            if type(entry) is Value:
+                entry.uses += 1
+            else:
+                retain(all_values(entry))
         facts = done[0].session.facts
         return Manifest(key, entries, paths, facts, self.version, now, publication.packed)
 
 
-def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:
+def _sealed(entry: Shards, version: int, now: float) -> Value | Shards:
     """The entry as the version keeps it: committed parts only; one that is all of it is whole."""
     entry.version, entry.created = version, now
-    if type(entry) is Value:
-        return entry
     parts = {box: value for box, value in entry.parts.items() if value.created}
     target = boxes.whole(entry.meta.shape)
     if (value := parts.get(target)) is not None:

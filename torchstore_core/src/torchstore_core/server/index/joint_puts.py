@@ -12,7 +12,13 @@ from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.groups import Slot
 from torchstore_core.server.index.participants import Contribution
 from torchstore_core.server.index.records import SessionRecord, Txn, Value
-from torchstore_core.server.memory.placement import check_item, check_key, checked_box, grants_of
+from torchstore_core.server.memory.placement import (
+    check_item,
+    check_key,
+    checked_box,
+    grants_of,
+    unusual,
+)
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
@@ -44,6 +50,7 @@ class JointPut:
         self._slots: dict[str, Slot] = {}
         self._found: list[tuple[Slot | None, Box | None]] = []
         self._stored: list[int] = []
+        self._fresh: Generation | None = None
         self.items: list[m.PutItem] = []
         self.boxes: list[Box | None] = []
         self._decide()
@@ -63,14 +70,19 @@ class JointPut:
             raise ProtocolError("a state dict has a key, and participants and keep above 0")
         seen: dict[str, tuple[m.PutItem, set[Box] | None]] = {}
         found: list[Box | None] = []
+        once = len({item.key for item in request.items}) == len(request.items)
+        if once and not unusual(request.items):
+            return [None] * len(request.items)
         for at, item in enumerate(request.items):
-            box = checked_box(item)
+            box = None if item.part is None else checked_box(item)
             if item.same_as >= 0 or (box is not None and box.is_empty):
                 check_key(item)
             else:
                 check_item(item)
-            _check_once(seen, item, box)
-            self._check_alias(at, item)
+            if not once:
+                _check_once(seen, item, box)
+            if item.same_as != -1:
+                self._check_alias(at, item)
             found.append(box)
         return found
 
@@ -78,19 +90,20 @@ class JointPut:
         request = self._request
         group = request.group
         checked = self._checked()
-        slot: Slot | None = None
+        slot: Slot | None
         if group is not None:
             slot = self._slot(group.key, group.who, ("state dict", group.participants))
+            self._found = [(slot, box) for box in checked]
+            return
         for item, box in zip(request.items, checked, strict=True):
-            if group is None:
-                slot = self._slots.get(item.key)
-                if slot is None and (request.version or item.part is not None):
-                    layout, who = _layout_of(item)
-                    # Without a mesh a participant is its box: a new one is no late replica, but
-                    # the first of another cut.
-                    mesh = item.part.mesh_shape if item.part is not None else ()
-                    replica = bool(mesh) or (box is not None and box.is_empty)
-                    slot = self._slot(item.key, who, layout, replica=replica)
+            slot = self._slots.get(item.key)
+            if slot is None and (request.version or item.part is not None):
+                layout, who = _layout_of(item)
+                # Without a mesh a participant is its box: a new one is no late replica, but
+                # the first of another cut.
+                mesh = item.part.mesh_shape if item.part is not None else ()
+                replica = bool(mesh) or (box is not None and box.is_empty)
+                slot = self._slot(item.key, who, layout, replica=replica)
             self._found.append((slot, box))
 
     def clear(self) -> list[Value]:
@@ -105,12 +118,21 @@ class JointPut:
         Raises:
             LayoutMismatchError: another participant puts an entry with another shape or dtype.
         """
-        for at, item in enumerate(self._request.items):
+        request = self._request
+        made = None if request.group is None else self._slots[request.group.key].generation
+        pieces = [item for item in request.items if item.same_as >= 0 or item.part is not None]
+        if made is not None and not (made.entries or made.relied or pieces):
+            # Nothing of this state dict is there yet: the usual case, of very many entries.
+            self._fresh = made
+            self._stored = list(range(len(request.items)))
+            self.items, self.boxes = request.items, [None] * len(request.items)
+            return
+        for at, item in enumerate(request.items):
             slot, box = self._found[at]
             if item.same_as >= 0:
                 continue
             if slot is not None:
-                name = "" if self._request.group is None else item.key
+                name = "" if request.group is None else item.key
                 made = slot.generation
                 if made is None or made.holds(name, item.meta, box, item.nbytes):
                     continue
@@ -155,7 +177,6 @@ class JointPut:
     def enter(self, values: Sequence[Value], granted: dict[int, int]) -> Txn:
         """Make the values of :attr:`items` part of their generations."""
         request = self._request
-        by_item = dict(zip(self._stored, values, strict=True))
         joined: dict[str, tuple[Slot, Contribution]] = {}
         for key, slot in self._slots.items():
             joined[key] = slot, self._catalog.join(slot, self._session)
@@ -164,6 +185,14 @@ class JointPut:
             joined[group.key][1].partial = group.partial
             if any(item.same_as >= 0 for item in request.items):
                 joined[group.key][1].order = dict.fromkeys([item.key for item in request.items])
+        if group is not None and self._fresh is not None:
+            slot, contribution = joined[group.key]
+            names = [item.key for item in request.items]
+            contribution.paths = {item.key: item.path for item in request.items if item.path}
+            contribution.items = list(zip(names, values, strict=True))
+            self._fresh.entries.update(contribution.items)
+            return Txn(list(values), granted, [], [(slot, contribution)], [slot])
+        by_item = dict(zip(self._stored, values, strict=True))
         plain: list[Value] = []
         results: list[Value | Slot] = []
         for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):
@@ -195,6 +224,8 @@ class JointPut:
 
     def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
         """The answer to the put; None if there is nothing to grant: all of it was inline."""
+        if self._fresh is not None:
+            return grants_of([value for value in values if value.data is None]) or None
         by_item = dict(zip(self._stored, values, strict=True))
         asked = [at for at, i in enumerate(self._request.items) if i.data is None and i.same_as < 0]
         if not asked:
