@@ -1,6 +1,6 @@
-/* Streaming copies for tensors, with the GIL released.
+/* Streaming copies for tensors, with the GIL released, and a look at many tensors at once.
  *
- * Why: glibc's memcpy goes around the cache (non-temporal stores) only above a threshold that is a
+ * Why streaming: glibc's memcpy goes around the cache (non-temporal stores) only above a threshold that is a
  * share of the last-level cache; on servers with hundreds of MB of it, tensors of a few MB are
  * copied through the cache, which reads every destination line before overwriting it: half the
  * memory's speed. A weight set is larger than any cache, so it is streamed whatever its pieces.
@@ -151,15 +151,187 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* What of DLPack 1.x is used to look at tensors without torch's headers; see dlpack.h. */
+typedef struct {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *previous;
+    void *allocate, *from_object, *to_object;
+    int (*look)(void *object, DLTensor *out);
+    void *stream;
+} ExchangeAPI;
+
+#define DLPACK_CPU 1
+#define DLPACK_COMPLEX 5
+#define MAX_DIMS 64
+/* No memory of a process lies below: tensors that are only said to be zeros have no storage. */
+#define LOWEST_ADDRESS 4096
+
+/* What torch is asked of every tensor beside: unbound methods without arguments. */
+typedef struct {
+    PyObject *is_neg, *storage_offset, *untyped_storage, *storage_nbytes;
+} Methods;
+
+/* The number that a method without arguments gives; -1 if it raises, as all that are asked for are
+ * at least 0. */
+static int64_t number_of(PyObject *method, PyObject *object) {
+    PyObject *found = PyObject_CallOneArg(method, object);
+    if (found == NULL) return -1;
+    int64_t number = PyLong_AsLongLong(found);
+    Py_DECREF(found);
+    return number;
+}
+
+/* Bytes of a tensor if it is plain (see ``values.plain``), whose DLTensor is filled then; 0 if it is
+ * not; -1 with an exception if torch refuses to say. What lets go of the GIL comes first. ``storage``
+ * is a new reference to its storage, or NULL. */
+static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObject *tensor,
+                           DLTensor *seen, PyObject **storage) {
+    int64_t negative = number_of(methods->is_neg, tensor);
+    if (negative != 0) return negative < 0 ? -1 : 0;
+    *storage = PyObject_CallOneArg(methods->untyped_storage, tensor);
+    if (*storage == NULL) return -1;
+    int64_t there = number_of(methods->storage_nbytes, *storage);
+    if (there < 0) return -1;
+    int64_t offset = number_of(methods->storage_offset, tensor);
+    if (offset < 0) return -1;
+    if (api->look(tensor, seen) != 0) return -1;
+    if (seen->device_type != DLPACK_CPU || seen->dtype.code == DLPACK_COMPLEX ||
+        seen->dtype.lanes != 1 || seen->dtype.bits % 8 != 0 || seen->ndim > MAX_DIMS)
+        return 0;
+    int64_t itemsize = seen->dtype.bits / 8;
+    int64_t numel = 1;
+    for (int dim = seen->ndim - 1; dim >= 0; dim--) {
+        int64_t extent = seen->shape[dim];
+        if (extent != 1 && seen->strides[dim] != numel) return 0;
+        /* Elements that lie in the storage are not too many for an int64, nor is any product of
+         * fewer extents; one that is too large already does not lie there. */
+        if (extent != 0 && numel > there / itemsize / extent) return 0;
+        numel *= extent;
+    }
+    if (numel == 0 || offset > there / itemsize - numel) return 0;
+    if ((uintptr_t)seen->data < LOWEST_ADDRESS + (uintptr_t)(offset * itemsize)) return 0;
+    return numel * itemsize;
+}
+
+/* look(api, types, methods, describe, known, values): see _native.pyi. */
+static PyObject *look(PyObject *self, PyObject *args) {
+    PyObject *capsule, *plain, *parameter, *describe, *known, *values;
+    Methods methods;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O(OO)(OOOO)OO!O!", &capsule, &plain, &parameter, &methods.is_neg,
+                          &methods.storage_offset, &methods.untyped_storage,
+                          &methods.storage_nbytes, &describe, &PyDict_Type, &known, &PyList_Type,
+                          &values))
+        return NULL;
+    const ExchangeAPI *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (api == NULL) return NULL;
+    if (api->major != 1 || api->look == NULL) {
+        PyErr_SetString(PyExc_ValueError, "api: another version of DLPack");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(values);
+    PyObject *metas = PyList_New(count), *sizes = PyList_New(count), *places = PyList_New(count);
+    PyObject *storages = PyList_New(count);
+    /* The dtype and shape of the last plain tensor, and what it was described as. */
+    struct {
+        int64_t dtype, extents[MAX_DIMS];
+    } kind;
+    size_t kind_size = 0;
+    PyObject *meta = NULL, *size = NULL;
+    int64_t nbytes = 0;
+    if (metas == NULL || sizes == NULL || places == NULL || storages == NULL) goto failed;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyObject *value = PyList_GET_ITEM(values, at); /* the list is the caller's own */
+        DLTensor seen;
+        PyObject *storage = NULL;
+        int64_t found = 0;
+        if (Py_TYPE(value) == (PyTypeObject *)plain ||
+            Py_TYPE(value) == (PyTypeObject *)parameter) {
+            found = plain_bytes(api, &methods, value, &seen, &storage);
+            if (found < 0) {
+                if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+                    Py_XDECREF(storage);
+                    goto failed;
+                }
+                PyErr_Clear();
+                found = 0;
+            }
+        }
+        if (found == 0) {
+            Py_XDECREF(storage);
+            PyList_SET_ITEM(storages, at, Py_NewRef(Py_None));
+            PyList_SET_ITEM(metas, at, Py_NewRef(Py_None));
+            PyList_SET_ITEM(places, at, PyLong_FromLong(0)); /* small ones are there already */
+            PyList_SET_ITEM(sizes, at, PyLong_FromLong(0));
+            continue;
+        }
+        PyList_SET_ITEM(storages, at, storage);
+        PyObject *place = PyLong_FromLongLong((int64_t)(uintptr_t)seen.data);
+        if (place == NULL) goto failed;
+        PyList_SET_ITEM(places, at, place);
+        int64_t dtype = seen.dtype.code << 8 | seen.dtype.bits;
+        size_t extents = (size_t)seen.ndim * sizeof(int64_t);
+        if (meta == NULL || kind_size != extents || kind.dtype != dtype ||
+            memcmp(kind.extents, seen.shape, extents) != 0) {
+            kind.dtype = dtype;
+            kind_size = extents;
+            memcpy(kind.extents, seen.shape, extents);
+            PyObject *key = PyBytes_FromStringAndSize((char *)&kind,
+                                                      (Py_ssize_t)(sizeof(int64_t) + extents));
+            if (key == NULL) goto failed;
+            Py_XSETREF(meta, Py_XNewRef(PyDict_GetItemWithError(known, key)));
+            if (meta == NULL && !PyErr_Occurred()) {
+                meta = PyObject_CallOneArg(describe, value);
+                if (meta != NULL && PyDict_SetItem(known, key, meta) != 0) Py_CLEAR(meta);
+            }
+            Py_DECREF(key);
+            if (meta == NULL) goto failed;
+        }
+        if (size == NULL || nbytes != found) {
+            nbytes = found;
+            Py_XSETREF(size, PyLong_FromLongLong(found));
+            if (size == NULL) goto failed;
+        }
+        PyList_SET_ITEM(metas, at, Py_NewRef(meta));
+        PyList_SET_ITEM(sizes, at, Py_NewRef(size));
+    }
+    Py_XDECREF(meta);
+    Py_XDECREF(size);
+    return Py_BuildValue("NNNN", metas, sizes, places, storages);
+failed:
+    Py_XDECREF(metas);
+    Py_XDECREF(sizes);
+    Py_XDECREF(places);
+    Py_XDECREF(storages);
+    Py_XDECREF(meta);
+    Py_XDECREF(size);
+    return NULL;
+}
+
 static PyMethodDef methods[] = {
     {"copy_many", copy_many, METH_VARARGS,
      "copy_many(triples, stream)\n\nCopy each (dst, src, nbytes) of an int64 buffer, GIL released."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(grids, stream)\n\nCopy each (dst, src, nbytes, rows, dst step, src step) of an int64\n"
      "buffer, row by row, GIL released."},
+    {"look", look, METH_VARARGS,
+     "look(api, types, methods, describe, known, values)\n\nWhat each value is, how many bytes it has, and "
+     "where they lie, if it is a plain tensor."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchstore_core._native",
-                                    "Streaming copies.", -1, methods, NULL, NULL, NULL, NULL};
+                                    "Copies and looks.", -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }

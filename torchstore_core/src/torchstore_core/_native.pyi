@@ -1,4 +1,19 @@
 from array import array
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+D = TypeVar("D")
 
 def copy_many(triples: array[int], stream: bool, /) -> None: ...
 def copy_rows(grids: array[int], stream: bool, /) -> None: ...
+def look(
+    api: object,
+    types: tuple[type, type],
+    methods: tuple[
+        Callable[[Any], bool], Callable[[Any], int], Callable[[Any], Any], Callable[[Any], int]
+    ],
+    describe: Callable[[Any], D],
+    known: dict[bytes, D],
+    values: list[Any],
+    /,
+) -> tuple[list[D | None], list[int], list[int], list[Any]]: ...

@@ -117,7 +117,7 @@ class Client(KeyOperations):
                 return {}
             clock.key = next(iter(items))
             versions = await self._put(items.items(), version, clock, allow_pickle)
-            return {k: ObjectRef(k, version) for k, version in zip(items, versions, strict=True)}
+            return dict(zip(items, map(ObjectRef, items, versions), strict=True))
 
     async def _put(
         self,

@@ -43,6 +43,7 @@ from torchstore_core.server.memory.placement import (
     full_error,
     grants_of,
     most_bytes,
+    sizes_of,
     values_in_runs,
 )
 from torchstore_core.wire import messages as m
@@ -164,7 +165,7 @@ class Controller:
         self._free(put.clear())
         try:
             put.compare()
-            placed, inline, sizes = checked_items(put.items)
+            placed, inline, sizes = sizes_of(put.items)
             values, granted = self._make(session, put.items, put, placed, inline, sizes)
             txn = put.enter(values, granted)
         finally:  # it may have dropped what others waited for
@@ -192,7 +193,8 @@ class Controller:
         values, granted = values_in_runs(items, session.facts, runs)
         if joint is not None:
             for value, box in zip(values, joint.boxes, strict=True):
-                value.box = box
+                if box is not None:
+                    value.box = box
         return values, granted
 
     def _begin(self, session: SessionRecord, txn_id: int, txn: Txn) -> None:
@@ -338,10 +340,14 @@ class Controller:
             KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
             ProtocolError: the lease id is in use.
         """
-        find = self.catalog.find
+        find, newest = self.catalog.find, self.catalog.newest
         found: list[tuple[Stored, int]] = []
         missing: list[str] = []
         for want in request.wants:
+            there = newest.get(want.key)
+            if there is not None and not want.version:  # the usual case, many times
+                found.append((there, there.version))
+                continue
             stored = find(want.key, want.version)
             if stored is None:
                 missing.append(want.key)
@@ -466,11 +472,16 @@ class Controller:
 
     def _free(self, values: Iterable[Value]) -> None:
         ranges: dict[int, list[tuple[int, int]]] = {}
+        last = -1
+        there: list[tuple[int, int]] = []
         for value in values:
             if value.data is not None:
                 self.volumes[value.volume].inline -= value.nbytes
                 continue
-            ranges.setdefault(value.volume, []).append((value.offset, value.nbytes))
+            if value.volume != last:
+                last = value.volume
+                there = ranges.setdefault(last, [])
+            there.append((value.offset, value.nbytes))
             for index, offset in value.more:
                 ranges.setdefault(index, []).append((offset, value.nbytes))
         for index, freed in ranges.items():

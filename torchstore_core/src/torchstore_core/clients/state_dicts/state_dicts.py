@@ -20,17 +20,19 @@ from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.lane import Lane, MessageTooLargeError
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
-from torchstore_core.clients.state_dicts.ties import PLAIN, Ties
+from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, shared
 from torchstore_core.clients.transfer.gets import Leasing, Reach, Want, asks_of
 from torchstore_core.clients.transfer.puts import Putting
 from torchstore_core.clients.transfer.sources import (
     Source,
+    plain_source,
     prepare,
     prepare_tensor,
 )
-from torchstore_core.clients.transfer.targets import Target, resolve
+from torchstore_core.clients.transfer.targets import Plain, Target, plain_targets, resolve
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.nesting import Leaf
+from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.sharding import (
     TensorShard,
     is_dtensor,
@@ -161,8 +163,15 @@ def plan_put(
     ties = Ties()
     sources: list[Source] = []
     casts = CastPlan(transfer_dtype)
-    for leaf in leaves:
+    looked = look([leaf.value if transfer_dtype is None else None for leaf in leaves])
+    tied = shared(looked.addresses)
+    columns = zip(leaves, looked.metas, looked.sizes, looked.addresses, strict=True)
+    for leaf, looks_like, nbytes, address in columns:
         name, path, value = leaf.name, leaf.path, leaf.value
+        fits = len(key) + 1 + len(name) <= m.MAX_KEY
+        if looks_like is not None and address not in tied and fits:
+            sources.append(plain_source(name, looks_like, nbytes, value, path))
+            continue
         plain = type(value) in PLAIN
         if not plain and is_dtensor(value):
             outside = not takes_part(value) and (outside or not ranks)
@@ -174,7 +183,7 @@ def plan_put(
         ):
             part = value.tensor_slice
             places[tuple(part.mesh_shape)] = tuple(part.coordinates)
-        if len(key) + 1 + len(name) > m.MAX_KEY:
+        if not fits:
             raise UnsupportedValueError(
                 f"{key!r}: the name of an entry is too long: {len(name)} characters; with the key "
                 f"and a slash it may have {m.MAX_KEY}",
@@ -318,8 +327,14 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
     same_as: dict[int, int] = {}
     asks: list[Want] = []
     places: list[int] = []
-    for at, leaf in enumerate(leaves):
+    addresses = look([leaf.value for leaf in leaves]).addresses
+    tied = shared(addresses)
+    for at, (leaf, address) in enumerate(zip(leaves, addresses, strict=True)):
         name, value = leaf.name, leaf.value
+        if address and address not in tied:
+            asks.append(Want(name, 0, value, None))
+            places.append(at)
+            continue
         plain = type(value) in PLAIN
         tensor = value if plain or isinstance(value, torch.Tensor) or is_sharded(value) else None
         if tensor is not None and (first := ties.find(value, at)) is not None:
@@ -408,10 +423,10 @@ async def _fetch(
     if how.report is not None:
         how.report.version = reply.version
     if wanted is None:
-        targets = _whole(reply, starts)
+        targets, whole = _whole(reply, starts)
     else:
         found = how.report if how.report is not None else StateDictReport()
-        targets = _matching(wanted, reply, starts, found, cast=how.cast)
+        targets, whole = _matching(wanted, reply, starts, found, cast=how.cast)
         if found and how.strict:
             raise LayoutMismatchError(
                 f"{key!r} version {reply.version} does not match; nothing was written. {found}",
@@ -424,9 +439,9 @@ async def _fetch(
             )
         if found:
             log.warning("%r version %d: %s", key, reply.version, found)
-    values = await leasing.read(targets, how.allow_pickle)
+    values = await leasing.read(targets, how.allow_pickle, whole)
     made = _rebuilt(key, reply, values) if wanted is None else _filled(wanted, targets, values)
-    return Fetched(made, len(targets), reply.version)
+    return Fetched(made, len(targets) + len(whole), reply.version)
 
 
 def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.Fetched, list[int]]:
@@ -444,16 +459,20 @@ def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.
     return chosen, [-1 if i is None else starts[i] for i in found]
 
 
-def _whole(reply: m.Fetched, starts: Sequence[int]) -> list[Target]:
+def _whole(reply: m.Fetched, starts: Sequence[int]) -> tuple[list[Target], list[Plain]]:
     """Targets for all entries, as new tensors and objects; tied ones once."""
     tied = {i for i, _ in reply.same_as}
-    return [
+    entries = [None if at in tied else entry for at, entry in enumerate(reply.entries)]
+    nothing: list[None] = [None] * len(entries)
+    plain = plain_targets(reply.names, entries, starts, [*nothing], nothing)
+    targets = [
         resolve(at, start, name, entry)
-        for at, (name, entry, start) in enumerate(
-            zip(reply.names, reply.entries, starts, strict=True)
+        for at, (name, entry, start, easy) in enumerate(
+            zip(reply.names, entries, starts, plain, strict=True)
         )
-        if entry is not None and at not in tied
+        if entry is not None and easy is None
     ]
+    return targets, [easy for easy in plain if easy is not None]
 
 
 def _rebuilt(key: str, reply: m.Fetched, values: dict[int, Any]) -> dict[str, Any]:
@@ -471,7 +490,7 @@ def _matching(
     report: StateDictReport,
     *,
     cast: bool,
-) -> list[Target]:
+) -> tuple[list[Target], list[Plain]]:
     """Targets for the entries that match; what does not, goes into the report.
 
     Destinations that share their memory are filled once, from the first of them that is stored.
@@ -483,14 +502,27 @@ def _matching(
         absent = {leaves[at].name for at in set(range(len(leaves))) - set(wanted.places)}
         report.unexpected = [name for name in reply.names if name not in absent]
     targets: list[Target] = []
+    whole: list[Plain] = []
     missing: dict[int, int] = {}
     filled: dict[int, int] = {}
     failed = -1
-    asked = zip(wanted.asks, wanted.places, reply.entries, starts, strict=True)
-    for at, (ask, place, entry, start) in enumerate(asked):
+    asks = wanted.asks
+    plain = plain_targets(
+        [ask.key for ask in asks],
+        reply.entries,
+        starts,
+        [ask.tensor for ask in asks],
+        [ask.part for ask in asks],
+    )
+    asked = zip(asks, wanted.places, reply.entries, starts, plain, strict=True)
+    for at, (ask, place, entry, start, easy) in enumerate(asked):
         memory = wanted.same_as.get(place, place)
         if entry is None:
             missing[place] = memory
+            continue
+        if easy is not None and easy.tensor is not None:
+            if filled.setdefault(memory, place) == place:
+                whole.append(easy)
             continue
         if place == failed:
             continue
@@ -509,7 +541,7 @@ def _matching(
         if filled.setdefault(memory, place) == place:
             targets.append(target)
     report.missing = [leaves[at].name for at, memory in missing.items() if memory not in filled]
-    return targets
+    return targets, whole
 
 
 def _check_kind(leaf: Leaf, ask: Want, entry: m.Entry) -> None:
@@ -523,4 +555,6 @@ def _check_kind(leaf: Leaf, ask: Want, entry: m.Entry) -> None:
 def _filled(wanted: Wanted, targets: Sequence[Target], values: dict[int, Any]) -> Any:
     """The reader's state dict with the values that are no tensors of its own."""
     new = {target.key: values[target.at] for target in targets if target.tensor is None}
+    if not new:
+        return wanted.state_dict
     return nesting.replace(wanted.state_dict, wanted.leaves, new.get)

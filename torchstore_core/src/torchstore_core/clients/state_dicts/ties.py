@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from torchstore_core.clients.values.sharding import TensorShard, is_dtensor
 
-__all__ = ["PLAIN", "Ties"]
+__all__ = ["PLAIN", "Ties", "shared"]
 
 #: Tensors that have bytes of their own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -44,6 +46,13 @@ class Ties:
             others = self._found[address] = {_identity(others[0]): others[1]}
         earlier = others.setdefault(_identity(value), mark)
         return None if earlier == mark else earlier
+
+
+def shared(addresses: Sequence[int]) -> Collection[int]:
+    """Those that come more than once: only there can plain tensors (``values.plain``) be tied."""
+    if len(set(addresses)) == len(addresses):
+        return ()
+    return {address for address, times in Counter(addresses).items() if times > 1}
 
 
 def _identity(value: Any) -> object:

@@ -113,7 +113,7 @@ async def by_link(link: Link, batch: Batch) -> Sequence[mapping.Mapped]:
     if isinstance(batch, GetBatch):
         if isinstance(link, SupportsMap):
             mapped, batch = mapping.map_runs(link, batch)
-        if not batch.jobs:
+        if not batch.jobs and not batch.plain:
             return mapped
     if isinstance(link, SupportsWindow):
         await _by_window(link, batch)
@@ -147,9 +147,9 @@ def _tasks(
     rows: list[Rows] = []
     gathered = 0
     for move in batch.moves(window.nbytes):
-        if len(move) == 3:
-            runs.append(move)
-            gathered += move[2]
+        if isinstance(move, list):
+            runs += move
+            gathered += sum([run[2] for run in move])
         elif not isinstance(move, TensorMove):
             rows.append(move)
             gathered += move[2] * move[3]
@@ -250,9 +250,11 @@ async def _by_copies(link: Link, batch: Batch) -> None:
     copies: list[Copy] = []
     staged: list[tuple[TensorMove, torch.Tensor]] = []
     for move in batch.moves(None):
-        if not isinstance(move, TensorMove):
-            copies.append(Copy(move[0], segment, move[1], move[2]))
+        if isinstance(move, list):
+            copies += [Copy(run[0], segment, run[1], run[2]) for run in move]
             continue
+        if not isinstance(move, TensorMove):
+            raise TypeError("rows are only for links with a window")
         packed = _packed(move) if batch.into_segment else _empty(move)
         staged.append((move, packed))
         address = address_of(move.key, packed)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import msgspec
+import torch
 
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.clock import Clock
@@ -14,7 +16,7 @@ from torchstore_core.clients.session.lane import Lane
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
-from torchstore_core.clients.transfer.targets import Results, Target, resolve
+from torchstore_core.clients.transfer.targets import Plain, Results, Target, plain_targets, resolve
 from torchstore_core.clients.values.sharding import is_sharded, local_parts
 from torchstore_core.clients.values.tensors import plain_slice
 from torchstore_core.errors import (
@@ -52,6 +54,8 @@ class Want(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> Want:
+        if type(what) is str and part is None:  # the usual case, many times
+            return cls(check_key(what), 0, tensor, None)
         if part is not None and not isinstance(part, TensorSlice):
             raise UnsupportedValueError(
                 f"tensor_slice_spec is a TensorSlice, not a {type(part).__qualname__}"
@@ -74,7 +78,8 @@ def asks_of(want: Want) -> list[Want]:
     Raises:
         LayoutMismatchError, UnsupportedValueError: a destination that contradicts itself.
     """
-    if want.tensor is None or not is_sharded(want.tensor):
+    tensor = want.tensor
+    if tensor is None or type(tensor) is torch.Tensor or not is_sharded(tensor):
         return [want]
     if want.part is not None:
         raise LayoutMismatchError(
@@ -119,12 +124,18 @@ async def get_asks(
             starts = leasing.granted(located.entries, located.leased)
             reach.check(located.entries)
             clock.phase("plan")
-            found = zip(asks, located.entries, starts, strict=True)
+            keys, parts = [ask.key for ask in asks], [ask.part for ask in asks]
+            plain = plain_targets(
+                keys, located.entries, starts, [ask.tensor for ask in asks], parts
+            )
+            found = zip(asks, located.entries, starts, plain, strict=True)
             targets = [
                 resolve(at, start, ask.key, entry, ask.tensor, ask.part)
-                for at, (ask, entry, start) in enumerate(found)
+                for at, (ask, entry, start, easy) in enumerate(found)
+                if easy is None
             ]
-            return await leasing.read(targets, allow_pickle), located.entries
+            whole = [easy for easy in plain if easy is not None]
+            return await leasing.read(targets, allow_pickle, whole), located.entries
 
 
 class Reach:
@@ -183,23 +194,23 @@ class Leasing:
     def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
         """The server has answered; the position of each entry's first value in the lease."""
         self._leased = leased
-        starts: list[int] = []
-        count = 0
-        for entry in entries:
-            starts.append(count)
-            if entry is not None:
-                count += 1 if entry.parts is None else len(entry.parts)
-        self._count = count
+        counts = [
+            0 if entry is None else 1 if entry.parts is None else len(entry.parts)
+            for entry in entries
+        ]
+        *starts, self._count = accumulate(counts, initial=0)
         return starts
 
-    async def read(self, targets: Sequence[Target], allow_pickle: bool) -> dict[int, Any]:
+    async def read(
+        self, targets: Sequence[Target], allow_pickle: bool, plain: Sequence[Plain] = ()
+    ) -> dict[int, Any]:
         """Move the bytes; the values by position of their target. What was mapped keeps its part of
         the lease until its tensors die.
         """
         measured = self._clock.measured
         results = Results()
         if self._leased:
-            batches = get_batches(targets, results)
+            batches = get_batches(targets, results, plain)
             results.waited = True
             for moved in await self._clock.within(executor.execute(self._session, batches)):
                 for mapped in moved.mappings:
@@ -213,6 +224,7 @@ class Leasing:
         if measured is not None:
             pieces = [piece for target in targets for piece in target.pieces]
             measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
+        results.filled(plain)
         values = results.finish(targets, allow_pickle=allow_pickle)
         self._clock.phase("copy")
         return values

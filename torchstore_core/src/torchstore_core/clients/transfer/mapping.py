@@ -8,16 +8,13 @@ from typing import NamedTuple
 import torch
 
 from torchstore_core.clients.transfer.moves import GetBatch, contiguous_start
-from torchstore_core.clients.transfer.targets import Target
+from torchstore_core.clients.transfer.targets import MAP_MIN, Piece, Target
 from torchstore_core.clients.values.tensors import from_buffer
 from torchstore_core.contracts.transport import SupportsMap
 from torchstore_core.errors import TransportError
 
-__all__ = ["MAP_MIN", "Mapped", "map_runs"]
+__all__ = ["Mapped", "map_runs"]
 
-#: Values from this size, in bytes, are mapped; smaller ones are copied out (a mapping costs about
-#: as much as copying this much, and a process has some 65,000 of them).
-MAP_MIN = 64 << 10
 # Mappable values whose gap is at most this many bytes share one mapping and one lease.
 _GROUP_GAP = 1 << 20
 
@@ -33,7 +30,7 @@ def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetB
     """Map what is large and contiguous, one mapping for neighbours: what was put together lies
     together. Returns the mappings, and what is left to be copied.
     """
-    rest = GetBatch(batch.volume, batch.segment, batch.results)
+    rest: list[tuple[Target, Piece]] = []
     mappable: list[tuple[int, Target]] = []
     for target, piece in batch.jobs:
         start = None
@@ -45,7 +42,7 @@ def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetB
         ):
             start = contiguous_start(piece, target.dtype.itemsize)
         if start is None:
-            rest.add(target, piece)
+            rest.append((target, piece))
         else:
             mappable.append((start, target))
     if not mappable:
@@ -66,7 +63,7 @@ def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetB
             mapping = link.map(batch.segment, first, end - first)
         except TransportError:  # out of mappings (vm.max_map_count): copying always works
             for _, target in run:
-                rest.add(target, target.pieces[0])
+                rest.append((target, target.pieces[0]))
             continue
         made = [
             (
@@ -78,4 +75,4 @@ def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetB
             for start, target in run
         ]
         found.append(Mapped(mapping.owner, made))
-    return found, rest
+    return found, GetBatch(batch.volume, batch.segment, batch.results, rest, batch.plain)

@@ -11,20 +11,25 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import compress
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.clients.transfer.sources import Source
-from torchstore_core.clients.transfer.targets import Piece, Results, Target, narrow
+from torchstore_core.clients.transfer.targets import Piece, Plain, Results, Target, narrow
+from torchstore_core.clients.values.plain import Looked, look
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
+from torchstore_core.values import ValueMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["Batch", "GetBatch", "Job", "Move", "PutBatch", "Rows", "Run", "TensorMove"]
 __all__ += ["contiguous_start", "get_batches", "put_batches"]
+
+T = TypeVar("T")
 
 #: Contiguous bytes: their address here, their offset in the segment, and how many there are.
 Run = tuple[int, int, int]
@@ -57,7 +62,8 @@ class TensorMove(NamedTuple):
             yield self.offset + start * itemsize, length * itemsize
 
 
-Move = Run | Rows | TensorMove
+#: What is one run comes in a list: of many, or alone.
+Move = list[Run] | Rows | TensorMove
 
 
 class Batch(ABC):
@@ -95,33 +101,37 @@ class PutBatch(Batch):
 
     into_segment = True
 
-    def __init__(self, volume: int, segment: int) -> None:
+    def __init__(self, volume: int, segment: int, items: Sequence[tuple[Source, int]]) -> None:
         self.volume = volume
         self.segment = segment
-        self.items: list[tuple[Source, int]] = []  # and the offset of each
-        self.nbytes = 0
-        self.on_device = False
-
-    def add(self, source: Source, offset: int) -> None:
-        """One more."""
-        self.items.append((source, offset))
-        self.nbytes += source.nbytes
-        if source.tensor is not None and not source.tensor.is_cpu:
-            self.on_device = True
+        self.nbytes = sum([source.nbytes for source, _ in items])
+        self._plain = [item for item in items if item[0].plain]
+        self._others = [item for item in items if not item[0].plain]
+        tensors = [source.tensor for source, _ in self._others]
+        self.on_device = any(tensor is not None and not tensor.is_cpu for tensor in tensors)
 
     def moves(self, room: int | None) -> Iterator[Move]:
-        for source, offset in self.items:
+        plain = self._plain
+        looked = look([source.tensor for source, _ in plain])
+        self._memory = looked.storages
+        runs, changed = _same(looked, [s.meta for s, _ in plain], [offset for _, offset in plain])
+        if _are_inside(runs, room):
+            yield runs
+            others = [*[plain[at] for at in changed], *self._others]
+        else:
+            others = [*plain, *self._others]
+        for source, offset in others:
             nbytes = source.nbytes
             if room is not None and not 0 <= offset <= room - nbytes:
                 raise TransportError(f"{source.key!r} would lie outside segment {self.segment}")
             address = source.address()
             tensor = source.tensor
             if tensor is None:
-                yield address, offset, nbytes
+                yield [(address, offset, nbytes)]
                 continue
             if source.cast is None and tensor.is_cpu:
                 if tensor.is_contiguous():
-                    yield address, offset, nbytes
+                    yield [(address, offset, nbytes)]
                     continue
                 if room is not None:
                     shape, itemsize = tuple(tensor.shape), tensor.element_size()
@@ -134,16 +144,9 @@ class PutBatch(Batch):
             yield TensorMove(source.key, tensor, offset, tuple(tensor.shape), dtype)
 
 
-def put_batches(granted: Iterable[tuple[Source, m.Grant]]) -> Sequence[PutBatch]:
-    """The plan of a put."""
-    batches: dict[tuple[int, int], PutBatch] = {}
-    for source, grant in granted:
-        place = grant.volume, grant.segment
-        batch = batches.get(place)
-        if batch is None:
-            batch = batches[place] = PutBatch(*place)
-        batch.add(source, grant.offset)
-    return list(batches.values())
+def put_batches(granted: Iterable[tuple[Source, m.Grant | None]]) -> Sequence[PutBatch]:
+    """The plan of a put. None: nobody asks for the bytes of this source."""
+    return [PutBatch(*place, items) for place, items in _by_place(granted).items()]
 
 
 #: A piece of a target that is to be read.
@@ -155,24 +158,46 @@ class GetBatch(Batch):
 
     into_segment = False
 
-    def __init__(self, volume: int, segment: int, results: Results) -> None:
+    def __init__(
+        self,
+        volume: int,
+        segment: int,
+        results: Results,
+        jobs: Sequence[Job],
+        plain: Sequence[tuple[Plain, int]] = (),
+    ) -> None:
         self.volume = volume
         self.segment = segment
-        self.jobs: list[Job] = []
         self.results = results
-        self.nbytes = 0
-        self.on_device = False
-
-    def add(self, target: Target, piece: Piece) -> None:
-        """One more."""
-        self.jobs.append((target, piece))
-        self.nbytes += piece.nbytes
-        if target.tensor is not None and not target.tensor.is_cpu:
-            self.on_device = True
+        self.jobs = jobs
+        self.plain = plain  # and the offset of each
+        self.nbytes = sum([piece.nbytes for _, piece in jobs])
+        self.nbytes += sum([one.entry.nbytes for one, _ in plain])
+        tensors = [target.tensor for target, _ in jobs]
+        self.on_device = any(tensor is not None and not tensor.is_cpu for tensor in tensors)
 
     def moves(self, room: int | None) -> Iterator[Move]:
-        into = [self.results.tensor(target) for target, _ in self.jobs]
-        for (target, piece), result in zip(self.jobs, into, strict=True):
+        given = [item for item in self.plain if item[0].tensor is not None]
+        fresh = [item for item in self.plain if item[0].tensor is None]
+        looked = look([one.tensor for one, _ in given])
+        self._memory = looked.storages
+        runs, changed = _same(
+            looked, [one.meta for one, _ in given], [offset for _, offset in given]
+        )
+        made = self.results.tensors([one for one, _ in fresh])
+        runs += [
+            (tensor.data_ptr(), offset, one.entry.nbytes)
+            for tensor, (one, offset) in zip(made, fresh, strict=True)
+        ]
+        others = [given[at][0] for at in changed]
+        if _are_inside(runs, room):
+            yield runs
+        else:
+            others = [one for one, _ in self.plain]
+        targets = [one.target() for one in others]
+        jobs = [*[(target, target.pieces[0]) for target in targets], *self.jobs]
+        into = [self.results.tensor(target) for target, _ in jobs]
+        for (target, piece), result in zip(jobs, into, strict=True):
             grant, nbytes, itemsize = piece.grant, piece.nbytes, target.dtype.itemsize
             if grant is None or not nbytes:
                 continue
@@ -185,7 +210,7 @@ class GetBatch(Batch):
                     start = contiguous_start(piece, itemsize)
                     first = None if start is None else _first_if_run(piece.into, target.shape)
                     if start is not None and first is not None:
-                        yield address + first * itemsize, start, nbytes
+                        yield [(address + first * itemsize, start, nbytes)]
                         continue
                 if room is not None:
                     rows = _rows(piece, address, result.stride(), grant.offset, itemsize)
@@ -196,20 +221,56 @@ class GetBatch(Batch):
             yield TensorMove(target.key, part, grant.offset, piece.shape, target.dtype, piece.box)
 
 
-def get_batches(targets: Iterable[Target], results: Results) -> Sequence[GetBatch]:
+def get_batches(
+    targets: Iterable[Target], results: Results, plain: Iterable[Plain] = ()
+) -> Sequence[GetBatch]:
     """The plan of a get, but for what comes inside the reply."""
-    batches: dict[tuple[int, int], GetBatch] = {}
-    for target in targets:
-        for piece in target.pieces:
-            grant = piece.grant
-            if grant is None:
-                continue
-            place = grant.volume, grant.segment
-            batch = batches.get(place)
-            if batch is None:
-                batch = batches[place] = GetBatch(*place, results)
-            batch.add(target, piece)
-    return list(batches.values())
+    pieces = [((target, piece), piece.grant) for target in targets for piece in target.pieces]
+    jobs = _by_place(pieces)
+    whole = _by_place([(one, one.entry.grant) for one in plain])
+    return [
+        GetBatch(*place, results, [job for job, _ in jobs.get(place, ())], whole.get(place, ()))
+        for place in jobs | whole
+    ]
+
+
+def _by_place(
+    granted: Iterable[tuple[T, m.Grant | None]],
+) -> dict[tuple[int, int], list[tuple[T, int]]]:
+    """What lies in the same volume and segment together, each with its offset."""
+    found: dict[tuple[int, int], list[tuple[T, int]]] = {}
+    volume = segment = -1
+    there: list[tuple[T, int]] = []
+    for item, grant in granted:
+        if grant is None:
+            continue
+        if grant.volume != volume or grant.segment != segment:
+            volume, segment = grant.volume, grant.segment
+            there = found.setdefault((volume, segment), [])
+        there.append((item, grant.offset))
+    return found
+
+
+def _same(
+    looked: Looked, metas: Sequence[ValueMeta], offsets: Sequence[int]
+) -> tuple[list[Run], Sequence[int]]:
+    """The runs of plain tensors, as far as they still are what they were when they were looked at;
+    and which are not: one by one, it is found out what has become of them.
+    """
+    runs = list(zip(looked.addresses, offsets, looked.sizes, strict=True))
+    if looked.metas == metas:
+        return runs, ()
+    same = [now == meta for now, meta in zip(looked.metas, metas, strict=True)]
+    changed = [at for at, is_same in enumerate(same) if not is_same]
+    return list(compress(runs, same)), changed
+
+
+def _are_inside(runs: Sequence[Run], room: int | None) -> bool:
+    """Whether all runs lie inside of a segment of ``room`` bytes (None: it is not known)."""
+    if room is None or not runs:
+        return True
+    ends = [offset + nbytes for _, offset, nbytes in runs]
+    return min([offset for _, offset, _ in runs]) >= 0 and max(ends) <= room
 
 
 def contiguous_start(piece: Piece, itemsize: int) -> int | None:

@@ -80,7 +80,12 @@ class Putting:
 
     async def begin(self) -> None:
         """Memory is granted."""
-        items = [source.item(None if source.nbytes else b"") for source in self._sources]
+        items = [
+            m.PutItem(source.key, source.meta, source.nbytes, None, None, source.path)
+            if source.plain
+            else source.item(None if source.nbytes else b"")
+            for source in self._sources
+        ]
         put = m.Put(self._lane.next_id(), self._txn, items, self._version, self._group)
         granted = await _begin(self._session, self._lane, put, m.Granted, self.clock)
         self._grants = granted.grants
@@ -92,8 +97,7 @@ class Putting:
         if len(self._grants) > len(placed):  # a part as long as the first for each further copy
             placed *= len(self._grants) // len(placed)
         pairs = zip(placed, self._grants, strict=True)
-        batches = put_batches([(source, grant) for source, grant in pairs if grant is not None])
-        work = executor.execute(self._session, batches)
+        work = executor.execute(self._session, put_batches(pairs))
         for moved in await self.clock.within(work, self._lane):
             if self.clock.measured is not None and moved.transport:
                 volume = self._session.volumes[moved.batch.volume].info.id

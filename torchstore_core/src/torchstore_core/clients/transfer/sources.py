@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import torch
 
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.values.codec import NoValue, encode_object
+from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.clients.values.tensors import (
     LOWEST_ADDRESS,
@@ -25,7 +26,7 @@ from torchstore_core.errors import UnsupportedValueError
 from torchstore_core.values import TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Source", "inline_bytes", "look_again", "prepare"]
+__all__ = ["Source", "inline_bytes", "look_again", "plain_source", "prepare"]
 __all__ += ["prepare_all", "prepare_tensor"]
 
 
@@ -34,7 +35,8 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
     ``meta`` describes the whole tensor, in the dtype that it is stored in, of which ``tensor`` is
     ``part``; ``nbytes`` are those that are stored. ``cast``: the dtype that it is stored in, if
-    that is not its own. For the rest see ``messages.PutItem``.
+    that is not its own. ``plain``: the tensor is, see ``values.plain``, and the very one that was
+    given. For the rest see ``messages.PutItem``.
     """
 
     key: str
@@ -46,6 +48,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     path: bytes = b""
     same_as: int = -1
     cast: torch.dtype | None = None
+    plain: bool = False
 
     def item(self, data: bytes | None) -> m.PutItem:
         """What the server is told."""
@@ -107,14 +110,26 @@ def prepare_tensor(key: str, value: torch.Tensor, path: bytes = b"") -> Source:
     return Source(key, describe(tensor), tensor.nbytes, tensor, None, None, path)
 
 
+def plain_source(
+    key: str, meta: TensorMeta, nbytes: int, value: torch.Tensor, path: bytes = b""
+) -> Source:
+    """:func:`prepare` of a tensor that was found to be plain, under a key that was checked."""
+    return Source(key, meta, nbytes, value, None, None, path, -1, None, True)
+
+
 def prepare_all(
-    items: Iterable[tuple[str, Any]], *, allow_pickle: bool
+    items: Collection[tuple[str, Any]], *, allow_pickle: bool
 ) -> tuple[list[Source], list[int] | None]:
     """:func:`prepare` of many: all sources, and how many each value has; None if each has one."""
     sources: list[Source] = []
     counts: list[int] = []
     one_each = True
-    for key, value in items:
+    looked = look([value for _, value in items])
+    for (key, value), meta, nbytes in zip(items, looked.metas, looked.sizes, strict=True):
+        if meta is not None:
+            sources.append(plain_source(check_key(key), meta, nbytes, value))
+            counts.append(1)
+            continue
         if type(value) is torch.Tensor:
             sources.append(prepare_tensor(check_key(key), value))
             counts.append(1)

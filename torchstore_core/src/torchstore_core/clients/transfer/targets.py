@@ -13,6 +13,7 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.clients.values.codec import decode_object
+from torchstore_core.clients.values.plain import look
 from torchstore_core.clients.values.tensors import (
     address_of,
     byte_like,
@@ -26,10 +27,14 @@ from torchstore_core.errors import (
     ProtocolError,
     UnsupportedValueError,
 )
-from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice
+from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Piece", "Results", "Target", "narrow", "resolve"]
+__all__ = ["MAP_MIN", "Piece", "Plain", "Results", "Target", "narrow", "plain_targets", "resolve"]
+
+#: New tensors from this size, in bytes, are mapped where that can be done; smaller ones are copied
+#: out (a mapping costs about as much as copying this much, and a process has some 65,000 of them).
+MAP_MIN = 64 << 10
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -89,6 +94,77 @@ class Target(msgspec.Struct, frozen=True, gc=False):
                 key=self.key,
             )
         return address
+
+
+class Plain(msgspec.Struct, frozen=True, gc=False):
+    """A whole value that goes as it is from one place into one plain tensor, see ``values.plain``.
+
+    Args:
+        at, position, key, tensor: see :class:`Target` and :class:`Piece`. A new tensor is a small
+            one: others may be mapped.
+        entry: as it came in the reply; it has a grant.
+        meta: what the entry and the tensor are.
+    """
+
+    at: int
+    position: int
+    key: str
+    entry: m.Entry
+    meta: TensorMeta
+    tensor: torch.Tensor | None
+
+    def target(self) -> Target:
+        """The same, if the tensor is not plain any more."""
+        entry, meta, tensor = self.entry, self.meta, self.tensor
+        nbytes, dtype = entry.nbytes, dtype_of(meta, self.key)
+        piece = Piece(self.position, None, entry.grant, meta.shape, None, None, nbytes)
+        into = None if tensor is None else tensor.detach()
+        return Target(self.at, self.key, None, dtype, meta.shape, into, (piece,), nbytes)
+
+
+def plain_targets(
+    keys: Sequence[str],
+    entries: Sequence[m.Entry | None],
+    starts: Sequence[int],
+    tensors: list[Any],
+    parts: Sequence[TensorSlice | None],
+) -> list[Plain | None]:
+    """Those of the entries that are as easy as that, by position; None for what is left to
+    :func:`resolve`.
+
+    Args:
+        starts: positions of the entries' first values in the lease.
+        tensors: destinations; None for new tensors. Anything else is left alone, too.
+        parts: what is wanted of the entries; None: all.
+    """
+    looked = look(tensors)
+    found: list[Plain | None] = []
+    add = found.append
+    columns = zip(keys, entries, starts, tensors, parts, looked.metas, strict=True)
+    for at, (key, entry, position, tensor, part, meta) in enumerate(columns):
+        if entry is None or entry.grant is None or entry.parts is not None or part is not None:
+            add(None)
+        elif meta is not None:
+            fits = entry.meta == meta and entry.nbytes == looked.sizes[at]
+            add(Plain(at, position, key, entry, meta, tensor) if fits else None)
+        elif (
+            tensor is None and entry.nbytes < MAP_MIN and _plain_nbytes(entry.meta) == entry.nbytes
+        ):
+            add(Plain(at, position, key, entry, entry.meta, None))
+        else:
+            add(None)
+    return found
+
+
+@lru_cache(maxsize=4096)  # layers repeat
+def _plain_nbytes(meta: ValueMeta) -> int:
+    """Bytes of a plain tensor; -1 if it is none, or none of this torch."""
+    if not isinstance(meta, TensorMeta) or min(meta.shape, default=1) < 1:
+        return -1
+    try:
+        return math.prod(meta.shape) * dtype_of(meta, "").itemsize
+    except UnsupportedValueError:
+        return -1
 
 
 def resolve(
@@ -216,6 +292,34 @@ class Results:
                 made = torch.empty(target.shape, dtype=target.dtype, device="cpu")
             self.values[target.at] = made
         return made
+
+    def tensors(self, plain: Iterable[Plain]) -> list[torch.Tensor]:
+        """New tensors for their bytes. Those of a kind are made after the first: it takes half the
+        time.
+        """
+        found: list[torch.Tensor] = []
+        first: dict[TensorMeta, torch.Tensor] = {}
+        for one in plain:
+            made = self.values.get(one.at)
+            if made is None:
+                like = first.get(one.meta)
+                if like is None:
+                    dtype = dtype_of(one.meta, one.key)
+                    made = torch.empty(one.meta.shape, dtype=dtype, device="cpu")
+                    first[one.meta] = made
+                else:
+                    made = torch.empty_like(like)
+                self.values[one.at] = made
+            found.append(made)
+        return found
+
+    def filled(self, plain: Iterable[Plain]) -> None:
+        """The destinations among them have been written to."""
+        tensors = {one.at: one.tensor for one in plain if one.tensor is not None}
+        self.values.update(tensors)
+        # Tell autograd, which did not see the writes.
+        seen = [tensor for tensor in tensors.values() if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(seen)
 
     def finish(self, targets: Iterable[Target], *, allow_pickle: bool) -> dict[int, Any]:
         """All values, when everything has been moved: with what came inside the reply, and with

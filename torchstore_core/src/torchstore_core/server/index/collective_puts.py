@@ -12,7 +12,13 @@ from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.key_history import PutTarget
 from torchstore_core.server.index.participants import Contribution
 from torchstore_core.server.index.records import SessionRecord, Txn, Value
-from torchstore_core.server.memory.placement import check_item, check_key, checked_box, grants_of
+from torchstore_core.server.memory.placement import (
+    check_item,
+    check_key,
+    checked_box,
+    grants_of,
+    unusual,
+)
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
@@ -47,6 +53,7 @@ class CollectivePut:
         self._targets: dict[str, PutTarget] = {}
         self._found: list[tuple[PutTarget | None, Box | None]] = []
         self._stored: list[int] = []
+        self._fresh: Generation | None = None
         self.items: list[m.PutItem] = []
         self.boxes: list[Box | None] = []
         self._decide()
@@ -66,14 +73,19 @@ class CollectivePut:
             raise ProtocolError("a state dict has a key, and participants and keep above 0")
         seen: dict[str, tuple[m.PutItem, set[Box] | None]] = {}
         found: list[Box | None] = []
+        once = len({item.key for item in request.items}) == len(request.items)
+        if once and not unusual(request.items):
+            return [None] * len(request.items)
         for at, item in enumerate(request.items):
-            box = checked_box(item)
+            box = None if item.part is None else checked_box(item)
             if item.same_as >= 0 or (box is not None and box.is_empty):
                 check_key(item)
             else:
                 check_item(item)
-            _check_once(seen, item, box)
-            self._check_alias(at, item)
+            if not once:
+                _check_once(seen, item, box)
+            if item.same_as != -1:
+                self._check_alias(at, item)
             found.append(box)
         return found
 
@@ -81,21 +93,22 @@ class CollectivePut:
         request = self._request
         publication = request.group
         checked = self._checked()
-        target: PutTarget | None = None
+        target: PutTarget | None
         if publication is not None:
             target = self._target(
                 publication.key, publication.participant, ("state dict", publication.participants)
             )
+            self._found = [(target, box) for box in checked]
+            return
         for item, box in zip(request.items, checked, strict=True):
-            if publication is None:
-                target = self._targets.get(item.key)
-                if target is None and (request.version or item.part is not None):
-                    layout, participant = _layout_of(item)
-                    # Without a mesh a participant is its box: a new one is no late replica, but
-                    # the first of another cut.
-                    mesh = item.part.mesh_shape if item.part is not None else ()
-                    replica = bool(mesh) or (box is not None and box.is_empty)
-                    target = self._target(item.key, participant, layout, replica=replica)
+            target = self._targets.get(item.key)
+            if target is None and (request.version or item.part is not None):
+                layout, participant = _layout_of(item)
+                # Without a mesh a participant is its box: a new one is no late replica, but
+                # the first of another cut.
+                mesh = item.part.mesh_shape if item.part is not None else ()
+                replica = bool(mesh) or (box is not None and box.is_empty)
+                target = self._target(item.key, participant, layout, replica=replica)
             self._found.append((target, box))
 
     def clear(self) -> list[Value]:
@@ -108,12 +121,22 @@ class CollectivePut:
         Raises:
             LayoutMismatchError: another participant puts an entry with another shape or dtype.
         """
-        for at, item in enumerate(self._request.items):
+        request = self._request
+        publication = request.group
+        made = None if publication is None else self._targets[publication.key].generation
+        pieces = [item for item in request.items if item.same_as >= 0 or item.part is not None]
+        if made is not None and not (made.entries or made.relied or pieces):
+            # Nothing of this state dict is there yet: the usual case, of very many entries.
+            self._fresh = made
+            self._stored = list(range(len(request.items)))
+            self.items, self.boxes = request.items, [None] * len(request.items)
+            return
+        for at, item in enumerate(request.items):
             target, box = self._found[at]
             if item.same_as >= 0:
                 continue
             if target is not None:
-                name = "" if self._request.group is None else item.key
+                name = "" if publication is None else item.key
                 made = target.generation
                 if made is None or made.holds(name, item.meta, box, item.nbytes):
                     continue
@@ -160,7 +183,6 @@ class CollectivePut:
     def enter(self, values: Sequence[Value], granted: dict[int, int]) -> Txn:
         """Make the values of :attr:`items` part of their generations."""
         request = self._request
-        by_item = dict(zip(self._stored, values, strict=True))
         contributions: dict[str, tuple[PutTarget, Contribution]] = {}
         for key, target in self._targets.items():
             contributions[key] = target, self._catalog.join(target, self._session)
@@ -171,6 +193,14 @@ class CollectivePut:
                 contributions[publication.key][1].order = dict.fromkeys(
                     [item.key for item in request.items]
                 )
+        if publication is not None and self._fresh is not None:
+            target, contribution = contributions[publication.key]
+            names = [item.key for item in request.items]
+            contribution.paths = {item.key: item.path for item in request.items if item.path}
+            contribution.items = list(zip(names, values, strict=True))
+            self._fresh.entries.update(contribution.items)
+            return Txn(list(values), granted, [], [(target, contribution)], [target])
+        by_item = dict(zip(self._stored, values, strict=True))
         plain: list[Value] = []
         results: list[Value | PutTarget] = []
         for at, (item, (where, box)) in enumerate(zip(request.items, self._found, strict=True)):
@@ -202,6 +232,8 @@ class CollectivePut:
 
     def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
         """The grants that answer the put; None if all of it was inline, so that it is complete."""
+        if self._fresh is not None:
+            return grants_of([value for value in values if value.data is None]) or None
         by_item = dict(zip(self._stored, values, strict=True))
         asked = [at for at, i in enumerate(self._request.items) if i.data is None and i.same_as < 0]
         if not asked:

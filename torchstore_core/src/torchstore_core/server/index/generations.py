@@ -209,6 +209,8 @@ class Generation(msgspec.Struct, eq=False):
         """The entries that are not committed completely: what they are, and the boxes that are."""
         tied = self._tied_and_empty()
         for name, entry in self.entries.items():
+            if type(entry) is Value and entry.created:  # the usual case
+                continue
             if name in tied:
                 continue
             if type(entry) is Shards:
@@ -271,11 +273,14 @@ class Generation(msgspec.Struct, eq=False):
         """
         now = time.time()
         tied = self._tied_and_empty()
-        entries = {
-            name: _sealed(entry, self.version, now)
-            for name, entry in self.entries.items()
-            if name not in tied
-        }
+        version = self.version
+        entries: dict[str, Value | Shards] = {}
+        for name, entry in self.entries.items():
+            if type(entry) is Value:
+                entry.version, entry.created = version, now
+                entries[name] = entry
+            elif name not in tied:
+                entries[name] = _sealed(entry, version, now)
         publication = self.publication
         if publication is None:
             stored: Stored = entries[""]
@@ -308,18 +313,19 @@ class Generation(msgspec.Struct, eq=False):
             else:
                 mine = entries
         for entry in mine.values():
-            retain(all_values(entry))
+            if type(entry) is Value:
+                entry.uses += 1
+            else:
+                retain(all_values(entry))
         facts = done[0].session.facts
         return Manifest(key, entries, paths, facts, self.version, now, publication.packed)
 
 
-def _sealed(entry: Value | Shards, version: int, now: float) -> Value | Shards:
+def _sealed(entry: Shards, version: int, now: float) -> Value | Shards:
     """An entry as a version keeps it: with the committed parts only; as one value if one of them is
     all of it.
     """
     entry.version, entry.created = version, now
-    if type(entry) is Value:
-        return entry
     parts = {box: value for box, value in entry.parts.items() if value.created}
     target = boxes.whole(entry.meta.shape)
     if (value := parts.get(target)) is not None:

@@ -154,6 +154,9 @@ def all_values(stored: Stored) -> Iterable[Value]:
         return (stored,)
     if type(stored) is Shards:
         return stored.parts.values()
+    whole = [value for value in stored.entries.values() if type(value) is Value]
+    if len(whole) == len(stored.entries):
+        return whole
     return (value for entry in stored.entries.values() for value in all_values(entry))
 
 

@@ -107,15 +107,16 @@ class Allocator:
         """Take back ``(offset, nbytes)`` ranges: whole allocations or any aligned part of one."""
         start = end = -1
         for offset, nbytes in sorted(ranges):
-            size = max(rounded(nbytes), ALIGNMENT)
-            self.used -= size
+            size = (nbytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
             if offset == end:  # what was put together dies together: merge before filing
                 end += size
                 continue
             if end > start:
+                self.used -= end - start
                 self._merge(start, end - start)
             start, end = offset, offset + size
         if end > start:
+            self.used -= end - start
             self._merge(start, end - start)
 
     def free_ranges(self) -> list[tuple[int, int]]:

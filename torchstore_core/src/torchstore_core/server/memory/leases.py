@@ -16,7 +16,7 @@ from torchstore_core.server.index.records import (
     values_in,
 )
 from torchstore_core.server.memory import strategy_calls as asking
-from torchstore_core.server.memory.allocator import rounded
+from torchstore_core.server.memory.allocator import ALIGNMENT, rounded
 from torchstore_core.wire import messages as m
 
 __all__ = ["Leases"]
@@ -140,7 +140,7 @@ class Leases:
         """One lease more."""
         value.pins += 1
         if value.pins == 1:
-            nbytes = rounded(value.nbytes)
+            nbytes = (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
             self.volumes[value.volume].leased += nbytes
             if choice is not None:
                 for at, _ in value.more:  # a lease keeps every copy as it is

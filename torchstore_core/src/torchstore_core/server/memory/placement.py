@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -12,15 +13,24 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 from torchstore_core.errors import ProtocolError, StoreFullError
 from torchstore_core.server.index.records import SessionRecord, Stored, Value, VolumeRecord
 from torchstore_core.server.memory import strategy_calls as asking
-from torchstore_core.server.memory.allocator import Allocator, rounded
+from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
 from torchstore_core.values import StateDictMeta, TensorMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["check_item", "check_key", "checked_box", "checked_items", "find_place", "full_error"]
-__all__ += ["Run", "grants_of", "most_bytes", "session_bytes", "values_in_runs"]
+__all__ += [
+    "Run",
+    "grants_of",
+    "most_bytes",
+    "session_bytes",
+    "sizes_of",
+    "unusual",
+    "values_in_runs",
+]
 
 # Of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
+_MOST_BYTES = 1 << 60
 
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
@@ -50,22 +60,39 @@ def check_item(item: m.PutItem) -> None:
             raise ProtocolError(
                 f"{item.key!r}: {len(item.data)} bytes came, {item.nbytes} were announced"
             )
-    elif not 0 < item.nbytes < 1 << 60:
+    elif not 0 < item.nbytes < _MOST_BYTES:
         raise ProtocolError(f"{item.key!r}: cannot place {item.nbytes} bytes", key=item.key)
 
 
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
-    """Bytes to place (rounded), bytes inline, and the sizes to place, in order."""
-    placed = inline = 0
-    sizes: list[int] = []
-    for item in items:
+    """Checks all of them, see :func:`check_item`; and :func:`sizes_of` them."""
+    for item in unusual(items):
         check_item(item)
-        if item.data is not None:
-            inline += item.nbytes
-        else:
-            sizes.append(item.nbytes)
-            placed += rounded(item.nbytes)
-    if placed >= 1 << 60:
+    return sizes_of(items)
+
+
+def unusual(items: Sequence[m.PutItem]) -> list[m.PutItem]:
+    """Those that are not, at the first glance, whole tensors that :func:`check_item` accepts."""
+    return [
+        item
+        for item in items
+        if item.data is not None
+        or item.part is not None
+        or item.same_as != -1
+        or not 0 < item.nbytes < _MOST_BYTES
+        or not 0 < len(item.key) <= m.MAX_KEY
+        or type(item.meta) is not TensorMeta
+    ]
+
+
+def sizes_of(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
+    """Bytes to place (rounded), bytes inline, and the sizes to place, in order."""
+    sizes = [item.nbytes for item in items if item.data is None]
+    inline = 0
+    if len(sizes) < len(items):
+        inline = sum([item.nbytes for item in items if item.data is not None])
+    placed = sum([(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes])
+    if placed >= _MOST_BYTES:
         raise ProtocolError(f"cannot place {placed} bytes")
     return placed, inline, sizes
 
@@ -114,10 +141,8 @@ def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] |
     allocator = volume.allocator
     start = allocator.allocate(placed)
     if start is not None:
-        offsets: list[int] = []
-        for size in sizes:
-            offsets.append(start)
-            start += rounded(size)
+        steps = [(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes]
+        *offsets, _ = accumulate(steps, initial=start)
         return offsets
     pieces = _allocate_each(allocator, sizes)
     if pieces is None and len(sizes) > 1 and max(sizes) <= allocator.largest_free:
@@ -325,6 +350,11 @@ def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Va
     volume, offsets = run.copies[0]
     others = run.copies[1:]
     index = volume.index
+    if not others and len(offsets) == len(items):  # the usual case, of many
+        return [
+            Value(item.key, item.meta, item.nbytes, index, None, offset, facts, uses=1)
+            for item, offset in zip(items, offsets, strict=True)
+        ]
     values: list[Value] = []
     at = 0
     for item in items:
