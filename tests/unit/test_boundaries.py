@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -228,3 +229,14 @@ def test_every_time_out_is_raised_with_details() -> None:
     }
     assert len(raised) > 10
     assert not [where for where, words in raised.items() if "details" not in words]
+
+
+def test_no_folder_holds_more_files_than_a_reader_takes_in() -> None:
+    """Twelve. A folder with more has several ideas in it."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
+    )
+    files = [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+    assert len(files) > 200
+    count = Counter(file.parent for file in files)
+    assert not [f"{folder}: {n}" for folder, n in count.items() if n > 12 and folder != Path()]
