@@ -46,8 +46,8 @@ class SessionStatus(msgspec.Struct, frozen=True):
     Args:
         lanes: event loops of it that are connected.
         age_s: seconds since it connected.
-        role: see ``ClientFacts``; or "orphan": its relay is gone, and all that is left are leases
-            on what the process may still read.
+        role: see ``ClientFacts``; or "orphan": its relay is gone, and what is left are leases on
+            what the process may still read.
     """
 
     pid: int

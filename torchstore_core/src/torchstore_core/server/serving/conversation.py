@@ -5,6 +5,7 @@ Whatever a client sends can end its own conversation, but never the server or an
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_request
 
 if TYPE_CHECKING:
+    from torchstore_core.server.controller import Controller
     from torchstore_core.server.server import Server
 
 __all__ = ["Conversation"]
@@ -211,19 +213,23 @@ class Conversation:
                 f"{peer} speaks protocol {first.protocol}, this server {m.PROTOCOL_VERSION}; "
                 "install the same torchstore-core on both sides"
             )
+        if isinstance(first, m.Hello):
+            controller = self._server.controller  # there is none while the store is starting
+            begin = functools.partial(self._hello, first, controller)
+        else:
+            begin = functools.partial(self._attach, first)
         try:
-            if isinstance(first, m.Hello):
-                self._hello(first)
-            else:
-                self._server.volume_attached(first.info, self.send)
-                self._volume = first.info.index
-                self.send(m.Done(first.id))
+            begin()
         except TorchStoreError as error:
             self.send(m.Failure(first.id, error.code, error.message))
             self.end()
 
-    def _hello(self, hello: m.Hello) -> None:
-        controller = self._server.controller
+    def _attach(self, attach: m.Attach) -> None:
+        self._server.volume_attached(attach.info, self.send)
+        self._volume = attach.info.index
+        self.send(m.Done(attach.id))
+
+    def _hello(self, hello: m.Hello, controller: Controller) -> None:
         if hello.session:
             session = controller.join_session(hello.session)
             session.lanes += 1
