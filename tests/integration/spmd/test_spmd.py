@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -386,6 +387,22 @@ async def test_the_runtime_of_a_rank_takes_its_place_from_the_environment(
     await ts.shutdown()
     with pytest.raises(ts.PluginError, match="'spmd' is blocked"):
         await ts.initialize_spmd(block=["spmd"], **SMALL)
+
+
+async def test_the_program_of_the_readme_prints_what_it_says(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "plugins/torchstore-spmd/README.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (printed,) = re.findall(r"^\$ torchrun .*?\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        str(script),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert sorted(out.decode().splitlines()) == printed.splitlines()
 
 
 # ---- members of a server ------------------------------------------------------------------

@@ -372,7 +372,7 @@ async def test_what_a_mesh_needs_is_derived_from_its_library(site: Site) -> None
     site.install("nothing", TRANSPORTS)
     module = ModuleType("novel.meshes")
     module.Mesh = type("Mesh", (), {"__module__": "novel.meshes"})  # type: ignore[attr-defined]
-    registry = site.registry()
+    registry = site.registry()  # without torchstore-spmd, which knows of one engine
     with pytest.raises(PluginError, match="may be in a package torchstore-novel"):
         starting.runtime(registry, "auto", module.Mesh())
     with pytest.raises(PluginError, match=r"no installed runtime takes this mesh\Z"):

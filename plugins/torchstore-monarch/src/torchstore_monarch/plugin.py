@@ -44,8 +44,8 @@ def torchstore_runtime() -> RuntimeSpec:
         "torchstore_monarch.runtime:MonarchRuntime",
         _applies,
         here=_in_a_job,
-        find="torchstore_monarch.finding:find",
-        end="torchstore_monarch.finding:end",
-        rank="torchstore_monarch.finding:rank",
+        find="torchstore_monarch.job:find",
+        end="torchstore_monarch.job:end",
+        rank="torchstore_monarch.job:rank",
         spmd="torchstore_monarch.spmd.starting:start",
     )

@@ -20,11 +20,9 @@ def _applies(mesh: object | None) -> int | None:
 
 
 def _advise(installed: Collection[str], mesh: object | None) -> str:
-    if "monarch" in installed:
-        return ""
     if mesh is not None:
         return f"for a Monarch mesh: pip install {ENGINE_PACKAGE}"
-    if "monarch" not in sys.modules:
+    if "monarch" in installed or "monarch" not in sys.modules:
         return ""
     return f"This process uses Monarch: for stores of its job, pip install {ENGINE_PACKAGE}"
 

@@ -186,13 +186,15 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    _each(lambda session: session.after_fork_in_child())
-    sessions.clear()
-    _starting.clear()  # by threads of the parent
-    environment.forget_what_was_replaced()
-    for store in _stores.values():
-        store.after_fork_in_child()
-    lock.release()  # its thread is that of the parent which acquired it
+    try:
+        _each(lambda session: session.after_fork_in_child())
+        sessions.clear()
+        _starting.clear()  # by threads of the parent
+        environment.forget_what_was_replaced()
+        for store in _stores.values():
+            store.after_fork_in_child()
+    finally:
+        lock.release()  # the child goes on as the thread that acquired it
 
 
 def _each(call: Callable[[Session], Any]) -> None:
