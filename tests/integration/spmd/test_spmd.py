@@ -323,10 +323,15 @@ async def test_what_hangs_at_the_port_is_waited_for_in_time_and_blocks_nobody() 
         beating.cancel()
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 async def test_a_cancelled_start_leaves_nothing_and_the_next_one_works() -> None:
     env = alone(0)
     task = asyncio.create_task(ts.initialize_spmd(env=env, **SMALL))
-    await asyncio.sleep(0.05)
+    await until(lambda: listens(env.master_port))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

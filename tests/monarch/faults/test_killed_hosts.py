@@ -58,14 +58,12 @@ async def test_the_process_of_a_relay(two_hosts: Job) -> None:
     await two_hosts.at(1, acts.put_ones_and_hold, "held")
     victim = (await two_hosts.root(acts.status)).volumes[1]
     assert victim.host_id == "host1"
-    begun = time.monotonic()
     await two_hosts.root(acts.kill, victim.pid)
     # Others go on meanwhile.
     assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
     with pytest.raises((ts.TransportError, ts.ObjectLostError, ts.StoreClosedError)):
         await two_hosts.at(0, acts.get_shape, "k1")
     await until(lambda: says_lost(two_hosts, 0, "k1"), 25)
-    print(f"after {time.monotonic() - begun:.1f} s")
     assert await two_hosts.root(is_lost, 1)
     await until(lambda: two_hosts.root(leased_nothing), 5)
     # The host has no agent now; a client of it has a relay of its own.
@@ -90,7 +88,7 @@ async def test_the_controller(two_hosts: Job) -> None:
     for worker in (0, 1):
         with pytest.raises((ts.StoreClosedError, ts.StoreTimeoutError)):
             await two_hosts.at(worker, acts.get, "k")
-    print(f"after {time.monotonic() - begun:.1f} s")
+    assert time.monotonic() - begun < 25
     assert await two_hosts.at(0, acts.held_sum, held) == MB
     # The name is free again as soon as the engine has seen it.
     await until(lambda: _can_initialise(two_hosts), 30)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib.util
 import os
 import signal
 import threading
@@ -41,8 +40,7 @@ LOOPS = [
 def _both_kinds_have_run() -> None:
     """The first loop of libuv opens a pipe that the process keeps: not what tests count."""
     run(turn)
-    if importlib.util.find_spec("uvloop") is not None:
-        run(turn, _uvloop)
+    run(turn, _uvloop)
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +109,7 @@ def test_tensors_outlive_their_loop():
 
 
 def test_loops_in_threads_at_once():
-    kinds = [asyncio.new_event_loop] * 3
-    if importlib.util.find_spec("uvloop") is not None:
-        kinds += [_uvloop] * 3
+    kinds = [asyncio.new_event_loop, _uvloop] * 3
     start = threading.Barrier(len(kinds))
     asyncio.run(ts.put("shared", torch.zeros(MB, dtype=torch.uint8)))
 
