@@ -44,7 +44,7 @@ class Who(msgspec.Struct, frozen=True):
             _namespace(),
             socket.gethostname(),
             os.getpid(),
-            topology.started(os.getpid()) or 0,
+            topology.start_time(os.getpid()) or 0,
             time.time(),
             secrets.token_hex(8),
         )
@@ -55,7 +55,7 @@ class Who(msgspec.Struct, frozen=True):
         here = topology.probe()
         if self.host != here.host_id or self.pids != _namespace() or not self.started:
             return None
-        return topology.started(self.pid) == self.started
+        return topology.start_time(self.pid) == self.started
 
     @property
     def is_me(self) -> bool:
@@ -65,7 +65,7 @@ class Who(msgspec.Struct, frozen=True):
     @property
     def long_before_me(self) -> bool:
         """Whether it came clearly before this process was started."""
-        started = topology.started(os.getpid()) or 0
+        started = topology.start_time(os.getpid()) or 0
         running = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
         return self.at < time.time() - running - _SHORT_S
 

@@ -13,7 +13,7 @@ from torchstore_core.errors import (
     StoreTimeoutError,
     in_seconds,
 )
-from torchstore_core.machine.unix_sockets import connect, opening
+from torchstore_core.machine.unix_sockets import connect, unix_socket
 
 __all__ = ["Member"]
 
@@ -36,7 +36,7 @@ class Member:
             StoreTimeoutError: it does not answer within ``timeout`` seconds.
         """
         loop = asyncio.get_running_loop()
-        with opening() as sock:
+        with unix_socket() as sock:
             try:
                 async with asyncio.timeout(timeout):
                     await connect(sock, address.partition(":")[2])

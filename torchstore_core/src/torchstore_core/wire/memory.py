@@ -1,6 +1,7 @@
-"""What is said of a volume's memory: by and to volumes in other processes, and to clients unasked.
+"""Messages about the memory of volumes: to and from volumes in other processes, and notifications
+to clients.
 
-:mod:`.messages` names all of it, too.
+:mod:`.messages` exports them, too.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ __all__ = ["Attach", "Died", "Lost", "Prefault", "Trim", "Warm", "Warmed", "Watc
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """First message of a volume in another process. Reply :class:`Done`.
+    """The first message of a volume in another process. Reply :class:`Done`.
 
-    Then the server sends :class:`Prefault`, :class:`Trim` and :class:`Watch`, the volume
-    :class:`Warm` and :class:`Died`.
+    After that, the server sends :class:`Prefault`, :class:`Trim` and :class:`Watch`, and the volume
+    sends :class:`Warm` and :class:`Died`.
     """
 
     id: int
@@ -24,7 +25,7 @@ class Attach(Message, frozen=True, tag="attach"):
 
 class Warm(Message, frozen=True, tag="warm"):
     """No reply. From a volume: its first ``nbytes`` bytes are warm. ``trimmed``: this answers a
-    :class:`Trim`; from there on nothing is.
+    :class:`Trim`, and nothing beyond these bytes is warm any more.
     """
 
     nbytes: int
@@ -32,20 +33,20 @@ class Warm(Message, frozen=True, tag="warm"):
 
 
 class Died(Message, frozen=True, tag="died"):
-    """No reply. From a volume, to :class:`Watch`: that process has ended."""
+    """No reply. From a volume, after :class:`Watch`: the watched process has ended."""
 
     orphan: bytes
 
 
 class Prefault(Message, frozen=True, tag="prefault"):
-    """Unasked, to a volume: make its first ``nbytes`` bytes warm in the background."""
+    """Notification to a volume: make your first ``nbytes`` bytes warm in the background."""
 
     nbytes: int
 
 
 class Trim(Message, frozen=True, tag="trim"):
-    """Unasked, to a volume: give the pages from ``start`` on back to the system. Clients have
-    written up to ``warm``. Answered by :class:`Warm`.
+    """Notification to a volume: return the pages from ``start`` on to the operating system. Clients
+    have written up to ``warm``. The volume answers with :class:`Warm`.
     """
 
     start: int
@@ -53,9 +54,9 @@ class Trim(Message, frozen=True, tag="trim"):
 
 
 class Watch(Message, frozen=True, tag="watch"):
-    """Unasked, to a volume: say :class:`Died` when the process ``pid`` has ended, which may have
-    mapped the volume's memory. ``orphan``: the token of the session it had (``server.orphans``).
-    ``namespace``: where it has that pid.
+    """Notification to a volume: send :class:`Died` when the process ``pid`` has ended, because it
+    may have mapped the volume's memory. ``orphan``: the token of the session that it had
+    (``server.remote.orphans``). ``namespace``: the pid namespace of ``pid``.
     """
 
     orphan: bytes
@@ -64,16 +65,16 @@ class Watch(Message, frozen=True, tag="watch"):
 
 
 class Warmed(Message, frozen=True, tag="warmed"):
-    """Unasked, to anchors: pool memory became warm.
+    """Notification on anchors: memory of the pool became warm.
 
-    Each item: volume, segment, bytes from the segment's start.
+    Each item is the volume, the segment, and how many bytes from the segment's start are warm.
     """
 
     warm: list[tuple[int, int, int]]
 
 
 class Lost(Message, frozen=True, tag="lost"):
-    """Unasked, to anchors: the memory of a volume is gone for good, and ``reason`` says why."""
+    """Notification on anchors: the memory of a volume is lost for good, for this ``reason``."""
 
     volume: int
     reason: str

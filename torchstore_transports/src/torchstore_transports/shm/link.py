@@ -20,7 +20,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine import copying
-from torchstore_core.machine.unix_sockets import connect, opening
+from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_core.machine.virtual_memory import (
     map_private,
     map_shared,
@@ -203,7 +203,7 @@ async def _attach(offer: bytes) -> dict[int, _Segment]:
 async def _receive(path: str, count: int) -> tuple[list[int], bool]:
     """Descriptors that the server hands over, and whether this process could not take them all."""
     loop = asyncio.get_running_loop()
-    with opening() as sock, sock:
+    with unix_socket() as sock, sock:
         await connect(sock, path)
         answered = asyncio.Event()
         loop.add_reader(sock.fileno(), answered.set)

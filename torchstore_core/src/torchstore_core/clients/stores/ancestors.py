@@ -48,7 +48,7 @@ def note(store_name: str, address: str | None) -> None:
             path.unlink(missing_ok=True)
         return
     folder = Path(address.removeprefix("unix:")).parent
-    started = topology.started(os.getpid())
+    started = topology.start_time(os.getpid())
     if folder.parent != base or started is None:
         return
     said = _Note(os.getpid(), started, _pids(), topology.probe().host_id, store_name, address)
@@ -85,7 +85,7 @@ def _read(path: Path) -> _Note | None:
         said = msgspec.json.decode(path.read_bytes(), type=_Note)
     except (OSError, msgspec.DecodeError):  # it goes just now
         return None
-    here = (topology.started(said.pid), _pids(), topology.probe().host_id)
+    here = (topology.start_time(said.pid), _pids(), topology.probe().host_id)
     return said if here == (said.started, said.pids, said.host) else None
 
 

@@ -23,7 +23,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine.processes import Watcher
-from torchstore_core.machine.unix_sockets import connect, opening
+from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.wire import messages as m
@@ -132,7 +132,7 @@ class VolumeLine(asyncio.Protocol):
         made = cls(volume, info, lost)
         try:
             async with asyncio.timeout(timeout):
-                with opening() as sock:
+                with unix_socket() as sock:
                     await connect(sock, path)
                     await made._loop.create_unix_connection(lambda: made, sock=sock)
                 await made._attached
