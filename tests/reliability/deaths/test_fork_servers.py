@@ -118,7 +118,7 @@ async def test_nobody_finds_the_store_of_a_stranger():
         with pytest.raises(ts.StoreClosedError, match="there is no store"):
             await ts.get("k")
 
-        mine = {**said, "pid": os.getppid(), "started": topology.started(os.getppid())}
+        mine = {**said, "pid": os.getppid(), "started": topology.start_time(os.getppid())}
         for wrong in ({"started": said["started"]}, {"pid_namespace": 1}, {"host_id": "other"}):
             note.write_bytes(msgspec.json.encode({**mine, **wrong}))
             assert ancestors.find("torchstore") is None

@@ -43,7 +43,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
             pid_namespace(),
             socket.gethostname(),
             pid,
-            topology.started(pid) or 0,
+            topology.start_time(pid) or 0,
             time.time(),
         )
 
@@ -58,7 +58,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
         here = (topology.probe().host_id, pid_namespace())
         if here != (self.host_id, self.pid_namespace) or not self.started:
             return None
-        return topology.started(self.pid) == self.started
+        return topology.start_time(self.pid) == self.started
 
     @property
     def is_current(self) -> bool:
@@ -68,7 +68,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     @property
     def precedes_current(self) -> bool:
         """Whether this was made clearly before the current process was started, on any host."""
-        started = topology.started(os.getpid()) or 0
+        started = topology.start_time(os.getpid()) or 0
         running = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
         return self.seen_at < time.time() - running - _CLOCK_SKEW_S
 

@@ -1,4 +1,4 @@
-"""Private directories for sockets: one per running server, in one per user, never left behind."""
+"""Private directories for sockets: one per running server, inside one per user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class PrivateDirectory:
     """A directory (mode 0700) for the sockets of one server, relay or volume.
 
     Args:
-        given: use this one, and leave it there; None: make a fresh one.
+        given: an existing directory to use, which :meth:`remove` leaves in place; None: create a
+            new one.
 
     Raises:
         ConfigurationError: see :func:`runtime_directory`.
@@ -41,20 +42,20 @@ class PrivateDirectory:
 
     @property
     def control(self) -> str:
-        """Path of the control socket."""
+        """The path of the control socket."""
         return str(self.path / CONTROL)
 
     def remove(self) -> None:
-        """Remove it, if it was made here. Idempotent."""
+        """Remove the directory if it was created by this object. Idempotent."""
         if self._own:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 def runtime_directory() -> Path:
-    """The per-user directory (mode 0700) that holds one directory per running server.
+    """Return the directory of this user (mode 0700) that holds one directory per running server.
 
     Raises:
-        ConfigurationError: it exists but belongs to someone else or is open to others.
+        ConfigurationError: it belongs to another user, or other users have access to it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isdir(base) and os.access(base, os.W_OK):
@@ -73,14 +74,14 @@ def runtime_directory() -> Path:
 
 
 def remove_stale(base: Path) -> None:
-    """Remove directories of servers that are gone (killed): their socket refuses connections."""
+    """Remove directories of servers that were killed: their sockets refuse connections."""
     for path in base.iterdir():
         control = path / CONTROL
         try:
             age = time.time() - control.stat().st_mtime
         except FileNotFoundError:
             continue
-        if age < _STALE_AFTER_S:  # bound, but maybe not listening yet
+        if age < _STALE_AFTER_S:  # its server may have bound it without listening yet
             continue
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(0.2)

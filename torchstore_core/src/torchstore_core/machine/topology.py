@@ -1,4 +1,4 @@
-"""What can be known about a process's place: detected, never guessed from host names."""
+"""Where a process runs. Everything is detected; nothing is guessed from host names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["HOST_ID", "Topology", "beyond_memory", "cgroup_limits", "memory_limit_bytes", "probe"]
-__all__ += ["started"]
+__all__ = [
+    "HOST_ID",
+    "Topology",
+    "capacity_warning",
+    "cgroup_limits",
+    "memory_limit_bytes",
+    "probe",
+]
+__all__ += ["start_time"]
 
 
-_STARTED = 19  # in /proc/<pid>/stat, counted from what follows the command's name
+# Index of the start time in /proc/<pid>/stat, counted from the field after the command's name.
+_START_TIME_FIELD = 19
 
-#: Environment variable that names this process's host, in place of the kernel's boot id: for
-#: containers of one machine that share no memory, and for tests of several hosts on one.
+#: Environment variable with an id of this process's host that replaces the kernel's boot id: for
+#: containers on one machine that share no memory, and for tests with several hosts on one machine.
 HOST_ID = "TORCHSTORE_HOST_ID"
 
 
@@ -25,17 +33,17 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     """Where a process runs.
 
     Args:
-        host_id: the kernel's boot id, or ``TORCHSTORE_HOST_ID``. Two containers of one machine
-            share it, so that equality is needed, not enough: reaching the other's Unix socket is
-            the proof.
-        hostname: for people; never compared.
-        pid: process id in its own pid namespace.
-        uid: user id.
-        cpus: processors this process may run on.
-        memory_bytes: memory limit (cgroup or machine), bytes.
-        cuda_devices: CUDA device files present.
-        rdma_devices: InfiniBand/RoCE devices present.
-        kernel: operating system and kernel release.
+        host_id: the kernel's boot id, or ``TORCHSTORE_HOST_ID``. Containers on one machine share
+            it, so equal ids are necessary for memory to be shared, but not sufficient: the proof is
+            that the other process's Unix socket can be reached.
+        hostname: for people only; never compared.
+        pid: the process id, in the process's own pid namespace.
+        uid: the user id.
+        cpus: the number of processors that this process may run on.
+        memory_bytes: the memory limit of the cgroup or the machine, in bytes.
+        cuda_devices: the number of CUDA device files.
+        rdma_devices: the names of the InfiniBand/RoCE devices.
+        kernel: the operating system and its kernel release.
     """
 
     host_id: str
@@ -56,24 +64,25 @@ def _host_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        # No boot id (not Linux): the name is the best there is, and a Unix socket must prove it.
+        # Without a boot id (not Linux) the name must do; a Unix socket still has to prove it.
         return f"host:{socket.gethostname()}"
 
 
-def started(pid: int) -> int | None:
-    """When a process of this host was started, in ticks since boot; None if it does not live. Pids
-    are used again, this tells them apart.
+def start_time(pid: int) -> int | None:
+    """Return when a process of this host was started, in ticks since boot; None if it is not alive.
+
+    Because pids are reused, only pid and start time together identify a process.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[_STARTED])
+    return None if fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
 
 
 def memory_limit_bytes() -> int:
-    """Bytes of memory this process may use: the least limit of the cgroups that it is in (of its
-    container, of its systemd unit), or all that there is.
+    """Return how many bytes of memory this process may use: the lowest limit of its cgroups (that
+    of its container, or of its systemd unit), or the memory of the machine.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
@@ -91,11 +100,11 @@ def memory_limit_bytes() -> int:
 
 
 def cgroup_limits(groups: str) -> list[str]:
-    """The files that may say how much memory a process may use.
+    """Return the files that may contain a memory limit of a process.
 
     Args:
-        groups: its ``/proc/<pid>/cgroup``. In a container the paths may be those of the host, of
-            which only the root is here.
+        groups: the contents of its ``/proc/<pid>/cgroup``. In a container these may be paths of the
+            host, of which only the root exists in the container.
 
     >>> cgroup_limits("0::/a.slice/b.service")[-1]
     '/sys/fs/cgroup/a.slice/b.service/memory.max'
@@ -118,8 +127,8 @@ def cgroup_limits(groups: str) -> list[str]:
     return files
 
 
-def beyond_memory(capacity: int, memory_bytes: int, host: str) -> str:
-    """The warning for a store that promises more memory than there is; empty if it does not."""
+def capacity_warning(capacity: int, memory_bytes: int, host: str) -> str:
+    """Return the warning for a capacity that exceeds the memory; empty if it does not."""
     if capacity <= memory_bytes:
         return ""
     return (
@@ -156,7 +165,7 @@ def _host_facts() -> tuple[str, str, int, int, tuple[str, ...], str]:
 
 
 def probe() -> Topology:
-    """The topology of this process, now (host facts are read once, pid and affinity each time)."""
+    """Return the topology of this process. Facts about the host are read only once."""
     host_id, hostname, memory, cuda, rdma, kernel = _host_facts()
     return Topology(
         host_id, hostname, os.getpid(), os.getuid(), _cpus(), memory, cuda, rdma, kernel

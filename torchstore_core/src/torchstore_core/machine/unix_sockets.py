@@ -1,9 +1,8 @@
 """Connecting to Unix sockets of this host, which waits while whoever listens is too busy to accept;
 and who is at the other end of one.
 
-A connect that finds the queue of the listener full ends at once with EAGAIN when it does not block,
-which ``loop.sock_connect`` takes for success. That is a store that is busy, not one that is gone.
-Torch-free.
+If the listener's queue is full, a non-blocking connect fails at once with EAGAIN, which
+``loop.sock_connect`` takes for success. The store is then busy, not gone. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,20 +15,22 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["connect", "connect_blocking", "opening", "peer"]
+__all__ = ["connect", "connect_blocking", "peer", "unix_socket"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
 
 @contextmanager
-def opening() -> Iterator[socket.socket]:
-    """A non-blocking Unix socket. It is closed if the block, in a coroutine, does not come to its
-    end; also if that never runs again, and the collector finds it with its event loop.
+def unix_socket() -> Iterator[socket.socket]:
+    """Yield a non-blocking Unix socket, which is closed if the ``with`` block fails.
+
+    It is also closed if the coroutine that contains the block never runs again and is collected
+    together with its event loop.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
-    # Not only below: the collector may call the socket's own finalizer first, which warns.
+    # The except clause is not enough: the collector may finalize the socket first, which warns.
     guard = weakref.finalize(asyncio.current_task() or asyncio.get_running_loop(), _close, sock)
     guard.atexit = False
     try:
@@ -42,16 +43,16 @@ def opening() -> Iterator[socket.socket]:
 
 
 def _close(sock: socket.socket) -> None:
-    """At once, though uvloop may count on it."""
+    """Close the descriptor at once: ``sock.close`` waits while uvloop uses the socket."""
     if sock.fileno() >= 0:
         os.close(sock.detach())
 
 
 async def connect(sock: socket.socket, path: str) -> None:
-    """Connect a non-blocking socket, however long the listener takes: callers bound it.
+    """Connect a non-blocking socket. Waits without limit for the listener; callers set one.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nothing listens at ``path``.
     """
     pause = _FIRST_PAUSE_S
     while True:
@@ -65,15 +66,17 @@ async def connect(sock: socket.socket, path: str) -> None:
 
 
 def connect_blocking(path: str, timeout: float) -> socket.socket:
-    """A connected socket, whose every step takes at most ``timeout`` seconds. Not for event loops.
+    """Return a connected socket, each of whose operations blocks for at most ``timeout`` seconds.
+
+    It blocks, so it is not for event loops.
 
     Raises:
         BlockingIOError: the listener did not accept within that time.
-        OSError: nobody listens there.
+        OSError: nothing listens at ``path``.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # Python's own time-out makes the socket non-blocking: then the kernel does not wait.
+        # With settimeout() the socket would be non-blocking, and the kernel would not wait.
         limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

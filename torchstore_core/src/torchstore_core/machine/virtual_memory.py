@@ -1,7 +1,8 @@
 """The few memory-mapping calls that Python's ``mmap`` module lacks. Torch-free.
 
-Why not ``mmap.mmap``: it keeps one duplicated descriptor per mapping (a process with thousands of
-zero-copy tensors would run out), and it holds the GIL while the kernel fills page tables.
+``mmap.mmap`` is not used because it keeps a duplicated descriptor per mapping (a process with
+thousands of zero-copy tensors would run out of them), and because it holds the GIL while the kernel
+fills page tables.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ def _map(fd: int, offset: int, nbytes: int, flags: int) -> int:
 
 
 def map_shared(fd: int, nbytes: int, offset: int = 0) -> int:
-    """Map ``nbytes`` bytes of ``fd`` shared and writable; the address. Raises OSError."""
+    """Map ``nbytes`` bytes of ``fd`` shared and writable; return the address. Raises OSError."""
     return _map(fd, offset, nbytes, mmap.MAP_SHARED | _MAP_NORESERVE)
 
 
 def before_unmap(call: Callable[[int, int], None]) -> None:
-    """Have ``call(address, nbytes)`` called before :func:`unmap` undoes a mapping."""
+    """Register ``call(address, nbytes)`` to be called before :func:`unmap` removes a mapping."""
     _before_unmap.append(call)
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Undo a mapping."""
+    """Remove a mapping."""
     for call in _before_unmap:
         call(address, nbytes)
     _munmap(address, nbytes)
@@ -82,17 +83,20 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
 
 
 def populate_read(address: int, nbytes: int) -> int:
-    """Fill the page tables of a page-aligned range. 0, or an errno (EINVAL: an older kernel)."""
+    """Fill the page tables of a page-aligned range for reading.
+
+    Returns 0, or an errno (EINVAL: the kernel is too old).
+    """
     return _advise(address, nbytes, _MADV_POPULATE_READ)
 
 
 def populate_write(address: int, nbytes: int) -> int:
-    """The same for writing; missing pages are allocated."""
+    """Do the same for writing. Missing pages are allocated."""
     return _advise(address, nbytes, _MADV_POPULATE_WRITE)
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> bool:
-    """Free the pages of a range of a memfd; False where the file system cannot."""
+    """Free the pages of a range of a memfd. Returns False if the file system cannot do this."""
     return int(_fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, offset, nbytes)) == 0
 
 
@@ -100,16 +104,17 @@ def map_private(fd: int, offset: int, nbytes: int) -> tuple[int, int, object]:
     """Map a range copy-on-write.
 
     Returns:
-        ``(address of offset, bytes before it in the block, block)``. The block is a writable
-        buffer of whole pages; the mapping lives exactly as long as it (and what is made of it).
+        ``(address of offset, bytes before it in the block, block)``. The block is a writable buffer
+        that starts at a page boundary. The mapping lives exactly as long as the block and the
+        objects that share its memory.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: the kernel refuses the mapping.
     """
     before = offset % mmap.PAGESIZE
     size = before + nbytes
     address = _map(fd, offset - before, size, mmap.MAP_PRIVATE | _MAP_NORESERVE)
     block = (ctypes.c_char * size).from_address(address)
-    # At interpreter exit tensors may outlive finalizers: the kernel unmaps, not we.
+    # At interpreter exit tensors may outlive finalizers, so the unmapping is left to the kernel.
     weakref.finalize(block, _munmap, address, size).atexit = False
     return address + before, before, block

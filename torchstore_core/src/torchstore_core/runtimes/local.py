@@ -23,7 +23,7 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
-from torchstore_core.machine.topology import beyond_memory, memory_limit_bytes
+from torchstore_core.machine.topology import capacity_warning, memory_limit_bytes
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.strategy_data import encode_strategy
 
@@ -32,15 +32,15 @@ __all__ = ["LocalRuntime"]
 log = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 3.0
-_END_STARTING_S = 1.0
+_CANCEL_START_S = 1.0
 
 
 class LocalRuntime(Runtime):
-    """Starts ``python -m torchstore_core.server`` and watches over it.
+    """Starts ``python -m torchstore_core.server`` and supervises the process.
 
     Args:
-        members: the server is for all its members, see ``server.members``; this process only
-            starts it, and leaves it to them with :meth:`release`.
+        members: whether the server belongs to all its members, see ``server.serving.members``.
+            This process then only starts the server, and hands it over with :meth:`release`.
 
     Attributes:
         server_pid: of the server, once it has started.
@@ -53,12 +53,12 @@ class LocalRuntime(Runtime):
         self._path = self._directory = ""
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._given_up = False
+        self._start_cancelled = False
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
         limit = memory_limit_bytes()
-        if beyond := beyond_memory(options.capacity or 0, limit, "this host"):
-            warn(beyond)
+        if text := capacity_warning(options.capacity or 0, limit, "this host"):
+            warn(text)
         strategy = options.strategy
         config = {
             "store_name": options.store_name,
@@ -71,31 +71,31 @@ class LocalRuntime(Runtime):
         }
         if strategy is not None:
             config["strategy"], config["strategy_fields"] = encode_strategy(strategy)
-        # -P: the server must not import what happens to lie in the current folder. A session of
-        # its own: Ctrl-C is for the owner, which then ends it.
+        # -P: the server must not import modules that happen to be in the current directory. It gets
+        # a process session of its own, so that Ctrl-C goes only to the owner, which then stops it.
         command = [sys.executable, "-P", "-m", "torchstore_core.server"]
         command.append(msgspec.json.encode(config).decode())
         try:
             line = await asyncio.wait_for(in_thread(lambda: self._launch(command)), options.timeout)
             return self._address(line)
         except TimeoutError as error:
-            await self._give_up()
+            await self._cancel_start()
             raise StoreTimeoutError(
                 f"the server of store {options.store_name!r} did not come up within "
                 f"{in_seconds(options.timeout)}",
                 details={"operation": "initialize", "timeout": options.timeout},
             ) from error
         except BaseException:
-            await self._give_up()
+            await self._cancel_start()
             raise
 
     def _launch(self, command: list[str]) -> bytes:
-        """Start the server, wait until it is ready, and return the line it says then.
+        """Start the server, wait until it is ready, and return the line that it prints then.
 
-        In a thread, which goes on when the caller is cancelled: see :meth:`_give_up`.
+        Runs in a thread, which continues if the caller is cancelled: see :meth:`_cancel_start`.
         """
         with self._lock:
-            if self._given_up:
+            if self._start_cancelled:
                 return b""
             process = self._process = subprocess.Popen(
                 command,
@@ -109,25 +109,25 @@ class LocalRuntime(Runtime):
         with process.stdout as stream:
             return stream.readline()
 
-    async def _give_up(self) -> None:
-        """End a server that is starting, or keep it from being started."""
+    async def _cancel_start(self) -> None:
+        """Stop a server that is starting, or prevent one from being started."""
         with self._lock:
-            self._given_up = True
-        await self.stop(_END_STARTING_S)
+            self._start_cancelled = True
+        await self.stop(_CANCEL_START_S)
 
     def _address(self, line: bytes) -> str:
         try:
-            said = msgspec.json.decode(line, type=dict[str, str | int])
+            answer = msgspec.json.decode(line, type=dict[str, str | int])
         except msgspec.DecodeError as error:
             raise StoreClosedError(
                 "the server ended while starting; its standard error says why"
             ) from error
-        if "address" not in said:
-            raise from_wire(str(said.get("error")), f"server: {said.get('message')}", None, {})
-        address = str(said["address"])
+        if "address" not in answer:
+            raise from_wire(str(answer.get("error")), f"server: {answer.get('message')}", None, {})
+        address = str(answer["address"])
         self._path = address.partition(":")[2]
         self._directory = os.path.dirname(self._path)
-        self.server_pid = int(said["pid"])
+        self.server_pid = int(answer["pid"])
         return address
 
     @property
@@ -137,19 +137,21 @@ class LocalRuntime(Runtime):
             return False
         if process.poll() is not None:
             return True
-        with socket.socket(socket.AF_UNIX) as sock:  # a server that is ending does not listen
+        with socket.socket(
+            socket.AF_UNIX
+        ) as sock:  # a server that is about to exit no longer listens
             sock.setblocking(False)
             try:
                 sock.connect(self._path)
             except ConnectionRefusedError:
                 return True
-            except OSError:  # it is busy, or somebody has removed the socket
+            except OSError:  # it is busy, or the socket file was removed
                 return False
         return False
 
     def release(self) -> threading.Thread:
-        """Leave the server to its members: it does not end by :meth:`stop` any more, nor with this
-        process. The thread ends when the server has, and has removed what that left behind.
+        """Leave the server to its members: :meth:`stop` and the end of this process no longer
+        affect it. The returned thread ends after the server has ended and its files were removed.
         """
         process, self._process = self._process, None
         atexit.unregister(self._at_exit)
@@ -168,7 +170,7 @@ class LocalRuntime(Runtime):
         if self._process is None or os.getpid() != self._owner:
             return
         self._process.terminate()
-        # Whoever is cancelled meanwhile, the process is waited for.
+        # Shielded, so that the process is waited for even if the caller is cancelled.
         await asyncio.shield(asyncio.ensure_future(in_thread(lambda: self._end(timeout))))
 
     def _end(self, timeout: float) -> None:
@@ -182,15 +184,15 @@ class LocalRuntime(Runtime):
             log.warning("server %d does not end by itself; killing it", process.pid)
             process.kill()
             process.wait()
-        if self._directory:  # the server removes it, unless it was killed
+        if self._directory:  # the server removes it unless it was killed
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _at_exit(self) -> None:
-        """The owner ends without shutdown: take the server along, and wait for it."""
+        """The owner exits without a shutdown: stop the server, and wait for it."""
         if self._process is None:
             return
         if os.getpid() != self._owner:
-            self._process.returncode = 0  # the parent waits for it: a Popen would warn here
+            self._process.returncode = 0  # the parent waits for it; prevents Popen's warning here
             return
         self._process.terminate()
         self._end(_KILL_AFTER_S)

@@ -1,4 +1,4 @@
-"""Frames: a little-endian u32 length, then one msgpack message."""
+"""Frames: a little-endian u32 length, followed by one msgpack message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ decode_reply = msgspec.msgpack.Decoder(messages.Reply).decode
 
 
 def encode(message: messages.Message) -> bytearray:
-    """One whole frame."""
+    """Return a message as one complete frame."""
     frame = bytearray(256)
     _encoder.encode_into(message, frame, HEADER)
     frame[:HEADER] = (len(frame) - HEADER).to_bytes(HEADER, "little")
@@ -24,10 +24,10 @@ def encode(message: messages.Message) -> bytearray:
 
 
 class FrameReader:
-    """Cuts a byte stream into frame bodies; holds at most one unfinished frame.
+    """Splits a byte stream into frame bodies. Buffers at most one incomplete frame.
 
     Args:
-        limit: largest body in bytes; a larger announced one raises before any of it is kept.
+        limit: the largest body in bytes. A frame that announces more raises before it is buffered.
 
     >>> reader = FrameReader(limit=100)
     >>> list(reader.feed(bytes([2, 0, 0, 0, 65])))
@@ -43,14 +43,14 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The frame bodies that ``data`` completes.
+        """Return the frame bodies that ``data`` completes.
 
         Raises:
             ProtocolError: a frame announces more than ``limit`` bytes.
         """
         buffer = self._buffer
         if not buffer:
-            # The usual case: exactly one whole frame arrived.
+            # The usual case: exactly one complete frame arrived.
             size = int.from_bytes(data[:HEADER], "little")
             if len(data) == HEADER + size and size <= self.limit:
                 return [data[HEADER:]]

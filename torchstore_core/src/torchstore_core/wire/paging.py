@@ -1,8 +1,8 @@
-"""Replies that are too large for one frame: cut into pages by the server, joined by the client.
+"""Replies that are too large for one frame: split into pages by the server, joined by the client.
 
-A page is a message of the reply's own type and id that has some of its items and says
-``continued``; the last one does not. All pages are of one moment: the reply is made at once, and
-only its encoding is put off, so that a long one delays nobody else.
+A page is a message of the same type and id as the reply, with some of its items. ``continued`` is
+set in all pages but the last. All pages show the same state of the store: the reply is built at
+once, and only its encoding is deferred, so that a long reply does not delay other clients.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torchstore_core.wire.framing import encode
 
 __all__ = ["MAX_PAGE", "first_frame", "frames", "joined"]
 
-#: A reply up to this size, in bytes, is one frame. 18,000 entries of a state dict have about 2 MB.
+#: A reply of up to this many bytes is one frame. 18,000 entries of a state dict take about 2 MB.
 MAX_PAGE = 8 << 20
-# Pages of a longer one have about this many bytes: a millisecond of the server's time.
-_PAGE = 1 << 20
-# So many items are never encoded together, not even to see how large they are.
-_MANY = 1 << 16
-# With so few items it is quicker to encode them than to weigh them.
-_FEW = 64
-# What comes in pages, and which of its fields are cut.
+# The pages of a longer reply have about this many bytes, which take the server a millisecond.
+_PAGE_NBYTES = 1 << 20
+# More items than this are never encoded together, not even to find out how large they are.
+_MAX_ITEMS = 1 << 16
+# With this few items, encoding them is faster than estimating their size.
+_FEW_ITEMS = 64
+# The replies that can be paged, and the fields that are split.
 _FIELDS: dict[type[m.Message], tuple[str, ...]] = {
     m.KeyList: ("keys",),
     m.Located: ("entries",),
@@ -36,11 +36,11 @@ _FIELDS: dict[type[m.Message], tuple[str, ...]] = {
 
 
 def first_frame(message: m.Message) -> bytearray | None:
-    """The one frame of a message; None if it takes several, see :func:`frames`."""
+    """Return a message as one frame; None if it needs several, see :func:`frames`."""
     fields = _FIELDS.get(type(message))
     if (
         fields is not None
-        and len(getattr(message, fields[0])) > _FEW
+        and len(getattr(message, fields[0])) > _FEW_ITEMS
         and _pages_needed(message, fields) > 1
     ):
         return None
@@ -49,23 +49,26 @@ def first_frame(message: m.Message) -> bytearray | None:
 
 
 def frames(message: m.Message) -> Iterator[bytearray]:
-    """The frames of a message of any size, encoded one by one as they are asked for.
+    """Yield the frames of a message of any size. Each is encoded when the caller takes it.
 
-    What cannot be cut and is over ``messages.MAX_FRAME`` becomes a ``Failure`` of that request
-    alone.
+    If a message exceeds ``messages.MAX_FRAME`` and cannot be split, it is replaced by a
+    ``Failure``, which affects only its own request.
     """
     fields = _FIELDS.get(type(message), ())
-    todo = [message]
-    while todo:
-        page = todo.pop()
+    pending = [message]
+    while pending:
+        page = pending.pop()
         if (needed := _pages_needed(page, fields)) > 1:
-            todo += _cut(page, fields, needed)
+            pending += _split(page, fields, needed)
             continue
         if fields:
-            page = msgspec.structs.replace(page, continued=bool(todo))
+            page = msgspec.structs.replace(page, continued=bool(pending))
         frame = encode(page)
-        if len(frame) > MAX_PAGE and len(pages := _cut(page, fields, -(-len(frame) // _PAGE))) > 1:
-            todo += pages
+        if (
+            len(frame) > MAX_PAGE
+            and len(pages := _split(page, fields, -(-len(frame) // _PAGE_NBYTES))) > 1
+        ):
+            pending += pages
         elif len(frame) > m.MAX_FRAME:
             yield encode(_refusal(page, len(frame)))
             return
@@ -74,10 +77,10 @@ def frames(message: m.Message) -> Iterator[bytearray]:
 
 
 def joined(pages: Sequence[m.Message]) -> m.Message:
-    """The reply of which these are the pages, in order.
+    """Join the pages of a reply, which are given in order.
 
     Raises:
-        ProtocolError: they are pages of different replies.
+        ProtocolError: the pages belong to different replies.
     """
     kind = type(pages[-1])
     if kind not in _FIELDS or any(type(page) is not kind for page in pages):
@@ -100,8 +103,9 @@ def joined(pages: Sequence[m.Message]) -> m.Message:
 
 
 def _pages_needed(message: m.Message, fields: Sequence[str]) -> int:
-    """Into how many pages to cut a message before any of it is encoded; 1: it may be small, or it
-    cannot be cut.
+    """Estimate, before anything is encoded, into how many pages to split a message.
+
+    Returns 1 if the message may be small enough, or cannot be split.
     """
     count = items = sum([len(getattr(message, name)) for name in fields])
     nbytes = 0
@@ -114,19 +118,19 @@ def _pages_needed(message: m.Message, fields: Sequence[str]) -> int:
             elif entry.parts is not None:
                 items += len(entry.parts)
                 nbytes += sum([len(part.data) for part in entry.parts if part.data is not None])
-    if items <= _MANY and nbytes <= MAX_PAGE:
+    if items <= _MAX_ITEMS and nbytes <= MAX_PAGE:
         return 1
     if count <= 1 and items <= count + 1:
         return 1
-    return max(-(-items // _MANY), -(-nbytes // _PAGE), 2)
+    return max(-(-items // _MAX_ITEMS), -(-nbytes // _PAGE_NBYTES), 2)
 
 
-def _cut(message: m.Message, fields: Sequence[str], parts: int) -> list[m.Message]:
-    """About so many pages with the items of one, the first one last; one if it cannot be cut."""
+def _split(message: m.Message, fields: Sequence[str], parts: int) -> list[m.Message]:
+    """Split a page into about ``parts`` pages, in reverse order; into one if that is impossible."""
     items = {name: getattr(message, name) for name in fields}
     count = sum(map(len, items.values()))
     if count == 1 and items.get("entries"):
-        return _cut_entry(message, parts)
+        return _split_entry(message, parts)
     if count <= 1:
         return [message]
     step = -(-count // max(parts, 2))
@@ -141,8 +145,8 @@ def _cut(message: m.Message, fields: Sequence[str], parts: int) -> list[m.Messag
     return pages
 
 
-def _cut_entry(message: m.Message, parts: int) -> list[m.Message]:
-    """One entry in very many shards, or in shards whose bytes come with it."""
+def _split_entry(message: m.Message, parts: int) -> list[m.Message]:
+    """Split a page with one entry by its shards: there are very many, or their data is inline."""
     (entry,) = message.entries  # type: ignore[attr-defined]
     if entry is None or entry.parts is None or len(entry.parts) < 2:
         return [message]
@@ -159,7 +163,7 @@ def _cut_entry(message: m.Message, parts: int) -> list[m.Message]:
 
 def _refusal(message: m.Message, nbytes: int) -> m.Failure:
     request_id: int = getattr(message, "id", 0)
-    if isinstance(message, m.Failure):  # of a batch of very many keys: its details are too long
+    if isinstance(message, m.Failure):  # its details list too many keys of a batch
         return m.Failure(request_id, message.code, message.message[:1000], None)
     text = (
         f"the answer to this request has {nbytes} bytes, over the limit of {m.MAX_FRAME}; "

@@ -20,7 +20,7 @@ from torchstore_core.errors import (
     TransportUnavailableError,
 )
 from torchstore_core.machine import copying
-from torchstore_core.machine.unix_sockets import connect, opening
+from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_core.machine.virtual_memory import (
     map_private,
     map_shared,
@@ -206,7 +206,7 @@ async def _receive(path: str, count: int) -> tuple[list[int], bool]:
     this process has none left.
     """
     loop = asyncio.get_running_loop()
-    with opening() as sock, sock:
+    with unix_socket() as sock, sock:
         await connect(sock, path)
         readable = asyncio.Event()
         loop.add_reader(sock.fileno(), readable.set)

@@ -371,7 +371,7 @@ async def _kill(store: _Store, deadline: float) -> None:
 
 
 def _left(store: _Store) -> list[int]:
-    return [pid for pid, begun in store.processes.items() if topology.started(pid) == begun]
+    return [pid for pid, begun in store.processes.items() if topology.start_time(pid) == begun]
 
 
 def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]) -> None:
@@ -381,7 +381,7 @@ def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]
     own = [pid for pid in store.agent_pids if pid] if store.own_agents else []
     if controllers_host == here:
         own.append(store.controller_pid)
-    store.processes = {pid: begun for pid in own if (begun := topology.started(pid))}
+    store.processes = {pid: begun for pid in own if (begun := topology.start_time(pid))}
 
 
 def _actors_of(mesh: Any) -> list[Any]:
@@ -406,4 +406,4 @@ def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
 
 def _runs(pid: int) -> bool:
     """Whether a process of this host runs."""
-    return topology.started(pid) is not None
+    return topology.start_time(pid) is not None

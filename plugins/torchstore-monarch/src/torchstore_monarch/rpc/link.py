@@ -20,7 +20,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
-from torchstore_core.machine.unix_sockets import connect, opening
+from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_monarch.rpc.wire import (
     AGENT,
     CHUNK,
@@ -61,7 +61,7 @@ class RpcLink(Link):
         if self._sock is not None:
             return self._sock
         try:
-            with opening() as sock:
+            with unix_socket() as sock:
                 try:
                     async with asyncio.timeout(_CONNECT_S):
                         await connect(sock, self._path)

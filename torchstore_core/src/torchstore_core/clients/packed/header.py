@@ -1,6 +1,6 @@
-"""The header of a packed state dict, and the file around it. Reads nothing that it has not checked.
+"""The header of a packed state dict, and its file format. Everything that is read is checked.
 
-A file, or as many bytes, is::
+The format of a file, and of the bytes in memory, is::
 
     8 s  magic                  4 u  version of this format      4 u  CRC-32 of what follows, and
     8 u  bytes of the header    8 u  bytes of the blob                of the header; little-endian
@@ -8,7 +8,7 @@ A file, or as many bytes, is::
     zeros up to a multiple of 64
     the blob
 
-The blob has no checksum: one would take longer than everything else.
+The blob has no checksum, because computing it would take longer than everything else.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import LayoutMismatchError, ProtocolError
 from torchstore_core.values import TensorMeta, TensorSlice
 
-__all__ = ["ALIGNMENT", "MEMORY_ALIGNMENT", "PREFIX", "Entry", "Header", "Place"]
-__all__ += ["TensorReference", "decode", "encode", "find", "prelude"]
+__all__ = ["ALIGNMENT", "MEMORY_ALIGNMENT", "PREFIX", "Entry", "FileLayout", "Header"]
+__all__ += ["TensorReference", "decode", "encode", "prelude", "read_prefix"]
 
-#: Tensors, and the blob in a file, begin at multiples of this many bytes.
+#: Tensors in the blob, and the blob in a file, start at multiples of this many bytes.
 ALIGNMENT = 64
-#: The blob's own address is a multiple of this: enough for every dtype.
+#: The memory address of a blob is a multiple of this, which suffices for every dtype.
 MEMORY_ALIGNMENT = 16
 
 _MAGIC = b"\x89tsdict\n"
 _VERSION = 1
-_START = struct.Struct("<8sII")
+_MAGIC_AND_CRC = struct.Struct("<8sII")
 _LENGTHS = struct.Struct("<QQ")
-#: Bytes before the header.
-PREFIX = _START.size + _LENGTHS.size
+#: The number of bytes before the header.
+PREFIX = _MAGIC_AND_CRC.size + _LENGTHS.size
 _MAX_DIMS = 64
-_LARGEST = (1 << 63) - 1
+_MAX_INT = (1 << 63) - 1
 
 
 class TensorReference(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where in the blob a tensor lies.
+    """The place of a tensor in the blob.
 
     Args:
-        offset, nbytes: in the blob.
-        dtype: its name without ``torch.`` (``"bfloat16"``).
-        shape: of what is in the blob.
-        tensor_slice: which part of a larger tensor it is; None: it is all of it.
+        offset, nbytes: its range in the blob, in bytes.
+        dtype: the dtype without ``torch.`` (``"bfloat16"``).
+        shape: the shape of the tensor in the blob.
+        tensor_slice: the part of a larger tensor that it is; None: it is a whole tensor.
     """
 
     offset: int
@@ -63,9 +63,9 @@ class TensorReference(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One entry of the state dict: a tensor in one or more parts, or an object (``codec``).
+    """One entry of the state dict: a tensor in one or more parts, or an object (with ``codec``).
 
-    ``path``: its place in the nested dict, see ``client_side.nesting``.
+    ``path``: its position in the nested dict, see ``clients.values.nesting``.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """All entries; how many participants put a version, and which of them this is."""
+    """All entries, the number of participants that put a version, and which of them this is."""
 
     entries: tuple[Entry, ...]
     participants: int
@@ -90,8 +90,8 @@ _decoder = msgspec.msgpack.Decoder(Header)
 # ---- the file -----------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where header and blob are, in bytes from the start."""
+class FileLayout(NamedTuple):
+    """The positions of header and blob, in bytes from the start of the file."""
 
     header_end: int
     blob_start: int
@@ -100,10 +100,10 @@ class Place(NamedTuple):
     lengths: bytes
 
     def check(self, header: bytes | memoryview) -> bytes:
-        """The header, if it is what was written.
+        """Check the header against its CRC and return it.
 
         Raises:
-            ProtocolError: it is not.
+            ProtocolError: the header is truncated or damaged.
         """
         if len(header) != self.header_end - PREFIX:
             raise ProtocolError("a packed state dict became shorter while it was read")
@@ -113,25 +113,25 @@ class Place(NamedTuple):
 
 
 def prelude(header: bytes, blob_nbytes: int) -> list[bytes]:
-    """What comes before the blob."""
+    """Return everything that precedes the blob in a file."""
     lengths = _LENGTHS.pack(len(header), blob_nbytes)
     crc = zlib.crc32(header, zlib.crc32(lengths))
     padding = bytes(-(PREFIX + len(header)) % ALIGNMENT)
-    return [_START.pack(_MAGIC, _VERSION, crc), lengths, header, padding]
+    return [_MAGIC_AND_CRC.pack(_MAGIC, _VERSION, crc), lengths, header, padding]
 
 
-def find(prefix: bytes | memoryview, size: int) -> Place:
-    """Where header and blob are in ``size`` bytes that begin with ``prefix``.
+def read_prefix(prefix: bytes | memoryview, size: int) -> FileLayout:
+    """Find the header and the blob in ``size`` bytes that start with ``prefix``.
 
     Raises:
-        ProtocolError: no packed form, or not all of one.
+        ProtocolError: it is not a packed state dict, or is truncated.
     """
     if len(prefix) < PREFIX or bytes(prefix[: len(_MAGIC)]) != _MAGIC:
         raise ProtocolError("this is no packed state dict (it does not begin like one)")
-    _, version, crc = _START.unpack_from(prefix)
+    _, version, crc = _MAGIC_AND_CRC.unpack_from(prefix)
     if version != _VERSION:
         raise ProtocolError(f"a packed state dict of version {version}; this is {_VERSION}")
-    header_nbytes, blob_nbytes = _LENGTHS.unpack_from(prefix, _START.size)
+    header_nbytes, blob_nbytes = _LENGTHS.unpack_from(prefix, _MAGIC_AND_CRC.size)
     header_end = PREFIX + header_nbytes
     blob_start = -(-header_end // ALIGNMENT) * ALIGNMENT
     if blob_start + blob_nbytes != size:
@@ -139,24 +139,24 @@ def find(prefix: bytes | memoryview, size: int) -> Place:
             f"a packed state dict of {blob_start + blob_nbytes} bytes is here with {size}: "
             "it is truncated, or something follows it"
         )
-    lengths = bytes(prefix[_START.size : PREFIX])
-    return Place(header_end, blob_start, blob_nbytes, crc, lengths)
+    lengths = bytes(prefix[_MAGIC_AND_CRC.size : PREFIX])
+    return FileLayout(header_end, blob_start, blob_nbytes, crc, lengths)
 
 
 # ---- the header ---------------------------------------------------------------------------
 
 
 def encode(header: Header) -> bytes:
-    """As msgpack."""
+    """Encode a header as msgpack."""
     return _encoder.encode(header)
 
 
 def decode(data: bytes, blob_nbytes: int) -> Header:
-    """The header of a blob of ``blob_nbytes``, every number in it checked.
+    """Decode the header of a blob of ``blob_nbytes`` bytes, and check every number in it.
 
     Raises:
-        ProtocolError: it is damaged, or says what the blob cannot hold.
-        UnsupportedValueError: a dtype that this torch does not know, or that is not stored.
+        ProtocolError: it is damaged, or describes what the blob cannot hold.
+        UnsupportedValueError: it has a dtype that this torch lacks, or that cannot be stored.
     """
     try:
         header = _decoder.decode(data)
@@ -164,7 +164,7 @@ def decode(data: bytes, blob_nbytes: int) -> Header:
         raise ProtocolError(f"the header of a packed state dict is unreadable: {error}") from error
     if blob_nbytes % ALIGNMENT:
         raise ProtocolError(f"the blob has {blob_nbytes} bytes, no multiple of {ALIGNMENT}")
-    if not 0 < header.participants <= _LARGEST:
+    if not 0 < header.participants <= _MAX_INT:
         raise ProtocolError(f"a version has at least 1 participant, not {header.participants}")
     names = {entry.name for entry in header.entries}
     if len(names) < len(header.entries) or "" in names:
@@ -180,13 +180,13 @@ def decode(data: bytes, blob_nbytes: int) -> Header:
         if one.offset + one.nbytes > other.offset:
             raise ProtocolError(f"two tensors lie at {other.offset} of a packed state dict")
     try:
-        nesting.unflatten("state dict", _hollow(header))
+        nesting.unflatten("state dict", _leaves(header))
     except LayoutMismatchError as error:
         raise ProtocolError(f"the entries of a packed state dict contradict: {error}") from error
     return header
 
 
-def _hollow(header: Header) -> Iterator[tuple[str, bytes, Entry]]:
+def _leaves(header: Header) -> Iterator[tuple[str, bytes, Entry]]:
     return ((entry.name, entry.path, entry) for entry in header.entries)
 
 
@@ -197,7 +197,7 @@ def _check_entry(entry: Entry) -> None:
         return
     if len(entry.parts) == 1:
         return
-    # Parts of one tensor.
+    # An entry with several parts, or with none: they must be parts of one tensor.
     kinds = {(p.dtype, p.tensor_slice and p.tensor_slice.global_shape) for p in entry.parts}
     if len(kinds) > 1 or any(part.tensor_slice is None for part in entry.parts):
         raise ProtocolError(f"the parts of {entry.name!r} are not of one tensor")
@@ -208,7 +208,7 @@ def _check_part(name: str, part: TensorReference, blob_nbytes: int) -> None:
     sound = (
         len(part.shape) <= _MAX_DIMS
         and all(n >= 0 for n in part.shape)
-        and math.prod([n for n in part.shape if n]) * dtype.itemsize <= _LARGEST
+        and math.prod([n for n in part.shape if n]) * dtype.itemsize <= _MAX_INT
         and math.prod(part.shape) * dtype.itemsize == part.nbytes
     )
     if not sound:
@@ -227,9 +227,9 @@ def _check_slice(name: str, part: TensorReference, place: TensorSlice) -> None:
         place.local_shape == part.shape
         and len(place.offsets) == len(part.shape) == len(whole)
         and len(mesh) == len(place.coordinates) <= _MAX_DIMS
-        and all(0 <= at <= n <= _LARGEST for at, n in zip(place.offsets, whole, strict=True))
+        and all(0 <= at <= n <= _MAX_INT for at, n in zip(place.offsets, whole, strict=True))
         and all(at + n <= g for at, n, g in zip(place.offsets, part.shape, whole, strict=True))
-        and all(0 <= at < n <= _LARGEST for at, n in zip(place.coordinates, mesh, strict=True))
+        and all(0 <= at < n <= _MAX_INT for at, n in zip(place.coordinates, mesh, strict=True))
     )
     if not sound:
         raise ProtocolError(f"{name!r} of {list(part.shape)} is not the slice {place}")

@@ -1,4 +1,4 @@
-"""The packed form of a state dict: one contiguous blob, and a header that says what lies where.
+"""The packed form of a state dict: one contiguous blob, and a header that describes its contents.
 
 >>> import asyncio
 >>> import torchstore_core as ts
@@ -22,21 +22,23 @@ tensor([[0., 1., 2.],
         [3., 4., 5.]])
 <TorchStoreStateDict of 2 entries, 64 bytes>
 
-**What a put of it is.** A version of a state dict whose entries are the references, as if by
-``put_state_dict``: generations, resharding, tied weights and ``f"{key}/{name}"`` are those of any
-other state dict, and ranks that each put their shards make one version together. The blob itself is
-not a value of the store. It could be one, with the header beside it; but then a reader would have
-to fetch every rank's header to know where a box lies, replicas would be stored many times, and a
-version would be whole when its blobs are, not when they cover the tensors. Nothing is lost either:
-the entries of one put lie together in the store, as they do in the blob.
+**What a put does.** Putting a packed form creates a version of a state dict whose entries are the
+references, as ``put_state_dict`` does. Generations, resharding, tied weights and
+``f"{key}/{name}"`` work as for any other state dict, and ranks that each put their shards make one
+version together.
+The blob itself is not a value of the store. It could be one, with the header next to it; but then a
+reader would have to fetch the headers of all ranks to find a box, replicas would be stored many
+times, and a version would be complete as soon as its blobs are there, rather than when they cover
+the tensors. Nothing is lost by that either: the entries of one put are adjacent in the store, as
+they are in the blob.
 
-``get(key)`` gives a packed form again, of whole tensors, at the price of a copy into its blob;
-``get_state_dict(key)`` of the same key gives tensors without one.
+``get(key)`` returns a packed form again, with whole tensors, at the cost of a copy into its blob;
+``get_state_dict(key)`` with the same key returns the tensors without that copy.
 
-**What it is for.** A snapshot: one copy, on the copy threads, and the model may go on training,
-while the snapshot is put (also later, or into several stores), saved, or sent by other means.
-A state dict that goes straight to the store is better put by ``put_state_dict``, which copies it
-once instead of twice.
+**What it is for.** A packed form is a snapshot. After one copy, on the copy threads, the model may
+continue to train while the snapshot is put (even later, or into several stores), saved, or sent by
+other means. If a state dict only goes to the store, ``put_state_dict`` is better, because it copies
+the tensors once instead of twice.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from torchstore_core import boxes
 from torchstore_core.clients.packed import header as packed_header
 from torchstore_core.clients.packed import packing
 from torchstore_core.clients.packed.header import Entry, Header, TensorReference
-from torchstore_core.clients.packed.packing import ME, Layout, Pair
+from torchstore_core.clients.packed.packing import SUBJECT, Layout, Pair
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import NoValue, decode_object
 from torchstore_core.clients.values.memory import copy_tensors
@@ -72,24 +74,24 @@ __all__ = ["TensorReference", "TorchStoreStateDict", "pack"]
 
 
 class TorchStoreStateDict(NoValue):
-    """A state dict in one contiguous blob; of sharded tensors the local part. See the module.
+    """A state dict in one contiguous blob, with only the local part of sharded tensors.
 
-    Made by :meth:`from_state_dict`, :meth:`from_bytes` and :meth:`load`; or of its two parts,
-    however they came here.
+    It is created by :meth:`from_state_dict`, :meth:`from_bytes` and :meth:`load`; or from a header
+    and a blob that were transferred by other means. See also the docstring of this module.
 
     Args:
-        header: as :attr:`header` gave it; every number in it is checked.
-        blob: uint8, one-dimensional, contiguous, on the CPU.
-        allow_pickle: whether pickled objects may be rebuilt. The header never says so itself.
+        header: the value of :attr:`header`; every number in it is checked.
+        blob: a contiguous one-dimensional uint8 tensor on the CPU.
+        allow_pickle: whether pickled objects may be rebuilt. The header cannot allow it.
 
     Attributes:
-        blob: the tensors' bytes, row-major, each at a multiple of 64 bytes. Shared with what
-            :meth:`to_state_dict` gives: a write to one is seen in the other.
+        blob: the bytes of the tensors, row-major, each tensor at a multiple of 64 bytes. It shares
+            memory with the result of :meth:`to_state_dict`: a write to one changes the other.
 
     Raises:
-        ProtocolError: the header is damaged, or says what the blob cannot hold.
-        UnsupportedValueError: a dtype that this torch does not know or that is not stored, or
-            another kind of blob.
+        ProtocolError: the header is damaged, or describes what the blob cannot hold.
+        UnsupportedValueError: a dtype is one that this torch gap or that cannot be stored, or
+            ``blob`` is not as described above.
 
     >>> TorchStoreStateDict.from_state_dict({"w": torch.ones(2), "step": 7}).to_state_dict()
     {'w': tensor([1., 1.]), 'step': 7}
@@ -109,7 +111,7 @@ class TorchStoreStateDict(NoValue):
                 "a blob is a contiguous one-dimensional uint8 tensor on the CPU, aligned to "
                 f"{packed_header.MEMORY_ALIGNMENT} bytes"
             )
-        check_storage(ME, blob)
+        check_storage(SUBJECT, blob)
         self._set(packed_header.decode(header, blob.numel()), blob, allow_pickle)
 
     def _set(self, header: Header, blob: torch.Tensor, allow_pickle: bool) -> None:
@@ -126,27 +128,27 @@ class TorchStoreStateDict(NoValue):
 
     @property
     def nbytes(self) -> int:
-        """Size of the blob."""
+        """The size of the blob in bytes."""
         return self.blob.numel()
 
     @property
     def header(self) -> bytes:
-        """What the blob holds, as msgpack."""
+        """The description of the blob's contents, as msgpack."""
         return packed_header.encode(self._header)
 
     @property
     def participants(self) -> int:
-        """How many such puts make a version."""
+        """The number of participants whose puts make a version."""
         return self._header.participants
 
     @property
     def participant(self) -> str:
-        """Which of them this is; empty if nobody has said so."""
+        """The name of this participant; empty if none was given."""
         return self._header.participant
 
     @property
     def references(self) -> dict[str, tuple[TensorReference, ...]]:
-        """Where each tensor lies: mostly one place; none if nothing of it is here."""
+        """The places of each tensor: usually one; none if no part of the tensor is here."""
         return {entry.name: entry.parts for entry in self._header.entries if not entry.codec}
 
     # ---- from and to a state dict ---------------------------------------------------------
@@ -160,51 +162,53 @@ class TorchStoreStateDict(NoValue):
         participant: str | int | None = None,
         allow_pickle: bool = False,
     ) -> TorchStoreStateDict:
-        """Copy a state dict into one blob. The values may be changed afterwards.
+        """Copy a state dict into one blob. The original values may be changed afterwards.
 
         Args:
             state_dict: nested dicts and lists of tensors (CPU or CUDA, any strides), DTensors,
                 :class:`TensorShard`, and other values. Tied weights are stored once.
-            participants: how many such puts make a version; None: as many as there are ranks in
-                the meshes of the shards. Ranks that hold different entries must say it.
-            participant: which of them this is; None: the rank, or its place in the mesh.
-            allow_pickle: values that msgpack does not keep exactly may be pickled.
+            participants: the number of participants whose puts make a version; None: the number of
+                ranks in the meshes of the shards. Must be given if ranks hold different entries.
+            participant: the name of this participant; None: the rank, or its coordinates in the
+                mesh.
+            allow_pickle: whether values that msgpack cannot represent exactly may be pickled.
 
         Raises:
-            UnsupportedValueError: no state dict, or a value that cannot be stored.
+            UnsupportedValueError: it is not a state dict, or has a value that cannot be stored.
             UnsafeObjectError: a value needs pickle, which is not allowed.
-            LayoutMismatchError: a shard that does not fit its slice or placements.
+            LayoutMismatchError: a shard does not match its slice or placements.
         """
         layout = packing.lay_out(state_dict, participants, participant, allow_pickle)
-        made, pairs = _place(layout, allow_pickle)
+        made, pairs = _allocate(layout, allow_pickle)
         packing.copy_now(pairs)
         return made
 
     def to_state_dict(self, user_state_dict: Any = None) -> Any:
-        """The state dict, or fill one in place.
+        """Return the state dict, or fill an existing one in place.
 
-        New: ordinary tensors, views of the blob. A shard comes as a :class:`TensorShard` (several
-        interleaved ones as a list of them), not as a DTensor: the mesh is one of live processes,
-        which need not be these. What is not here at all is left out.
+        The tensors of a new state dict are ordinary tensors, which are views of the blob. A shard
+        becomes a :class:`TensorShard` (several interleaved ones a list of them) and not a DTensor,
+        because a mesh consists of live processes, which may be others now. A tensor of which no
+        part is here is left out.
 
         Args:
-            user_state_dict: filled and returned: tensors, DTensors and TensorShards of any layout
-                that the blob covers. None in the place of a tensor becomes a view, and other values
-                are replaced.
+            user_state_dict: the state dict to fill and return. It may hold tensors, DTensors and
+                TensorShards of any layout that the blob covers. None in place of a tensor is
+                replaced by a view, and values that are not tensors are replaced.
 
         Raises:
-            LayoutMismatchError: names the entries that are missing, unexpected, or do not fit or
-                are not covered; nothing was written. From the store, all ranks' shards can be got.
+            LayoutMismatchError: names the entries that are missing, unexpected, do not match or are
+                not covered; nothing was written. The store can return the shards of all ranks.
             UnsafeObjectError, UnsupportedValueError: an object cannot be rebuilt here.
-            ProtocolError: entries lie inside of each other.
+            ProtocolError: one entry lies inside of another.
         """
         if user_state_dict is not None:
             return self._fill(user_state_dict)
         found = ((leaf.name, leaf.path, leaf.value) for leaf in self.leaves())
-        return nesting.unflatten(ME, found)
+        return nesting.unflatten(SUBJECT, found)
 
     def leaves(self) -> list[Leaf]:
-        """The entries of which something is here, flat."""
+        """Return the entries of which at least a part is here, as a flat list."""
         seen: dict[int, torch.Tensor] = {}
         return [
             Leaf(entry.name, entry.path, self._value(entry, seen))
@@ -213,7 +217,7 @@ class TorchStoreStateDict(NoValue):
         ]
 
     def _value(self, entry: Entry, seen: dict[int, torch.Tensor]) -> Any:
-        """``seen``: by offset, so that tied weights are one tensor again."""
+        """``seen``: tensors by offset, so that tied weights become one tensor again."""
         if entry.codec:
             codec = ObjectMeta(entry.codec)
             return decode_object(entry.name, codec, entry.data, allow_pickle=self._allow_pickle)
@@ -230,8 +234,8 @@ class TorchStoreStateDict(NoValue):
         return shards[0] if len(shards) == 1 else shards
 
     def _view(self, part: TensorReference) -> torch.Tensor:
-        dtype = dtype_of(TensorMeta(part.dtype, part.shape), ME)
-        check_storage(ME, self.blob)
+        dtype = dtype_of(TensorMeta(part.dtype, part.shape), SUBJECT)
+        check_storage(SUBJECT, self.blob)
         typed = self._typed.get(dtype)
         if typed is None:
             with torch.inference_mode(False):  # see packing.new_blob
@@ -240,7 +244,7 @@ class TorchStoreStateDict(NoValue):
         return typed.narrow(0, part.offset // size, part.nbytes // size).view(part.shape)
 
     def _fill(self, user_state_dict: Any) -> Any:
-        leaves = nesting.flatten(ME, user_state_dict)
+        leaves = nesting.flatten(SUBJECT, user_state_dict)
         entries = {entry.name: entry for entry in self._header.entries}
         pairs: list[Pair] = []
         new: dict[str, Any] = {}
@@ -261,17 +265,17 @@ class TorchStoreStateDict(NoValue):
                     mismatched[name] = error.message
         unexpected = [entry.name for entry in entries.values() if entry.codec or entry.parts]
         if missing or unexpected or mismatched:
-            raise packing.unlike(missing, unexpected, mismatched)
+            raise packing.mismatch_error(missing, unexpected, mismatched)
         packing.copy_now(pairs)
         for tensor in filled.values():
-            if not tensor.is_inference():  # autograd did not see the write
+            if not tensor.is_inference():  # tell autograd about the write
                 torch.autograd.graph.increment_version(tensor)
         return nesting.replace(user_state_dict, leaves, new.get)
 
     def _pairs(
         self, entry: Entry, value: Any, filled: dict[object, torch.Tensor]
     ) -> Iterator[Pair]:
-        """What to copy to fill one destination; memory that is ``filled`` already is left out."""
+        """Yield what to copy to fill one destination. Skips memory that is ``filled`` already."""
         name = entry.name
         if entry.codec or not packing.is_tensor(value):
             what = "no tensor" if entry.codec else "a tensor"
@@ -290,45 +294,46 @@ class TorchStoreStateDict(NoValue):
         for tensor, part_slice in wanted:
             box = boxes.whole(shape) if part_slice is None else slice_box(name, part_slice, shape)
             target = check_destination(name, tensor, box.shape, dtype, cast=False)
-            mark = packing.memory_of(target)
-            if mark in filled:
+            memory = packing.memory_key(target)
+            if memory in filled:
                 continue
-            filled[mark] = tensor
+            filled[memory] = tensor
             plan = boxes.read_plan(box, sources)
             if sum(piece.box.numel for piece in plan) != box.numel:
-                lacks = boxes.missing(box, sources)[0]
+                gap = boxes.missing(box, sources)[0]
                 raise LayoutMismatchError(
-                    f"{name!r}: {list(lacks.shape)} at {list(lacks.offset)} is not here; put all "
+                    f"{name!r}: {list(gap.shape)} at {list(gap.offset)} is not here; put all "
                     "ranks' packed forms, and get it from the store",
                     key=name,
                 )
             for source, piece in plan:
                 view = self._view(entry.parts[source])
                 yield (
-                    packing.cut(target, boxes.relative(piece, box)),
-                    packing.cut(view, boxes.relative(piece, sources[source])),
+                    packing.view_of(target, boxes.relative(piece, box)),
+                    packing.view_of(view, boxes.relative(piece, sources[source])),
                 )
 
     # ---- from and to bytes ----------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """All of it, as :meth:`from_bytes` takes it: one copy."""
+        """Return everything as bytes, for :meth:`from_bytes`. Copies the blob once."""
         return b"".join(
             [*packed_header.prelude(self.header, self.nbytes), packing.bytes_of(self.blob)]
         )
 
     @classmethod
     def from_bytes(cls, data: Any, *, allow_pickle: bool = False) -> TorchStoreStateDict:
-        """The packed form that ``data`` holds.
+        """Create a packed form from bytes.
 
         Args:
-            data: bytes, bytearray, memoryview, mmap: whatever has a buffer. If that can be written
-                to, the blob lies in it (which it keeps alive); else it is copied.
+            data: an object with a buffer, such as bytes, bytearray, memoryview or mmap. If the
+                buffer is writable, the blob shares its memory and keeps it alive; otherwise the
+                blob is a copy.
             allow_pickle: whether pickled objects may be rebuilt.
 
         Raises:
-            ProtocolError: not a packed form, or one that is truncated or damaged.
-            UnsupportedValueError: no buffer, or a dtype that this torch does not know.
+            ProtocolError: it is not a packed form, or is truncated or damaged.
+            UnsupportedValueError: ``data`` has no buffer, or a dtype is one that this torch gap.
         """
         try:
             view = memoryview(data).cast("B")
@@ -336,7 +341,7 @@ class TorchStoreStateDict(NoValue):
             raise UnsupportedValueError(
                 f"a packed form is read from bytes, not a {type(data).__qualname__}: {error}"
             ) from error
-        where = packed_header.find(view[: packed_header.PREFIX], view.nbytes)
+        where = packed_header.read_prefix(view[: packed_header.PREFIX], view.nbytes)
         header = where.check(view[packed_header.PREFIX : where.header_end])
         if view.readonly or not where.blob_nbytes:
             blob = packing.new_blob(where.blob_nbytes)
@@ -349,34 +354,36 @@ class TorchStoreStateDict(NoValue):
         return cls(header, blob, allow_pickle=allow_pickle)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, which is there whole or not at all."""
-        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")
+        """Write the packed form to a file, atomically: the file is complete or does not exist."""
+        partial = Path(f"{os.fspath(path)}.{os.getpid()}.part")
         try:
-            with beside.open("wb") as file:
+            with partial.open("wb") as file:
                 file.writelines(packed_header.prelude(self.header, self.nbytes))
                 file.write(packing.bytes_of(self.blob))
-            beside.replace(path)
+            partial.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], *, mmap: bool = False, allow_pickle: bool = False
     ) -> TorchStoreStateDict:
-        """Read a file.
+        """Read a packed form from a file.
 
         Args:
-            mmap: read only what is used, when it is used. Writes stay in this process. The file
-                must not be overwritten in place meanwhile (:meth:`save` replaces it).
+            path: the file.
+            mmap: whether to map the file, so that only what is used is read, at that time. Writes
+                stay in this process. The file must not be overwritten in place while it is mapped
+                (:meth:`save` replaces the file).
             allow_pickle: whether pickled objects may be rebuilt.
 
         Raises:
-            ProtocolError, UnsupportedValueError: as :meth:`from_bytes`.
-            OSError: it cannot be read.
+            ProtocolError, UnsupportedValueError: as in :meth:`from_bytes`.
+            OSError: the file cannot be read.
         """
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            where = packed_header.find(file.read(packed_header.PREFIX), size)
+            where = packed_header.read_prefix(file.read(packed_header.PREFIX), size)
             if mmap:
                 mapped = memory_maps.mmap(file.fileno(), 0, access=memory_maps.ACCESS_COPY)
                 return cls.from_bytes(mapped, allow_pickle=allow_pickle)
@@ -393,14 +400,14 @@ class TorchStoreStateDict(NoValue):
 
 
 async def pack(state_dict: Mapping[str, Any], *, allow_pickle: bool) -> TorchStoreStateDict:
-    """:meth:`TorchStoreStateDict.from_state_dict` of CPU tensors, while the event loop goes on."""
-    made, pairs = _place(packing.lay_out(state_dict, None, None, allow_pickle), allow_pickle)
-    await copy_tensors(ME, pairs)
+    """Do :meth:`TorchStoreStateDict.from_state_dict` of CPU tensors without blocking the loop."""
+    made, pairs = _allocate(packing.lay_out(state_dict, None, None, allow_pickle), allow_pickle)
+    await copy_tensors(SUBJECT, pairs)
     return made
 
 
-def _place(layout: Layout, allow_pickle: bool) -> tuple[TorchStoreStateDict, list[Pair]]:
-    """The packed form, and what is still to be copied into it."""
+def _allocate(layout: Layout, allow_pickle: bool) -> tuple[TorchStoreStateDict, list[Pair]]:
+    """Allocate the packed form. Returns it, and the copies that will fill it."""
     packed = TorchStoreStateDict.__new__(TorchStoreStateDict)
     packed._set(layout.header, packing.new_blob(layout.nbytes), allow_pickle)
     return packed, [(packed._view(at), tensor) for at, tensor in layout.tensors if at.nbytes]

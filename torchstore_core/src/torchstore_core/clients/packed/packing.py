@@ -1,4 +1,4 @@
-"""From values to one blob: what lies where in it, and the copies."""
+"""Packs values into one blob: plans its layout, and copies the tensors."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from torchstore_core.clients.values.tensors import (
 from torchstore_core.errors import ConfigurationError, LayoutMismatchError
 from torchstore_core.values import TensorSlice
 
-__all__ = ["ME", "Layout", "Pair", "box_of", "bytes_of", "copy_now", "cut", "is_tensor"]
-__all__ += ["lay_out", "memory_of", "new_blob", "parts_of", "unlike"]
+__all__ = ["SUBJECT", "Layout", "Pair", "box_of", "bytes_of", "copy_now", "is_tensor", "view_of"]
+__all__ += ["lay_out", "memory_key", "mismatch_error", "new_blob", "parts_of"]
 
-#: What errors call a packed state dict, which has no key yet.
-ME = "state dict"
+#: The name of a packed state dict in errors, because it has no key yet.
+SUBJECT = "state dict"
 Pair = tuple[torch.Tensor, torch.Tensor]  # target, source: one shape, one dtype
 
 
 class Layout(NamedTuple):
-    """The header of a blob of ``nbytes``, and the tensors that go where it says."""
+    """The header of a blob of ``nbytes``, and the tensors to copy, each with its place."""
 
     header: Header
     nbytes: int
@@ -55,7 +55,7 @@ def lay_out(
     participant: str | int | None,
     allow_pickle: bool,
 ) -> Layout:
-    """Give every tensor of a state dict its place in a blob; the same memory once.
+    """Assign a place in a blob to every tensor of a state dict; tied tensors share one.
 
     Raises:
         ConfigurationError, UnsupportedValueError, LayoutMismatchError, UnsafeObjectError
@@ -69,7 +69,7 @@ def lay_out(
     mesh: tuple[int, ...] = ()
     coordinates: tuple[int, ...] = ()
     end = 0
-    for leaf in nesting.flatten(ME, state_dict):
+    for leaf in nesting.flatten(SUBJECT, state_dict):
         name, value = leaf.name, leaf.value
         if not is_tensor(value):
             meta, data = encode_object(name, value, allow_pickle=allow_pickle)
@@ -80,12 +80,12 @@ def lay_out(
         parts: list[TensorReference] = []
         for local, part in parts_of(name, value):
             tensor = storable(name, local)
-            mark = memory_of(tensor), part
-            made = known.get(mark) if tensor.numel() else None
+            memory = memory_key(tensor), part
+            made = known.get(memory) if tensor.numel() else None
             if made is None:
                 nbytes = tensor.nbytes
                 dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-                made = known[mark] = TensorReference(end, nbytes, dtype, shape, part)
+                made = known[memory] = TensorReference(end, nbytes, dtype, shape, part)
                 tensors.append((made, tensor))
                 end += -(-nbytes // ALIGNMENT) * ALIGNMENT
             parts.append(made)
@@ -94,14 +94,14 @@ def lay_out(
         entries.append(Entry(name, leaf.path, tuple(parts)))
     if participants is None:
         participants = len(ranks) or math.prod(mesh)
-    who = "" if participant is None else str(participant)
+    participant_name = "" if participant is None else str(participant)
     if participants > 1 and participant is None:
-        who = this_rank() or ",".join(map(str, coordinates))
-    return Layout(Header(tuple(entries), participants, who), end, tensors)
+        participant_name = this_rank() or ",".join(map(str, coordinates))
+    return Layout(Header(tuple(entries), participants, participant_name), end, tensors)
 
 
 def parts_of(name: str, value: Any) -> list[tuple[torch.Tensor, TensorSlice | None]]:
-    """What of a tensor is here, and which part of it that is; None: all.
+    """Return the local parts of a tensor, each with its slice (None: it is the whole tensor).
 
     Raises:
         UnsupportedValueError, LayoutMismatchError: see ``sharding.local_parts``.
@@ -112,73 +112,75 @@ def parts_of(name: str, value: Any) -> list[tuple[torch.Tensor, TensorSlice | No
 
 
 def _plain(part: TensorSlice) -> TensorSlice:
-    """Of plain ints, whatever the user made it of."""
+    """Return the same slice with plain ints, in place of whatever types the user has used."""
     fields = (part.offsets, part.local_shape, part.global_shape, part.mesh_shape, part.coordinates)
     return TensorSlice(*[tuple([int(n) for n in field]) for field in fields])
 
 
 def is_tensor(value: Any) -> bool:
-    """Of whatever kind, also one of which only part is here."""
+    """Whether ``value`` is a tensor of any kind, including one of which only a part is here."""
     return isinstance(value, torch.Tensor) or is_sharded(value)
 
 
 def box_of(part: TensorReference) -> Box:
-    """Which part of the tensor it is."""
+    """Return the box of the whole tensor that this part covers."""
     if part.tensor_slice is None:
         return boxes.whole(part.shape)
     return Box(part.tensor_slice.offsets, part.shape)
 
 
-def unlike(
+def mismatch_error(
     missing: list[str], unexpected: list[str], mismatched: dict[str, str]
 ) -> LayoutMismatchError:
-    """What is wrong with a destination, all of it."""
+    """Return an error that lists everything that is wrong with a destination."""
     listed = (("missing", missing), ("unexpected", unexpected))
-    said = [f"{len(n)} {what}: {', '.join(map(repr, n))}" for what, n in listed if n]
+    parts = [f"{len(n)} {what}: {', '.join(map(repr, n))}" for what, n in listed if n]
     if mismatched:
-        said.append(f"{len(mismatched)} mismatched: {'; '.join(mismatched.values())}")
+        parts.append(f"{len(mismatched)} mismatched: {'; '.join(mismatched.values())}")
     return LayoutMismatchError(
-        f"the packed state dict does not match; nothing was written. {'; '.join(said)}",
+        f"the packed state dict does not match; nothing was written. {'; '.join(parts)}",
         details={"missing": missing, "unexpected": unexpected, "mismatched": mismatched},
     )
 
 
-def memory_of(tensor: torch.Tensor) -> object:
-    """The same for tensors that are the same elements in memory."""
+def memory_key(tensor: torch.Tensor) -> object:
+    """Return a key that is equal for tensors that consist of the same elements in memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view of a part."""
+def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the view of ``tensor`` that ``box`` describes."""
     return tensor[tuple([slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True)])]
 
 
 def new_blob(nbytes: int) -> torch.Tensor:
-    """Memory for a blob."""
-    # In inference mode it would be a tensor that cannot be written to outside of it.
+    """Allocate the memory for a blob."""
+    # A tensor created in inference mode could not be written to outside of that mode.
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def bytes_of(blob: torch.Tensor) -> memoryview:
-    """Its memory, which the caller keeps alive.
+    """Return the memory of a blob, which the caller must keep alive.
 
     Raises:
-        UnsupportedValueError: it has been freed.
+        UnsupportedValueError: the memory has been freed.
     """
     if not blob.numel():
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * blob.numel()).from_address(address_of(ME, blob))).cast("B")
+    return memoryview((ctypes.c_char * blob.numel()).from_address(address_of(SUBJECT, blob))).cast(
+        "B"
+    )
 
 
 def copy_now(pairs: Sequence[Pair]) -> None:
-    """Copy all, on the copy threads; to and from devices here."""
+    """Do all copies: on the copy threads, or in this thread if a device is involved."""
     on_host = [pair for pair in pairs if pair[0].is_cpu and pair[1].is_cpu]
-    # A thread waits for the copy threads, as this one may run an event loop.
+    # Another thread waits for the copy threads, because this one may be running an event loop.
     with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(lambda: asyncio.run(copy_tensors(ME, on_host)))
-        for target, source in pairs:  # where the user's current stream is the current one
+        done = thread.submit(lambda: asyncio.run(copy_tensors(SUBJECT, on_host)))
+        for target, source in pairs:  # in this thread, which has the user's current stream
             if not (target.is_cpu and source.is_cpu):
-                address_of(ME, target), address_of(ME, source)
+                address_of(SUBJECT, target), address_of(SUBJECT, source)
                 byte_like(target).copy_(byte_like(source))
         done.result()

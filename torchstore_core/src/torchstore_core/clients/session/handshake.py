@@ -17,7 +17,7 @@ from torchstore_core.errors import (
     in_seconds,
 )
 from torchstore_core.machine import topology
-from torchstore_core.machine.unix_sockets import connect, opening
+from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
@@ -75,7 +75,7 @@ async def handshake(
     loop = asyncio.get_running_loop()
     path = socket_path(address)
     accepted = False
-    with opening() as sock:
+    with unix_socket() as sock:
         try:
             async with asyncio.timeout(timeout):
                 await connect(sock, path)

@@ -49,7 +49,7 @@ def note(store_name: str, address: str | None) -> None:
             path.unlink(missing_ok=True)
         return
     folder = Path(address.removeprefix("unix:")).parent
-    started = topology.started(os.getpid())
+    started = topology.start_time(os.getpid())
     if folder.parent != base or started is None:
         return
     host_id = topology.probe().host_id
@@ -89,7 +89,7 @@ def _read(path: Path) -> _Note | None:
         noted = msgspec.json.decode(path.read_bytes(), type=_Note)
     except (OSError, msgspec.DecodeError):  # it is being removed
         return None
-    here = (topology.started(noted.pid), pid_namespace(), topology.probe().host_id)
+    here = (topology.start_time(noted.pid), pid_namespace(), topology.probe().host_id)
     return noted if here == (noted.started, noted.pid_namespace, noted.host_id) else None
 
 

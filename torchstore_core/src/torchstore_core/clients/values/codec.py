@@ -1,18 +1,21 @@
-"""Any Python object to bytes and back, with the same types.
+"""Encodes any Python object as bytes and decodes it again, with all types preserved.
 
-msgpack where that is exact; tuples, sets and the like travel as extensions, so that they come back
-as what they were. Pickle only for the rest, only here, only in clients. The server keeps bytes.
+Values that msgpack represents exactly are encoded with msgpack; tuples, sets and the like are
+msgpack extensions, so that their types survive. Everything else is pickled. Pickle is used in this
+module only, and in clients only: the server stores bytes.
 
-It runs on the event loop and cannot be interrupted, so its time is bounded by what the value takes
-in memory: every object is looked at once, however often it is in the value; msgpack has each of its
-bytes copied once for every level of tuples and sets around it, of which there are at most 64. That
-is some microseconds for a config, and about a second for some million objects: such data should be
-tensors, or bytes. Decoding is linear in the bytes, for msgpack refers to nothing twice.
+Encoding runs on the event loop and cannot be interrupted, so its time is bounded by the size of the
+value in memory. Every object is visited once, however often it occurs in the value. Each byte of
+msgpack is copied once for every level of tuples and sets around it, of which there are at most 64.
+That takes some microseconds for a config, and about a second for a few million objects: such data
+should be tensors, or bytes. Decoding is linear in the number of bytes, because msgpack has no
+references.
 
-Pickle refers to classes and functions by name. What has no name that others know is sent by value,
-where cloudpickle is installed: lambdas, closures, local classes; and classes and functions of
-``__main__``, a notebook, say. A reader that runs the same program has the latter itself, and gets
-its own ones, so that ``isinstance`` and enums go on to work between processes of one program.
+Pickle refers to classes and functions by name. Where cloudpickle is installed, whatever has no name
+that other processes know is sent by value: lambdas, closures and local classes; and the classes and
+functions of ``__main__``, such as those of a notebook. A reader that runs the same program has the
+latter itself and gets its own ones, so that ``isinstance`` and enums still work between processes
+of the same program.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ PICKLE = "pickle"
 
 _TUPLE, _SET, _FROZENSET, _BYTEARRAY, _COMPLEX, _INTEGER, _PAIRS = range(1, 8)
 _MAX_DEPTH = 64
-# What is in a value more than once is written more than once: if it has up to so many bytes,
-# without being counted (each reference takes 8 in memory, too); else up to so many together.
+# msgpack writes an object out again each time that it occurs in a value. Objects of up to this many
+# bytes are not counted (the reference itself takes 8 bytes in memory, too); the repetitions of
+# larger ones may take up to _MAX_REPEATED bytes together.
 _SMALL = 256
 _MAX_REPEATED = 4 << 20
 _ATOMS = frozenset((type(None), bool, float))
@@ -52,22 +56,22 @@ _Ext = msgspec.msgpack.Ext
 
 
 class NoValue:
-    """A base of classes whose objects are no values that a key may have beside others."""
+    """Base of classes whose objects must be put alone and cannot be one value among others."""
 
     __slots__ = ()
-    _refusal: ClassVar[str]  # why not, and what to do
+    _refusal: ClassVar[str]  # the reason, and what to do instead
 
 
 class _NotExactError(Exception):
-    """msgpack would not give back the same object."""
+    """Raised when decoding msgpack would not return an equal object of the same type."""
 
 
 def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMeta, bytes]:
-    """Bytes of ``value`` and how they are encoded.
+    """Encode ``value``. Returns how it is encoded, and the bytes.
 
     Raises:
-        UnsafeObjectError: it needs pickle and that is not allowed.
-        UnsupportedValueError: it cannot be pickled either.
+        UnsafeObjectError: the value needs pickle, which is not allowed.
+        UnsupportedValueError: the value cannot be pickled either.
     """
     try:
         return ObjectMeta(MSGPACK), _encode(_to_wire(value, set(), {}, 0))
@@ -83,10 +87,10 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
         try:
             data = _pickled(value)
         except Exception:
-            if "torch" in sys.modules:  # of a tensor we can say more
+            if "torch" in sys.modules:  # for tensors there is a better error
                 _check_tensors(key, value)
             raise
-        if _may_name(_REBUILT, data):
+        if _may_mention(_TENSOR_MARK, data):
             _check_tensors(key, value)
         return ObjectMeta(PICKLE), data
     except UnsupportedValueError:
@@ -101,11 +105,12 @@ def encode_object(key: str, value: Any, *, allow_pickle: bool) -> tuple[ObjectMe
 def decode_object(
     key: str, meta: ObjectMeta, data: bytes | bytearray, *, allow_pickle: bool
 ) -> Any:
-    """The object that :func:`encode_object` made ``data`` of.
+    """Decode the object that :func:`encode_object` encoded as ``data``.
 
     Raises:
-        UnsafeObjectError: it was pickled and that is not allowed.
-        UnsupportedValueError: it cannot be rebuilt here (its class is missing, say).
+        UnsafeObjectError: the object was pickled, which is not allowed.
+        UnsupportedValueError: the object cannot be rebuilt here, because its class is missing, for
+            example.
     """
     if meta.codec not in (MSGPACK, PICKLE):
         raise UnsupportedValueError(f"{key!r} is encoded as {meta.codec!r}, unknown here", key=key)
@@ -126,23 +131,23 @@ def decode_object(
         ) from error
 
 
-# What was encoded already, cannot change, and is not small, by id: a second time it is the same
-# again. msgpack writes it out again, too, and of tuples in tuples that doubles with every level;
-# at 0: how many bytes were written again.
+# Immutable objects that were encoded already and are not small, by id(), to encode them only once.
+# msgpack still writes them out each time they occur, and with tuples in tuples the size can double
+# at every level. The item at 0 is the number of bytes that were repeated.
 _Known = dict[int, Any]
 
 
-def _again(known: _Known, nbytes: int) -> None:
-    """Once more ``nbytes``: too many are pickle's business, which writes everything once."""
+def _count_repeated(known: _Known, nbytes: int) -> None:
+    """Count ``nbytes`` repeated bytes. Beyond the limit pickle is used, which repeats nothing."""
     known[0] = known.get(0, 0) + nbytes
     if known[0] > _MAX_REPEATED:
         raise _NotExactError
 
 
-def _long(known: _Known, value: str | bytes) -> None:
-    """One that is not small is written."""
+def _record_large(known: _Known, value: str | bytes) -> None:
+    """Record a str or bytes object that is not small, and count it if it is repeated."""
     if id(value) in known:
-        _again(known, len(value))
+        _count_repeated(known, len(value))
     known[id(value)] = value
 
 
@@ -150,7 +155,7 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
     kind = type(value)
     if kind is str:
         if len(value) > _SMALL:
-            _long(known, value)
+            _record_large(known, value)
         return value
     if kind is int:
         if -(1 << 63) <= value < 1 << 64:
@@ -161,7 +166,7 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
         return value
     if kind is bytes:
         if len(value) > _SMALL:
-            _long(known, value)
+            _record_large(known, value)
         return value
     if kind is complex:
         return _packed(_COMPLEX, [value.real, value.imag])
@@ -170,17 +175,17 @@ def _to_wire(value: Any, seen: set[int], known: _Known, depth: int) -> Any:
     depth += 1
     if kind is tuple or kind is frozenset:
         if known and (made := known.get(id(value))) is not None:
-            _again(known, len(made.data))
+            _count_repeated(known, len(made.data))
             return made
         before = len(seen)
         inner = [x if type(x) in _ATOMS else _to_wire(x, seen, known, depth) for x in value]
         data = _encode(inner)
         made = _Ext(_TUPLE if kind is tuple else _FROZENSET, data)
-        if len(data) > _SMALL and len(seen) == before:  # nothing in it can change either
+        if len(data) > _SMALL and len(seen) == before:  # everything in it is immutable, too
             known[id(value)] = made
         return made
-    # Two references to one mutable object must stay two references to one object (and a cycle a
-    # cycle): that is pickle's business.
+    # Two references to one mutable object must remain references to one object, and a cycle must
+    # remain a cycle: that needs pickle.
     if id(value) in seen:
         raise _NotExactError
     seen.add(id(value))
@@ -228,44 +233,44 @@ def _extension(tag: int, data: memoryview) -> Any:
     raise ValueError(f"extension {tag} is unknown here")
 
 
-# ---- what has no name that others know ----------------------------------------------------
+# ---- classes and functions that other processes cannot import -----------------------------
 
-# What the program's own module is called in it, and in processes that multiprocessing has spawned.
-_MAINS = ("__main__", "__mp_main__")
-_MARK = b"_main__"
-# Opcodes of strings and bytes, which lie outside of a pickle's frames if they are large (64 KiB),
-# and how many bytes of length follow.
+# Names of the program's main module: in the program, and in processes spawned by multiprocessing.
+_MAIN_MODULES = ("__main__", "__mp_main__")
+_MAIN_MARK = b"_main__"
+# Opcodes of strings and bytes, and the number of length bytes that follow each of them. From 64 KiB
+# on, strings and bytes lie outside of the pickle's frames.
 _LARGE = 64 << 10
 _FRAME = 0x95
 _STRINGS = {0x42: 4, 0x58: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
-# Of a process without a file that it runs (a notebook), and of its forks.
-_HERE = os.urandom(8).hex()
+# Identifies a process that runs no file, such as a notebook, and its forks.
+_PROCESS_ID = os.urandom(8).hex()
 
 
 def _pickled(value: Any) -> bytes:
-    """By name where readers know the names, else by value."""
+    """Pickle by name where readers know the names, and by value otherwise."""
     try:
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
         if (cloudpickle := _cloudpickle()) is None:
             raise
         return _by_value(cloudpickle, value)
-    if not _may_name(_MARK, data):
+    if not _may_mention(_MAIN_MARK, data):
         return data
-    names = _Names()
+    names = _MainNameFinder()
     names.dump(value)
     if not names.found or (cloudpickle := _cloudpickle()) is None:
         return data
     try:
         definitions = _by_value(cloudpickle, names.found)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return data  # they use what cannot be sent: for readers of the same program alone
+        return data  # they use something that cannot be sent: only the same program can read it
     own = _OfProgram(_program(), definitions, data)
     return pickle.dumps(own, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _cloudpickle() -> Any | None:
-    """Only imported when it is needed; None if it is not installed."""
+    """Import cloudpickle when it is needed; None if it is not installed."""
     try:
         import cloudpickle
     except ImportError:
@@ -273,13 +278,14 @@ def _cloudpickle() -> Any | None:
     return cloudpickle
 
 
-# What is by value is a register of all threads. Whatever is pickled may itself put something.
+# cloudpickle's registry of modules to pickle by value is shared by all threads. The lock is
+# reentrant because an object that is pickled may itself put something.
 _registering = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
     global _registering
-    _registering = threading.RLock()  # a thread of the parent may have had it
+    _registering = threading.RLock()  # a thread of the parent may have held it
 
 
 if hasattr(os, "register_at_fork"):
@@ -305,13 +311,13 @@ def _with_main_by_value(cloudpickle: Any, value: Any) -> bytes:
         cloudpickle.unregister_pickle_by_value(spawned)
 
 
-def _may_name(mark: bytes, data: bytes) -> bool:
-    """Whether a pickle may refer to something with ``mark`` in its name. Without looking into large
-    strings, which would take as long as pickling them.
+def _may_mention(mark: bytes, data: bytes) -> bool:
+    """Whether a pickle may refer to something with ``mark`` in its name. Large strings are skipped,
+    because searching them would take as long as pickling them.
     """
     if len(data) < _LARGE:
         return mark in data
-    at = 2  # after the protocol
+    at = 2  # after the opcode of the protocol version
     while at < len(data):
         width = 8 if data[at] == _FRAME else _STRINGS.get(data[at])
         if width is None:
@@ -324,36 +330,38 @@ def _may_name(mark: bytes, data: bytes) -> bool:
     return False
 
 
-class _Names(pickle.Pickler):
-    """Finds the classes and functions of ``__main__`` that a pickle refers to."""
+class _MainNameFinder(pickle.Pickler):
+    """Collects the classes and functions of ``__main__`` that a pickle refers to."""
 
     def __init__(self) -> None:
-        super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(_NullWriter(), protocol=pickle.HIGHEST_PROTOCOL)
         self.found: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType) and obj.__module__ in _MAINS:
+        if isinstance(obj, type | FunctionType) and obj.__module__ in _MAIN_MODULES:
             self.found[obj.__qualname__] = obj
         return NotImplemented
 
 
-class _Nowhere:
+class _NullWriter:
     def write(self, data: Any) -> int:
         return len(data)
 
 
 # ---- tensors inside of objects ------------------------------------------------------------
 
-# What torch calls its functions that make tensors of a pickle.
-_REBUILT = b"_rebuild_"
+# The name of every function with which torch unpickles tensors contains this.
+_TENSOR_MARK = b"_rebuild_"
 
 
 def _check_tensors(key: str, value: Any) -> None:
-    """torch pickles the bytes that a storage has, and makes up those that it lacks when they are
-    loaded; of some dtypes it pickles what it cannot load.
+    """Check that torch can restore the tensors inside of an object.
+
+    If a storage lacks bytes of its tensor, torch pickles only those that exist, and makes up the
+    others when it loads them. For some dtypes, torch can pickle tensors but cannot load them.
 
     Raises:
-        UnsupportedValueError: a tensor inside of the object is of this kind.
+        UnsupportedValueError: the object contains such a tensor.
     """
     import torch
 
@@ -366,7 +374,7 @@ def _check_tensors(key: str, value: Any) -> None:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
                 check_storage(key, obj)
-                if not _comes_back(obj.dtype):
+                if not _can_unpickle(obj.dtype):
                     raise UnsupportedValueError(
                         f"{key!r}: torch cannot unpickle a tensor of {obj.dtype}, so it cannot be "
                         "stored inside of an object; put it by itself, or in a state dict",
@@ -376,12 +384,12 @@ def _check_tensors(key: str, value: Any) -> None:
             return NotImplemented if cloudpickle is None else super().reducer_override(obj)
 
     with _registering:
-        Tensors(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        Tensors(_NullWriter(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
 
 
 @cache
-def _comes_back(dtype: torch.dtype) -> bool:
-    """Whether torch can unpickle what it pickles of a dtype."""
+def _can_unpickle(dtype: torch.dtype) -> bool:
+    """Whether torch can unpickle tensors of a dtype that it has pickled."""
     import torch
 
     try:
@@ -394,7 +402,9 @@ def _comes_back(dtype: torch.dtype) -> bool:
 
 
 class _OfProgram:
-    """A pickle, and what it names of the program that made it; becomes the value when loaded."""
+    """A pickle, with the definitions that it refers to in the program that made it. Unpickling it
+    returns the value itself.
+    """
 
     def __init__(self, program: str, definitions: bytes, data: bytes) -> None:
         self._parts = program, definitions, data
@@ -408,9 +418,11 @@ def _load_of_program(program: str, definitions: bytes, data: bytes) -> Any:
 
 
 class _Definitions(pickle.Unpickler):
-    """Takes what the pickle names of ``__main__`` from this one if it is the same program; else, or
-    if there is no such name (it was defined under ``if __name__ == "__main__"``), from what came
-    along.
+    """Resolves the names of ``__main__`` that a pickle refers to.
+
+    If this process runs the same program, they are taken from its own ``__main__``. Otherwise, or
+    if the name is missing there (because it was defined under ``if __name__ == "__main__"``), the
+    definition that was sent with the pickle is used.
     """
 
     def __init__(self, program: str, definitions: bytes, data: bytes) -> None:
@@ -420,7 +432,7 @@ class _Definitions(pickle.Unpickler):
         self._made: dict[str, Any] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
-        if module not in _MAINS:
+        if module not in _MAIN_MODULES:
             return super().find_class(module, name)
         if self._same:
             try:
@@ -433,6 +445,6 @@ class _Definitions(pickle.Unpickler):
 
 
 def _program() -> str:
-    """Which program this process runs."""
+    """Identify the program that this process runs."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return os.path.realpath(file) if file else _HERE
+    return os.path.realpath(file) if file else _PROCESS_ID

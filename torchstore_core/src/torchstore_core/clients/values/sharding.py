@@ -1,4 +1,4 @@
-"""Shards of tensors: what part of the whole a DTensor, or a plain tensor, holds here."""
+"""Shards of tensors: which part of the whole tensor this process holds."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ += ["mesh_ranks", "takes_part", "this_rank"]
 
 @dataclass(frozen=True, eq=False)
 class TensorShard:
-    """A plain tensor that is one piece of a larger one: for shards that are no DTensors.
+    """A plain tensor that is one piece of a larger one: for shards that are not DTensors.
 
-    Can be put, as a value or an entry of a state dict, and be the destination of a get.
+    It can be put, as a value or as an entry of a state dict, and can be the destination of a get.
 
     Args:
-        tensor: the piece, of any strides.
-        tensor_slice: its place; ``local_shape`` is the tensor's shape. With ``mesh_shape`` and
-            ``coordinates`` several ranks may hold the same piece; without them each piece is put
-            once a version.
+        tensor: the piece, with any strides.
+        tensor_slice: its position; ``local_shape`` is the shape of ``tensor``. With ``mesh_shape``
+            and ``coordinates``, several ranks may hold the same piece; without them, each piece is
+            put once per version.
 
     >>> part = TensorSlice(offsets=(2, 0), local_shape=(2, 4), global_shape=(4, 4))
     >>> TensorShard(torch.zeros(2, 4), part).tensor_slice.offsets
@@ -45,36 +45,38 @@ class TensorShard:
 
 
 class ShardList(list[TensorShard]):
-    """Several pieces of one tensor, as one value: what is here where placements interleave."""
+    """Several pieces of one tensor as one value: what one rank holds if placements interleave."""
 
 
 class LocalPart(NamedTuple):
-    """A view of local memory, and its place in the whole tensor."""
+    """A view of local memory, and its position in the whole tensor."""
 
     tensor: torch.Tensor
     part: TensorSlice
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; without importing what defines them."""
+    """Whether ``value`` is a DTensor. Does not import the module that defines them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it stands for a larger tensor, of which only part is here."""
+    """Whether ``value`` represents a larger tensor of which this process holds only a part."""
     if type(value) is torch.Tensor:
         return False
     return isinstance(value, TensorShard | ShardList) or is_dtensor(value)
 
 
 def local_parts(key: str, value: Any) -> list[LocalPart]:
-    """What a DTensor or a :class:`TensorShard` holds here. Mostly one part; several where the
-    placements interleave; none on a rank outside of the mesh.
+    """Return the parts that this process holds of a DTensor or a :class:`TensorShard`.
+
+    Usually this is one part; there are several if the placements interleave, and none on a rank
+    outside of the mesh.
 
     Raises:
-        UnsupportedValueError: a DTensor with Partial placements, or without its memory.
-        LayoutMismatchError: the local tensor is not what its placements or slice say.
+        UnsupportedValueError: a DTensor has Partial placements, or has no memory.
+        LayoutMismatchError: the local tensor does not match its placements or its slice.
     """
     if isinstance(value, TensorShard):
         return [_checked(key, value)]
@@ -82,7 +84,7 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
         return [_checked(key, shard) for shard in value]
     with torch.no_grad():
         local = value.to_local()
-    if hasattr(local, "wait"):  # the result of a collective that may still be under way
+    if hasattr(local, "wait"):  # the result of a collective that may still be running
         local = local.wait()
     mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
     for placement in placements:
@@ -108,7 +110,7 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
             f"is {list(local.shape)}; give shape= and stride= to DTensor.from_local",
             key=key,
         )
-    # Which rank it is, of all that put: its place in the submesh is that of others, too.
+    # Identify the rank among all that put: ranks of other submeshes have the same coordinates.
     root = _root_of(mesh)
     if root is not mesh and (place := root.get_coordinate()) is not None:
         mesh_shape, coordinates = tuple(root.shape), tuple(place)
@@ -117,7 +119,7 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
         view = local
         for dim, (position, _, length) in enumerate(choice):
             if length != local.shape[dim]:
-                check_storage(key, local)  # torch does so, too, but says only numbers
+                check_storage(key, local)  # the error of torch shows only numbers
                 view = view.narrow(dim, position, length)
         offsets = tuple([start for _, start, _ in choice])
         extents = tuple([length for _, _, length in choice])
@@ -126,10 +128,11 @@ def local_parts(key: str, value: Any) -> list[LocalPart]:
 
 
 def mesh_ranks(value: DTensor) -> frozenset[int]:
-    """The global ranks that put a DTensor: those of its mesh, and of what that was sliced from.
+    """Return the global ranks that put a DTensor: those of its mesh's root mesh.
 
-    Beside the ranks of a submesh there are others like it, which have replicas. Were each of these
-    groups a version's participants, a late rank of one could complete what the next one began.
+    If its mesh is a submesh, the parallel submeshes of the same root hold replicas. If each of them
+    were a version's participants by itself, a late rank of one submesh could complete the version
+    that the ranks of the next one began.
     """
     return _ranks_of(_root_of(value.device_mesh))
 
@@ -140,17 +143,17 @@ def takes_part(value: DTensor) -> bool:
 
 
 def this_rank() -> str:
-    """Which rank this process is; empty if it is none."""
+    """Return the rank of this process; empty if it has none."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return str(torch.distributed.get_rank())
     return os.environ.get("RANK", "")
 
 
 def _root_of(mesh: Any) -> Any:
-    """The mesh that a submesh was sliced from; any other mesh itself."""
+    """Return the mesh that a submesh was sliced from; for any other mesh, the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # of older releases of torch
+    from torch.distributed.device_mesh import _mesh_resources  # in older releases of torch
 
     return _mesh_resources.get_root_mesh(mesh)
 
@@ -195,11 +198,11 @@ def _checked(key: str, shard: TensorShard) -> LocalPart:
     return LocalPart(tensor, part)
 
 
-Run = tuple[int, int]  # start in the whole dimension, length
+Run = tuple[int, int]  # start in the whole tensor's dimension, length
 
 
 def _with_positions(runs: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Position in the local dimension, start in the whole one, length."""
+    """Return ``(position in the local tensor, start in the whole tensor, length)`` of each run."""
     position = 0
     found: list[tuple[int, int, int]] = []
     for start, length in runs:
@@ -217,7 +220,9 @@ def _runs(
     mesh_shape: tuple[int, ...],
     coordinates: tuple[int, ...],
 ) -> tuple[Run, ...]:
-    """Which of ``size`` indices of a dimension are here: one run, unless placements interleave."""
+    """Return the indices of a dimension that this rank holds: one run, unless placements
+    interleave.
+    """
     steps = [
         (placement, parts, at)
         for placement, parts, at in zip(placements, mesh_shape, coordinates, strict=True)
@@ -227,12 +232,12 @@ def _runs(
         placement.is_shard() and not hasattr(placement, "split_factor") for placement, *_ in steps
     ):
         start, length = 0, size
-        for _, parts, at in steps:  # as torch.chunk does
+        for _, parts, at in steps:  # in the same way as torch.chunk
             chunk = -(-length // parts)
             begin = min(length, chunk * at)
             start, length = start + begin, min(chunk, length - begin)
         return ((start, length),)
-    # Strided (FSDP over TP): let the placement itself split the indices.
+    # Strided shards (FSDP over TP): the placement itself splits the indices.
     shape = [1] * ndim
     shape[dim] = size
     indices = torch.arange(size, device="cpu").view(shape)

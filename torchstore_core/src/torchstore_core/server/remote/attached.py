@@ -20,7 +20,7 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
-from torchstore_core.machine.unix_sockets import connect, opening
+from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
@@ -131,7 +131,7 @@ class VolumeConnection(FrameProtocol):
         made = cls(volume, info, lost)
         try:
             async with asyncio.timeout(timeout):
-                with opening() as sock:
+                with unix_socket() as sock:
                     await connect(sock, path)
                     await made._loop.create_unix_connection(lambda: made, sock=sock)
                 await made._attached

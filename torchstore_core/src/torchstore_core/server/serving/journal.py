@@ -64,7 +64,7 @@ def more_than_memory(volumes: Sequence[VolumeRecord]) -> None:
     for ident, host in hosts.items():
         there = [v.info for v in volumes if v.info.topology.host_id == ident]
         capacity = sum(info.capacity_bytes for info in there)
-        if text := topology.beyond_memory(capacity, host.memory_bytes, host.hostname):
+        if text := topology.capacity_warning(capacity, host.memory_bytes, host.hostname):
             journal.warning("%s", text)
 
 
