@@ -48,28 +48,45 @@ static void copy_stream(char *dst, const char *src, size_t n) {
     memcpy(dst, src, n);
 }
 
-/* copy_many(triples, stream): triples is a C-contiguous buffer of int64 (dst, src, nbytes). */
-static PyObject *copy_many(PyObject *self, PyObject *args) {
-    Py_buffer view;
-    int stream;
+typedef struct {
+    char *dst;
+    const char *src;
+    size_t nbytes;
+} Piece;
+
+/* copy_runs(runs, base, into, stream): see _native.pyi. */
+static PyObject *copy_runs(PyObject *self, PyObject *args) {
+    PyObject *runs;
+    long long base;
+    int into, stream;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*p", &view, &stream)) return NULL;
-    if (view.len % (3 * (Py_ssize_t)sizeof(int64_t)) != 0) {
-        PyBuffer_Release(&view);
-        PyErr_SetString(PyExc_ValueError, "triples: length is not a multiple of 24 bytes");
-        return NULL;
+    if (!PyArg_ParseTuple(args, "O!Lpp", &PyList_Type, &runs, &base, &into, &stream)) return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(runs);
+    Piece *pieces = PyMem_New(Piece, (size_t)count + 1);
+    if (pieces == NULL) return PyErr_NoMemory();
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyObject *run = PyList_GET_ITEM(runs, at);
+        int64_t numbers[3] = {0, 0, 0};
+        if (!PyTuple_Check(run) || PyTuple_GET_SIZE(run) != 3)
+            PyErr_SetString(PyExc_TypeError, "a run is a tuple of three numbers");
+        for (int i = 0; i < 3 && !PyErr_Occurred(); i++)
+            numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(run, i));
+        if (PyErr_Occurred()) {
+            PyMem_Free(pieces);
+            return NULL;
+        }
+        char *here = (char *)(uintptr_t)numbers[0], *there = (char *)(uintptr_t)(base + numbers[1]);
+        pieces[at].dst = into ? there : here;
+        pieces[at].src = into ? here : there;
+        pieces[at].nbytes = (size_t)numbers[2];
     }
     Py_BEGIN_ALLOW_THREADS
-    const int64_t *triple = (const int64_t *)view.buf;
-    for (Py_ssize_t i = view.len / (Py_ssize_t)(3 * sizeof(int64_t)); i > 0; i--, triple += 3) {
-        char *dst = (char *)(uintptr_t)triple[0];
-        const char *src = (const char *)(uintptr_t)triple[1];
-        size_t n = (size_t)triple[2];
-        if (stream) copy_stream(dst, src, n);
-        else memcpy(dst, src, n);
+    for (Py_ssize_t at = 0; at < count; at++) {
+        if (stream) copy_stream(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
+        else memcpy(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
     }
     Py_END_ALLOW_THREADS
-    PyBuffer_Release(&view);
+    PyMem_Free(pieces);
     Py_RETURN_NONE;
 }
 
@@ -321,8 +338,8 @@ failed:
 }
 
 static PyMethodDef methods[] = {
-    {"copy_many", copy_many, METH_VARARGS,
-     "copy_many(triples, stream)\n\nCopy each (dst, src, nbytes) of an int64 buffer, GIL released."},
+    {"copy_runs", copy_runs, METH_VARARGS,
+     "copy_runs(runs, base, into, stream)\n\nCopy each (address, offset, nbytes), GIL released."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(grids, stream)\n\nCopy each (dst, src, nbytes, rows, dst step, src step) of an int64\n"
      "buffer, row by row, GIL released."},
