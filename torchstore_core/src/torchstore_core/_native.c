@@ -190,6 +190,7 @@ typedef struct {
 } ExchangeAPI;
 
 #define DLPACK_CPU 1
+#define DLPACK_UINT 1
 #define DLPACK_COMPLEX 5
 #define MAX_DIMS 64
 /* No memory of a process lies below: tensors that are only said to be zeros have no storage. */
@@ -211,10 +212,10 @@ static int64_t number_of(PyObject *method, PyObject *object) {
 }
 
 /* Bytes of a tensor if it is plain (see ``values.plain``), whose DLTensor is filled then; 0 if it is
- * not; -1 with an exception if torch refuses to say. What lets go of the GIL comes first. ``storage``
- * is a new reference to its storage, or NULL. */
+ * not; -1 with an exception if torch refuses to say. What may let go of the GIL comes first.
+ * ``storage`` is a new reference to its storage, or NULL; ``dtype`` tells it from other dtypes. */
 static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObject *tensor,
-                           DLTensor *seen, PyObject **storage) {
+                           DLTensor *seen, PyObject **storage, int64_t *dtype) {
     int64_t negative = number_of(methods->is_neg, tensor);
     if (negative != 0) return negative < 0 ? -1 : 0;
     *storage = PyObject_CallOneArg(methods->untyped_storage, tensor);
@@ -224,6 +225,15 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     int64_t offset = number_of(methods->storage_offset, tensor);
     if (offset < 0) return -1;
     if (api->look(tensor, seen) != 0) return -1;
+    *dtype = seen->dtype.code << 8 | seen->dtype.bits;
+    if (seen->dtype.code == DLPACK_UINT) {
+        /* To DLPack uint1 to uint7 are uint8, each in a byte: torch must say which it is. */
+        PyObject *own = PyObject_GetAttrString(tensor, "dtype");
+        if (own == NULL) return -1;
+        *dtype = (int64_t)(intptr_t)own; /* there is one object of each, which stays */
+        Py_DECREF(own);
+        if (api->look(tensor, seen) != 0) return -1;
+    }
     if (seen->device_type != DLPACK_CPU || seen->dtype.code == DLPACK_COMPLEX ||
         seen->dtype.lanes != 1 || seen->dtype.bits % 8 != 0 || seen->ndim > MAX_DIMS)
         return 0;
@@ -273,10 +283,10 @@ static PyObject *look(PyObject *self, PyObject *args) {
         PyObject *value = PyList_GET_ITEM(values, at); /* the list is the caller's own */
         DLTensor seen;
         PyObject *storage = NULL;
-        int64_t found = 0;
+        int64_t found = 0, dtype = 0;
         if (Py_TYPE(value) == (PyTypeObject *)plain ||
             Py_TYPE(value) == (PyTypeObject *)parameter) {
-            found = plain_bytes(api, &methods, value, &seen, &storage);
+            found = plain_bytes(api, &methods, value, &seen, &storage, &dtype);
             if (found < 0) {
                 if (!PyErr_ExceptionMatches(PyExc_Exception)) {
                     Py_XDECREF(storage);
@@ -298,7 +308,6 @@ static PyObject *look(PyObject *self, PyObject *args) {
         PyObject *place = PyLong_FromLongLong((int64_t)(uintptr_t)seen.data);
         if (place == NULL) goto failed;
         PyList_SET_ITEM(places, at, place);
-        int64_t dtype = seen.dtype.code << 8 | seen.dtype.bits;
         size_t extents = (size_t)seen.ndim * sizeof(int64_t);
         if (meta == NULL || kind_size != extents || kind.dtype != dtype ||
             memcmp(kind.extents, seen.shape, extents) != 0) {
