@@ -150,11 +150,25 @@ async def test_a_large_batch_arrives_whole(engine: ModuleType, stream: bool, shi
 def test_the_native_copy_checks_what_it_is_given() -> None:
     from torchstore_core import _native as native
 
-    with pytest.raises(ValueError, match="24 bytes"):
-        native.copy_many(bytes(25), False)
-    with pytest.raises(TypeError):
-        native.copy_many([(1, 2, 3)], False)
-    native.copy_many(b"", True)
+    for wrong in (b"", [(1, 2)], [[1, 2, 3]], [("1", 2, 3)], [(1, 2, 3.0)]):
+        with pytest.raises(TypeError):
+            native.copy_runs(wrong, 0, False, False)
+    with pytest.raises(OverflowError):
+        native.copy_runs([(1, 2, 1 << 64)], 0, False, False)
+    native.copy_runs([], 0, True, True)
+
+
+def test_runs_are_copied_from_a_base_and_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled copy and without."""
+    memory = Memory(bytes(range(200)))
+    for engine in (copying, without_native(monkeypatch)):
+        here, there = Memory(bytes(10)), Memory(bytes(10))
+        runs = [(here.address, 100, 3), (here.address + 5, 50, 4)]
+        engine.copy_runs(runs, memory.address, into=False, stream=False)
+        assert here.content() == bytes([100, 101, 102, 0, 0, 50, 51, 52, 53, 0])
+        runs = [(here.address, 2, 3), (here.address + 5, 6, 4)]
+        engine.copy_runs(runs, there.address, into=True, stream=True)
+        assert there.content() == bytes([0, 0, 100, 101, 102, 0, 50, 51, 52, 53])
 
 
 @needs_native

@@ -48,28 +48,45 @@ static void copy_stream(char *dst, const char *src, size_t n) {
     memcpy(dst, src, n);
 }
 
-/* copy_many(triples, stream): triples is a C-contiguous buffer of int64 (dst, src, nbytes). */
-static PyObject *copy_many(PyObject *self, PyObject *args) {
-    Py_buffer view;
-    int stream;
+typedef struct {
+    char *dst;
+    const char *src;
+    size_t nbytes;
+} Piece;
+
+/* copy_runs(runs, base, into, stream): see _native.pyi. */
+static PyObject *copy_runs(PyObject *self, PyObject *args) {
+    PyObject *runs;
+    long long base;
+    int into, stream;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*p", &view, &stream)) return NULL;
-    if (view.len % (3 * (Py_ssize_t)sizeof(int64_t)) != 0) {
-        PyBuffer_Release(&view);
-        PyErr_SetString(PyExc_ValueError, "triples: length is not a multiple of 24 bytes");
-        return NULL;
+    if (!PyArg_ParseTuple(args, "O!Lpp", &PyList_Type, &runs, &base, &into, &stream)) return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(runs);
+    Piece *pieces = PyMem_New(Piece, (size_t)count + 1);
+    if (pieces == NULL) return PyErr_NoMemory();
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyObject *run = PyList_GET_ITEM(runs, at);
+        int64_t numbers[3] = {0, 0, 0};
+        if (!PyTuple_Check(run) || PyTuple_GET_SIZE(run) != 3)
+            PyErr_SetString(PyExc_TypeError, "a run is a tuple of three numbers");
+        for (int i = 0; i < 3 && !PyErr_Occurred(); i++)
+            numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(run, i));
+        if (PyErr_Occurred()) {
+            PyMem_Free(pieces);
+            return NULL;
+        }
+        char *here = (char *)(uintptr_t)numbers[0], *there = (char *)(uintptr_t)(base + numbers[1]);
+        pieces[at].dst = into ? there : here;
+        pieces[at].src = into ? here : there;
+        pieces[at].nbytes = (size_t)numbers[2];
     }
     Py_BEGIN_ALLOW_THREADS
-    const int64_t *triple = (const int64_t *)view.buf;
-    for (Py_ssize_t i = view.len / (Py_ssize_t)(3 * sizeof(int64_t)); i > 0; i--, triple += 3) {
-        char *dst = (char *)(uintptr_t)triple[0];
-        const char *src = (const char *)(uintptr_t)triple[1];
-        size_t n = (size_t)triple[2];
-        if (stream) copy_stream(dst, src, n);
-        else memcpy(dst, src, n);
+    for (Py_ssize_t at = 0; at < count; at++) {
+        if (stream) copy_stream(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
+        else memcpy(pieces[at].dst, pieces[at].src, pieces[at].nbytes);
     }
     Py_END_ALLOW_THREADS
-    PyBuffer_Release(&view);
+    PyMem_Free(pieces);
     Py_RETURN_NONE;
 }
 
@@ -173,6 +190,7 @@ typedef struct {
 } ExchangeAPI;
 
 #define DLPACK_CPU 1
+#define DLPACK_UINT 1
 #define DLPACK_COMPLEX 5
 #define MAX_DIMS 64
 /* No memory of a process lies below: tensors that are only said to be zeros have no storage. */
@@ -194,10 +212,10 @@ static int64_t number_of(PyObject *method, PyObject *object) {
 }
 
 /* Bytes of a tensor if it is plain (see ``values.plain``), whose DLTensor is filled then; 0 if it is
- * not; -1 with an exception if torch refuses to say. What lets go of the GIL comes first. ``storage``
- * is a new reference to its storage, or NULL. */
+ * not; -1 with an exception if torch refuses to say. What may let go of the GIL comes first.
+ * ``storage`` is a new reference to its storage, or NULL; ``dtype`` tells it from other dtypes. */
 static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObject *tensor,
-                           DLTensor *seen, PyObject **storage) {
+                           DLTensor *seen, PyObject **storage, int64_t *dtype) {
     int64_t negative = number_of(methods->is_neg, tensor);
     if (negative != 0) return negative < 0 ? -1 : 0;
     *storage = PyObject_CallOneArg(methods->untyped_storage, tensor);
@@ -207,6 +225,15 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     int64_t offset = number_of(methods->storage_offset, tensor);
     if (offset < 0) return -1;
     if (api->look(tensor, seen) != 0) return -1;
+    *dtype = seen->dtype.code << 8 | seen->dtype.bits;
+    if (seen->dtype.code == DLPACK_UINT) {
+        /* To DLPack uint1 to uint7 are uint8, each in a byte: torch must say which it is. */
+        PyObject *own = PyObject_GetAttrString(tensor, "dtype");
+        if (own == NULL) return -1;
+        *dtype = (int64_t)(intptr_t)own; /* there is one object of each, which stays */
+        Py_DECREF(own);
+        if (api->look(tensor, seen) != 0) return -1;
+    }
     if (seen->device_type != DLPACK_CPU || seen->dtype.code == DLPACK_COMPLEX ||
         seen->dtype.lanes != 1 || seen->dtype.bits % 8 != 0 || seen->ndim > MAX_DIMS)
         return 0;
@@ -256,10 +283,10 @@ static PyObject *look(PyObject *self, PyObject *args) {
         PyObject *value = PyList_GET_ITEM(values, at); /* the list is the caller's own */
         DLTensor seen;
         PyObject *storage = NULL;
-        int64_t found = 0;
+        int64_t found = 0, dtype = 0;
         if (Py_TYPE(value) == (PyTypeObject *)plain ||
             Py_TYPE(value) == (PyTypeObject *)parameter) {
-            found = plain_bytes(api, &methods, value, &seen, &storage);
+            found = plain_bytes(api, &methods, value, &seen, &storage, &dtype);
             if (found < 0) {
                 if (!PyErr_ExceptionMatches(PyExc_Exception)) {
                     Py_XDECREF(storage);
@@ -281,7 +308,6 @@ static PyObject *look(PyObject *self, PyObject *args) {
         PyObject *place = PyLong_FromLongLong((int64_t)(uintptr_t)seen.data);
         if (place == NULL) goto failed;
         PyList_SET_ITEM(places, at, place);
-        int64_t dtype = seen.dtype.code << 8 | seen.dtype.bits;
         size_t extents = (size_t)seen.ndim * sizeof(int64_t);
         if (meta == NULL || kind_size != extents || kind.dtype != dtype ||
             memcmp(kind.extents, seen.shape, extents) != 0) {
@@ -321,8 +347,8 @@ failed:
 }
 
 static PyMethodDef methods[] = {
-    {"copy_many", copy_many, METH_VARARGS,
-     "copy_many(triples, stream)\n\nCopy each (dst, src, nbytes) of an int64 buffer, GIL released."},
+    {"copy_runs", copy_runs, METH_VARARGS,
+     "copy_runs(runs, base, into, stream)\n\nCopy each (address, offset, nbytes), GIL released."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(grids, stream)\n\nCopy each (dst, src, nbytes, rows, dst step, src step) of an int64\n"
      "buffer, row by row, GIL released."},

@@ -17,12 +17,16 @@ from math import prod
 
 from torchstore_core.errors import ConfigurationError
 
+Piece = tuple[int, int, int]
+Grid = tuple[int, int, int, int, int, int]
+Task = Callable[[], None]
+
 try:
-    from torchstore_core._native import copy_many as _native_copy
     from torchstore_core._native import copy_rows as _native_rows
+    from torchstore_core._native import copy_runs as _native_runs
 except ImportError:  # built without a compiler
-    _native_copy = _native_rows = None  # type: ignore[assignment]
-_copy_many: Callable[[array[int], bool], None] | None = _native_copy
+    _native_runs = _native_rows = None  # type: ignore[assignment]
+_copy_runs: Callable[[list[Piece], int, bool, bool], None] | None = _native_runs
 _copy_rows: Callable[[array[int], bool], None] | None = _native_rows
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "chunk_size",
     "copy_grids",
     "copy_pieces",
+    "copy_runs",
     "copy_threads",
     "cut",
     "cut_grids",
@@ -54,14 +59,10 @@ STREAM_MIN = 4 << 20
 _ROW_MIN = 256
 _MAX_GRIDS = 4096
 
-Piece = tuple[int, int, int]
-Grid = tuple[int, int, int, int, int, int]
-Task = Callable[[], None]
-
 
 def has_native() -> bool:
     """Return whether the compiled copy functions are available."""
-    return _copy_many is not None
+    return _copy_runs is not None
 
 
 def copy_threads() -> int:
@@ -81,11 +82,21 @@ def copy_threads() -> int:
 
 def copy_pieces(pieces: Iterable[Piece], *, stream: bool) -> None:
     """Copy ``(destination address, source address, nbytes)`` pieces in the calling thread."""
-    if _copy_many is not None:
-        _copy_many(array("q", [x for piece in pieces for x in piece]), stream)
+    copy_runs(pieces, 0, into=False, stream=stream)
+
+
+def copy_runs(runs: Iterable[Piece], base: int, *, into: bool, stream: bool) -> None:
+    """Copy ``(address, offset, nbytes)`` runs in the calling thread: from ``base`` plus the offset
+    to the address, or, with ``into``, the other way.
+    """
+    if _copy_runs is not None:
+        _copy_runs(list(runs), base, into, stream)
         return
-    for destination, source, nbytes in pieces:
-        ctypes.memmove(destination, source, nbytes)
+    for address, offset, nbytes in runs:
+        if into:
+            ctypes.memmove(base + offset, address, nbytes)
+        else:
+            ctypes.memmove(address, base + offset, nbytes)
 
 
 def copy_grids(grids: Iterable[Grid], *, stream: bool) -> None:

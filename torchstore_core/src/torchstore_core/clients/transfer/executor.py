@@ -175,37 +175,34 @@ def _chunks(
     """Runs and rows as tasks of about ``size`` bytes."""
     stream = batch.nbytes >= copying.STREAM_MIN
     if batch.into_segment:
-        pieces = [(base + offset, address, nbytes) for address, offset, nbytes in runs]
         grids = [
             (base + offset, address, nbytes, count, there, here)
             for address, offset, nbytes, count, here, there in rows
         ]
     else:
-        pieces = [(address, base + offset, nbytes) for address, offset, nbytes in runs]
         grids = [
             (address, base + offset, nbytes, count, here, there)
             for address, offset, nbytes, count, here, there in rows
         ]
-    for chunk in copying.cut(pieces, size):
+    for chunk in copying.cut(runs, size):
         yield _run_task(link, batch, base, chunk, stream)
     for some in copying.cut_grids(grids, size):
         yield _row_task(link, batch, base, some, stream)
 
 
 def _run_task(
-    link: SupportsWindow, batch: Batch, base: int, chunk: list[copying.Piece], stream: bool
+    link: SupportsWindow, batch: Batch, base: int, chunk: list[Run], stream: bool
 ) -> copying.Task:
     segment, into = batch.segment, batch.into_segment
-    side = 0 if into else 1
-    low = min([piece[side] for piece in chunk]) - base
-    high = max([piece[side] + piece[2] for piece in chunk]) - base
-    nbytes = sum([piece[2] for piece in chunk])
+    low, high = chunk[0][1], chunk[-1][1] + chunk[-1][2]
+    nbytes = sum([nbytes for _, _, nbytes in chunk])
 
     def task() -> None:
-        # A batch lies in one run, so a chunk is one range; when it is not, faults do the work.
+        # A batch mostly lies in one run, in order, so that a chunk is one range; when it is not,
+        # faults do the work.
         if 0 < high - low <= nbytes + nbytes // 2:
             link.prepare(segment, low, high - low, fresh=into)
-        copying.copy_pieces(chunk, stream=stream)
+        copying.copy_runs(chunk, base, into=into, stream=stream)
 
     return task
 

@@ -138,6 +138,7 @@ def plain_targets(
         parts: what is wanted of the entries; None: all.
     """
     looked = look(tensors)
+    kinds: dict[ValueMeta, tuple[TensorMeta, int]] = {}  # of new tensors
     found: list[Plain | None] = []
     add = found.append
     columns = zip(keys, entries, starts, tensors, parts, looked.metas, strict=True)
@@ -147,24 +148,28 @@ def plain_targets(
         elif meta is not None:
             fits = entry.meta == meta and entry.nbytes == looked.sizes[at]
             add(Plain(at, position, key, entry, meta, tensor) if fits else None)
-        elif (
-            tensor is None and entry.nbytes < MAP_MIN and _plain_nbytes(entry.meta) == entry.nbytes
-        ):
-            add(Plain(at, position, key, entry, entry.meta, None))
+        elif tensor is None:
+            kind = kinds.get(entry.meta)
+            if kind is None:
+                kind = kinds[entry.meta] = _new_kind(entry.meta)
+            fits = entry.nbytes == kind[1]
+            add(Plain(at, position, key, entry, kind[0], None) if fits else None)
         else:
             add(None)
     return found
 
 
-@lru_cache(maxsize=4096)  # layers repeat
-def _plain_nbytes(meta: ValueMeta) -> int:
-    """Bytes of a plain tensor; -1 if it is none, or none of this torch."""
-    if not isinstance(meta, TensorMeta) or min(meta.shape, default=1) < 1:
-        return -1
+def _new_kind(meta: ValueMeta) -> tuple[TensorMeta, int]:
+    """What a new tensor is, and its bytes: -1 if it would not be plain, or may be mapped."""
+    if not isinstance(meta, TensorMeta):
+        return TensorMeta("", ()), -1
+    if min(meta.shape, default=1) < 1:
+        return meta, -1
     try:
-        return math.prod(meta.shape) * dtype_of(meta, "").itemsize
+        nbytes = math.prod(meta.shape) * dtype_of(meta, "").itemsize
     except UnsupportedValueError:
-        return -1
+        return meta, -1
+    return meta, nbytes if nbytes < MAP_MIN else -1
 
 
 def resolve(
@@ -293,24 +298,28 @@ class Results:
             self.values[target.at] = made
         return made
 
-    def tensors(self, plain: Iterable[Plain]) -> list[torch.Tensor]:
+    def tensors(self, plain: Sequence[Plain]) -> list[torch.Tensor]:
         """New tensors for their bytes. Those of a kind are made after the first: it takes half the
         time.
         """
+        if plain and plain[0].at in self.values:  # another link is tried
+            return [self.values[one.at] for one in plain]
         found: list[torch.Tensor] = []
+        add, empty_like = found.append, torch.empty_like
         first: dict[TensorMeta, torch.Tensor] = {}
+        meta: TensorMeta | None = None
+        like: torch.Tensor | None = None
         for one in plain:
-            made = self.values.get(one.at)
-            if made is None:
-                like = first.get(one.meta)
+            if like is None or one.meta is not meta:
+                meta = one.meta
+                like = first.get(meta)
                 if like is None:
-                    dtype = dtype_of(one.meta, one.key)
-                    made = torch.empty(one.meta.shape, dtype=dtype, device="cpu")
-                    first[one.meta] = made
-                else:
-                    made = torch.empty_like(like)
-                self.values[one.at] = made
-            found.append(made)
+                    dtype = dtype_of(meta, one.key)
+                    like = first[meta] = torch.empty(meta.shape, dtype=dtype, device="cpu")
+                    add(like)
+                    continue
+            add(empty_like(like))
+        self.values.update(zip([one.at for one in plain], found, strict=True))
         return found
 
     def filled(self, plain: Iterable[Plain]) -> None:
