@@ -34,7 +34,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 #: Largest frame, in bytes. A longer reply comes in pages (``wire.paging``); a request cannot be
 #: longer. 18,000 entries of a state dict need about 2 MB.
