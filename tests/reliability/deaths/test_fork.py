@@ -225,10 +225,10 @@ async def test_a_killed_parents_unfinished_put_goes_though_its_child_lives_on():
             child = os.fork()
             if not child:
                 signal.pause()
-            session, lane = client._here(client._watch("put", None))
+            session, channel = client._here(client._watch("put", None))
             item = m.PutItem("never", TensorMeta("uint8", (1 << 20,)), 1 << 20)
-            request = m.Put(lane.next_id(), session.next_id(), [item])
-            await lane.call(request, m.Granted, 10)
+            request = m.Put(channel.next_id(), session.next_id(), [item])
+            await channel.call(request, m.Granted, 10)
             print(child, flush=True)
             signal.pause()
 

@@ -59,7 +59,7 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
 # ---- everything that connects -------------------------------------------------------------
 
 
-async def _anchor(path: str) -> object:
+async def _liveness(path: str) -> object:
     return (await handshake(f"unix:{path}", b"", client_facts({}, HERE), HERE, 20))[0]
 
 
@@ -108,13 +108,13 @@ def _segment(peer: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("connect", "answer"),
     [
-        (_anchor, _welcome),
+        (_liveness, _welcome),
         (_member, _welcome),
         (_volume, lambda peer: peer.sendall(encode(m.Done(1)))),
         (_shm, _segment),
         (_agent, lambda peer: None),
     ],
-    ids=["anchor", "member", "volume", "shm", "agent"],
+    ids=["liveness", "member", "volume", "shm", "agent"],
 )
 async def test_a_full_queue_is_waited_for(
     connect: Callable[[str], Awaitable[object]],

@@ -47,17 +47,17 @@ async def test_what_was_dropped_makes_room_at_once():
 
 
 @asynccontextmanager
-async def slow_anchor(address: str, path: Path, seconds: float) -> AsyncIterator[str]:
+async def slow_liveness(address: str, path: Path, seconds: float) -> AsyncIterator[str]:
     """An address that leads to the server. What comes on its first connection, which gives leases
     back, arrives later.
     """
-    anchor: list[asyncio.StreamReader] = []
+    first: list[asyncio.StreamReader] = []
     tasks: set[asyncio.Task[None]] = set()
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(1 << 16):
-                if anchor == [reader]:
+                if first == [reader]:
                     loop.call_later(seconds, writer.write, data)
                 else:
                     writer.write(data)
@@ -65,8 +65,8 @@ async def slow_anchor(address: str, path: Path, seconds: float) -> AsyncIterator
             writer.close()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not anchor:
-            anchor.append(reader)
+        if not first:
+            first.append(reader)
         from_server, to_server = await asyncio.open_unix_connection(address.removeprefix("unix:"))
         tasks.add(asyncio.ensure_future(carry(reader, to_server)))
         tasks.add(asyncio.ensure_future(carry(from_server, writer)))
@@ -86,7 +86,7 @@ async def test_what_was_dropped_makes_room_however_late_it_arrives(tmp_path: Pat
     path = tmp_path / "control"
     async with (
         running_store(capacity=2 * VALUE) as owner,
-        slow_anchor(owner.address, path, 0.3) as address,
+        slow_liveness(owner.address, path, 0.3) as address,
     ):
         await ts.connect(address, store_name="slow")
         for number in range(3):

@@ -53,8 +53,8 @@ def _store() -> Iterator[None]:
         asyncio.run(ts.shutdown())
 
 
-async def lanes() -> int:
-    """Lanes of this process at the server."""
+async def channels() -> int:
+    """Channels of this process at the server."""
     status = await ts.status()
     return sum(session.lanes for session in status.sessions)
 
@@ -84,7 +84,7 @@ def test_repeated_runs_leave_nothing_behind(new_loop: NewLoop):
     assert run(open_fds, new_loop) <= before
     assert threading.active_count() <= threads
     # This run's, and the last one's until its end is noticed.
-    assert run(lanes, new_loop) <= 2
+    assert run(channels, new_loop) <= 2
     run(lambda: settled(Account(1, MB)), new_loop)
 
 
@@ -144,7 +144,7 @@ def test_loops_in_threads_at_once():
 
     async def quiet() -> bool:
         seen = await account()
-        return seen.sessions == 1 and seen.leased == seen.unfinished == 0 and await lanes() <= 2
+        return seen.sessions == 1 and seen.leased == seen.unfinished == 0 and await channels() <= 2
 
     asyncio.run(until(quiet, 15))
 
@@ -171,7 +171,7 @@ def test_threads_join_at_once():
 
 
 async def open_fds() -> int:
-    """Open descriptors of this process while a loop with a lane of its own runs."""
+    """Open descriptors of this process while a loop with a channel of its own runs."""
     await ts.exists("a")
     return fds()
 
@@ -424,12 +424,12 @@ async def _as_before(fds_before: int) -> None:
         gc.collect()
         seen = await account()
         found = await ts.delete_batch(["b", "c"])
-        open_lanes, fds = await lanes(), await open_fds()
-        state[:] = [seen, found, open_lanes, fds, fds_before]
+        open_channels, fds = await channels(), await open_fds()
+        state[:] = [seen, found, open_channels, fds, fds_before]
         return (
             (seen.sessions, seen.used, seen.leased, seen.unfinished) == (1, LARGE, 0, 0)
             and not found
-            and open_lanes <= 2
+            and open_channels <= 2
             and fds <= fds_before
         )
 
@@ -451,13 +451,13 @@ async def test_a_reset_after_a_call_has_found_its_lane_is_seen_by_the_call(
     membership = client._membership
     session = membership.session_here()
     assert session is not None
-    find = session.lane_here
+    find = session.channel_here
 
     def find_and_reset() -> Any:
-        lane = find()
+        channel = find()
         membership.reset()
-        return lane
+        return channel
 
-    monkeypatch.setattr(session, "lane_here", find_and_reset)
+    monkeypatch.setattr(session, "channel_here", find_and_reset)
     assert await client.get("k") == 1
     assert membership.session_here() not in (None, session)

@@ -59,8 +59,8 @@ def _store() -> Iterator[None]:
         asyncio.run(ts.shutdown())
 
 
-async def lanes() -> int:
-    """Lanes of this process at the server."""
+async def channels() -> int:
+    """Channels of this process at the server."""
     return sum(session.lanes for session in (await ts.status()).sessions)
 
 
@@ -157,11 +157,11 @@ async def _leases_given_back(loops: Loops) -> None:
     client = await ts.client()
     await client.exists("a")
     session = client._membership.session_here()
-    lane = None if session is None else session.lane_here()
+    channel = None if session is None else session.channel_here()
     assert session is not None
-    assert lane is not None
+    assert channel is not None
     await halt(_server)
-    _begin(session.wait_released(lane, None))
+    _begin(session.wait_released(channel, None))
     await turn()
 
 
@@ -196,7 +196,7 @@ def test_an_unclosed_loop_goes_with_who_made_it(
     async def quiet() -> bool:
         gc.collect()
         volume = (await ts.status()).volumes[0]
-        return await lanes() == 1 and volume.unfinished_bytes == 0 and loops[0]() is None
+        return await channels() == 1 and volume.unfinished_bytes == 0 and loops[0]() is None
 
     async def main() -> None:
         await ts.exists("a")
@@ -212,7 +212,7 @@ def test_an_unclosed_loop_goes_with_who_made_it(
 
 @pytest.mark.parametrize("new_loop", LOOPS)
 def test_the_lane_of_a_loop_whose_thread_has_ended_ends(new_loop: NewLoop):
-    """Though somebody holds the loop; who runs it again, in another thread, gets a new lane."""
+    """Though somebody holds the loop; who runs it again, in another thread, gets a new channel."""
     held: list[asyncio.AbstractEventLoop] = []
 
     def work() -> None:
@@ -225,7 +225,7 @@ def test_the_lane_of_a_loop_whose_thread_has_ended_ends(new_loop: NewLoop):
 
     for _ in range(8):
         in_thread(work)
-    assert asyncio.run(lanes()) <= 2  # what is opened now, and the last one's
+    assert asyncio.run(channels()) <= 2  # what is opened now, and the last one's
     in_thread(again)
     assert asyncio.run(ts.get("a")) == 9
     for loop in held:
@@ -236,17 +236,17 @@ def test_a_loop_that_stands_still_keeps_its_lane():
     """Its thread lives, and will run it again: that is no reason to connect again."""
     loop = asyncio.new_event_loop()
     loop.run_until_complete(ts.put("a", 1))
-    before = loop.run_until_complete(_lane())
+    before = loop.run_until_complete(_channel())
     in_thread(lambda: asyncio.run(ts.put("a", 2)))
-    assert loop.run_until_complete(_lane()) is before
+    assert loop.run_until_complete(_channel()) is before
     loop.close()
 
 
-async def _lane() -> object:
+async def _channel() -> object:
     client = await ts.client()
     await client.exists("a")
     session = client._membership.session_here()
-    return None if session is None else session.lane_here()
+    return None if session is None else session.channel_here()
 
 
 def test_a_put_that_has_ended_keeps_no_loop():
@@ -291,4 +291,4 @@ def test_threads_that_call_without_await_leave_nothing_behind():
 
 
 async def _at_most(number: int) -> bool:
-    return await lanes() <= number
+    return await channels() <= number

@@ -357,9 +357,9 @@ async def obey(pipe: Connection, address: str, kind: str, rank: int, named: bool
 async def begin(client: ts.Client, mine: Publisher, number: int, version: int | None) -> Putting:
     """A publish up to the moment before its commit."""
     clock = Clock(20)
-    session, lane = await client._join(clock)
+    session, channel = await client._join(clock)
     sources, group = mine.plan(number, session.anonymous)
-    putting = Putting(session, lane, sources, clock, version or 0, group)
+    putting = Putting(session, channel, sources, clock, version or 0, group)
     await putting.begin()
     await putting.write()
     return putting

@@ -91,7 +91,7 @@ def impatient(stage: Backstage, tmp_path: Path) -> Iterator[Relayed]:
 
 
 async def _client(relayed: Relayed) -> ts.Client:
-    """One that has been used, so that its lane is open."""
+    """One that has been used, so that its channel is open."""
     client = await ts.connect(relayed.address, store_name=relayed.address, timeout=10)
     await client.keys()
     return client

@@ -697,7 +697,7 @@ def test_a_batch_goes_in_pieces_when_there_is_no_run(small: Controller) -> None:
 
 
 def test_what_is_given_back_too_early_is_not_begun(small: Controller) -> None:
-    """The abort came by the anchor, and overtook its put on the lane."""
+    """The abort came over the liveness connection, and overtook its put on the channel."""
     session = small.open_session(facts(), HERE)
     put(small, session, 1, inline("k", b"v"), placed("p", 64))
     small.commit(session, 1)

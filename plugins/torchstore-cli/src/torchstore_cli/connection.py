@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.stores.environment import (
     ADDRESS,
@@ -33,16 +33,16 @@ R = TypeVar("R", bound=m.Message)
 class StoreConnection:
     """A connection to one store."""
 
-    def __init__(self, address: str, welcome: m.Welcome, lane: Lane, timeout: float) -> None:
+    def __init__(self, address: str, welcome: m.Welcome, channel: Channel, timeout: float) -> None:
         self.address = address
         self.welcome = welcome
-        self._lane = lane
+        self._channel = channel
         self._timeout = timeout
 
     async def call(self, expect: type[R], request: type[m.Message], *args: object) -> R:
         """Send ``request(id, *args)`` and return the reply, or raise the error that comes."""
         make: type = request
-        return await self._lane.call(make(self._lane.next_id(), *args), expect, self._timeout)
+        return await self._channel.call(make(self._channel.next_id(), *args), expect, self._timeout)
 
 
 def given_address(address: str | None) -> str | None:
@@ -103,8 +103,8 @@ async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store
             raise type(error)(f"{error.message} (the address is that of {ADDRESS})") from error
         raise
     gone = f"the server of store {welcome.store_name!r} (pid {welcome.server.pid}) is gone"
-    lane = Lane(sock, asyncio.get_running_loop(), gone)
+    channel = Channel(sock, asyncio.get_running_loop(), gone)
     try:
-        yield StoreConnection(where, welcome, lane, timeout)
+        yield StoreConnection(where, welcome, channel, timeout)
     finally:
-        lane.close()
+        channel.close()

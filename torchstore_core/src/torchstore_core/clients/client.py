@@ -10,7 +10,7 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.key_operations import KeyOperations, check_min_version
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
-from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import state_dicts
 from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
@@ -137,8 +137,8 @@ class Client(KeyOperations):
             if here is None:
                 here = await self._join(clock)
                 look_again(sources)
-            session, lane = here
-            versions = await put_sources(session, lane, sources, nbytes, clock, version=exact)
+            session, channel = here
+            versions = await put_sources(session, channel, sources, nbytes, clock, version=exact)
         if counts is not None:
             each = iter(versions)  # one for each shard
             versions = [max([next(each) for _ in range(count)], default=0) for count in counts]
@@ -155,11 +155,11 @@ class Client(KeyOperations):
     ) -> ObjectRef:
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version)
-        session, lane = self._here(clock) or await self._join(clock)
+        session, channel = self._here(clock) or await self._join(clock)
         planned = state_dicts.plan_put(
             value, check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
         )
-        return await _publish(session, lane, key, planned, clock, exact)
+        return await _publish(session, channel, key, planned, clock, exact)
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -242,8 +242,8 @@ class Client(KeyOperations):
         dicts: list[tuple[int, int, StateDictMeta]] = []
         asked = [asks_of(want) for want in wants]
         asks = [ask for parts in asked for ask in parts]
-        session, lane = self._here(clock) or await self._join(clock)
-        got, entries = await get_asks(session, lane, asks, clock, pickle_too)
+        session, channel = self._here(clock) or await self._join(clock)
+        got, entries = await get_asks(session, channel, asks, clock, pickle_too)
         if asked[0]:
             clock.version = entries[0].version
         at = 0
@@ -254,7 +254,7 @@ class Client(KeyOperations):
             values.append(got[at] if want.tensor is None else want.tensor)
             at += len(parts)
         for at, version, meta in dicts:
-            fetched = await _get_dict(session, lane, wants[at], version, clock, pickle_too)
+            fetched = await _get_dict(session, channel, wants[at], version, clock, pickle_too)
             if at == 0:
                 clock.version = fetched.version
             found = fetched.state_dict
@@ -314,7 +314,7 @@ class Client(KeyOperations):
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         with self._watch("put_state_dict", timeout, key) as clock:
             clock.version = exact = check_version(version)
-            session, lane = self._here(clock) or await self._join(clock)
+            session, channel = self._here(clock) or await self._join(clock)
             planned = state_dicts.plan_put(
                 state_dict,
                 check_key(key),
@@ -329,12 +329,12 @@ class Client(KeyOperations):
             sources, group = planned
             clock.entries = len(sources)
             if blocking:
-                return await _publish(session, lane, key, planned, clock, exact)
+                return await _publish(session, channel, key, planned, clock, exact)
             nbytes = sum([source.nbytes for source in sources])
             if group is None or nbytes <= session.inline_max():
-                ref = await _publish(session, lane, key, planned, clock, exact)
+                ref = await _publish(session, channel, key, planned, clock, exact)
                 return PendingPut.finished(ref)
-            putting = Putting(session, lane, sources, clock, exact, group)
+            putting = Putting(session, channel, sources, clock, exact, group)
             try:
                 await putting.begin()
                 await putting.write()
@@ -388,15 +388,15 @@ class Client(KeyOperations):
             if min_version is not None:
                 await self._wait([key], min_version, clock)
             how = state_dicts.Filling(strict, cast, report, pickle_too)
-            session, lane = self._here(clock) or await self._join(clock)
-            result = await state_dicts.fetch(session, lane, key, exact, wanted, clock, how)
+            session, channel = self._here(clock) or await self._join(clock)
+            result = await state_dicts.fetch(session, channel, key, exact, wanted, clock, how)
             clock.entries, clock.version = result.entries, result.version
             return result.state_dict
 
 
 async def _publish(
     session: Session,
-    lane: Lane,
+    channel: Channel,
     key: str,
     planned: tuple[list[Source], m.Publication | None],
     clock: Clock,
@@ -408,24 +408,24 @@ async def _publish(
         return ObjectRef(key, 0)
     nbytes = sum([source.nbytes for source in sources])
     versions = await put_sources(
-        session, lane, sources, nbytes, clock, version=version, group=group
+        session, channel, sources, nbytes, clock, version=version, group=group
     )
     clock.version = versions[0]
     return ObjectRef(key, versions[0])
 
 
 async def _get_dict(
-    session: Session, lane: Lane, want: Want, version: int, clock: Clock, allow_pickle: bool
+    session: Session, channel: Channel, want: Want, version: int, clock: Clock, allow_pickle: bool
 ) -> state_dicts.Fetched:
     """What a key that turned out to be a state dict's stands for."""
     how = state_dicts.Filling(allow_pickle=allow_pickle)
     try:
-        return await state_dicts.fetch(session, lane, want.key, version, None, clock, how)
+        return await state_dicts.fetch(session, channel, want.key, version, None, clock, how)
     except VersionGoneError:
         if want.version:
             raise
         # It was overtaken while we asked.
-        return await state_dicts.fetch(session, lane, want.key, 0, None, clock, how)
+        return await state_dicts.fetch(session, channel, want.key, 0, None, clock, how)
 
 
 def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:

@@ -97,7 +97,7 @@ class Controller:
         return session
 
     def join_session(self, token: bytes) -> SessionRecord:
-        """The session with this token, which a lane joins."""
+        """The session with this token, which a channel joins."""
         session = self.sessions.get(token)
         if session is None:
             raise StoreClosedError("this session has ended; connect again")

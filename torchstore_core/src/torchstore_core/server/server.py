@@ -306,7 +306,7 @@ class Server:
         if not self._stopping:
             journal.volume_lost(self._controller.volumes[index], why)
             self._controller.lose_volume(index, why)
-            self._to_anchors(m.Lost(index, why))
+            self._to_liveness_connections(m.Lost(index, why))
 
     def joined(self, session: SessionRecord) -> None:
         """A client has opened a session; raises as ``Members.joined``."""
@@ -352,14 +352,14 @@ class Server:
         call_from_thread(self._loop, self._broadcast_warm)
 
     def _broadcast_warm(self) -> None:
-        self._to_anchors(m.Warmed(self._warm()))
+        self._to_liveness_connections(m.Warmed(self._warm()))
 
     def _warm(self) -> list[tuple[int, int, int]]:
         return [(v.index, 0, v.memory.warm) for v in self.controller.volumes]
 
-    def _to_anchors(self, message: m.Message) -> None:
+    def _to_liveness_connections(self, message: m.Message) -> None:
         for conversation in self.conversations:
-            if conversation.is_anchor and not conversation.is_member:
+            if conversation.is_liveness and not conversation.is_member:
                 conversation.send(message)
 
     def disconnected(self, connection: Connection) -> None:

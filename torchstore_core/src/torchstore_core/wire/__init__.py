@@ -1,1 +1,1 @@
-"""The versioned wire protocol of the control lane: message types and framing. Torch-free."""
+"""The versioned wire protocol of the control channel: message types and framing. Torch-free."""

@@ -67,7 +67,7 @@ class WatchProcess(Message, frozen=True, tag="watch"):
 
 
 class Warmed(Message, frozen=True, tag="warmed"):
-    """Unasked, to anchors: memory has become warm.
+    """Unasked, over liveness connections: memory has become warm.
 
     Each item is a volume, a segment, and how many bytes of it, from its start, are warm.
     """
@@ -76,7 +76,9 @@ class Warmed(Message, frozen=True, tag="warmed"):
 
 
 class Lost(Message, frozen=True, tag="lost"):
-    """Unasked, to anchors: the memory of a volume is gone for good, and ``reason`` says why."""
+    """Unasked, over liveness connections: the memory of a volume is gone for good, and ``reason``
+    says why.
+    """
 
     volume: int
     reason: str

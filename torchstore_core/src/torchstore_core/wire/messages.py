@@ -1,10 +1,11 @@
-"""Every message of the control lane, as tagged msgspec Structs.
+"""Every message of the control channel, as tagged msgspec Structs.
 
 A connection starts with :class:`Hello` and is answered :class:`Welcome` (or :class:`Failure`).
-A Hello without a session opens one: that connection is its *anchor*, and the session lives exactly
-as long as it. A Hello with a session's token adds a *lane*: a pipe of one event loop. Everything a
-client holds (unfinished puts, leases) belongs to the session, under ids the client chooses, so
-that it can be given back from any lane, in any order, also when the reply never arrived.
+A Hello without a session opens one: that connection is its *liveness connection*, and the session
+lives exactly as long as it. A Hello with a session's token adds a *channel*: a pipe of one event
+loop. Everything a client holds (unfinished puts, leases) belongs to the session, under ids the
+client chooses, so that it can be given back from any channel, in any order, also when the reply
+never arrived.
 
 Requests carry ``id``; the reply repeats it. :class:`Abort`, :class:`Release` and :class:`Cancel`
 have no reply. A reply with ``continued`` is a page of a long one, see :mod:`.paging`.
@@ -301,7 +302,7 @@ Request = (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The connection stands. ``session``: token that further lanes join with.
+    """The connection stands. ``session``: token that further channels join with.
 
     ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``:
     where the relay is that carries it; None: there is none. ``owner``: pid of the process that the

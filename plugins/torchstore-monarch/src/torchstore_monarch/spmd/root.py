@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 from monarch.actor import ChannelTransport, attach_to_workers, enable_transport
 
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import handshake
-from torchstore_core.clients.session.lane import Lane
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import (
     StoreTimeoutError,
@@ -53,7 +53,7 @@ async def _main(order: RootOrder) -> int:
             found = msgspec.msgpack.decode(made, type=FoundStore)
             sockets = {host: relays[0] for host, relays in found.relays.items()}
             sockets[found.host_id] = found.address
-            lane = await _connect(found)
+            channel = await _connect(found)
             _, controller, _ = await directory.find.call_one(request.store_name)
     except TorchStoreError as error:
         _report(StoreReport(error=error.code, message=error.message))
@@ -68,27 +68,27 @@ async def _main(order: RootOrder) -> int:
         return 1
     _report(StoreReport(sockets=sockets))
     try:
-        await _until_ended(lane, controller, starter_gone)
+        await _until_ended(channel, controller, starter_gone)
     finally:
-        lane.close()
+        channel.close()
         await _end(directory, request.store_name, hosts)
     return 0
 
 
-async def _connect(found: FoundStore) -> Lane:
+async def _connect(found: FoundStore) -> Channel:
     """A connection that only asks for the status, so that nothing heavy is imported here."""
     here = topology.probe()
     facts = ClientFacts(here.pid, here.host_id, here.hostname, role="root")
     sock, _ = await handshake(found.address, b"", facts, here, _END_S)
-    return Lane(sock, asyncio.get_running_loop(), f"the server of {found.store_name!r} is gone")
+    return Channel(sock, asyncio.get_running_loop(), f"the server of {found.store_name!r} is gone")
 
 
-async def _until_ended(lane: Lane, controller: Any, starter_gone: asyncio.Event) -> None:
+async def _until_ended(channel: Channel, controller: Any, starter_gone: asyncio.Event) -> None:
     """Wait until the server has ended, as it does with its last member."""
     told = False
     try:
         while True:
-            await lane.call(m.Status(lane.next_id()), m.StatusReply, _END_S)
+            await channel.call(m.Status(channel.next_id()), m.StatusReply, _END_S)
             if starter_gone.is_set():
                 if not told:  # it ends now if rank 0 did not come to be a member, nor others
                     await controller.starter_ended.call_one()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.timeouts import check_timeout
-from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
@@ -48,28 +48,28 @@ class ClientBase:
         """The store's name."""
         return self._membership.store_name
 
-    def _here(self, clock: Clock) -> tuple[Session, Lane] | None:
-        """Return session and lane if both are open, which they are in every call but the first."""
+    def _here(self, clock: Clock) -> tuple[Session, Channel] | None:
+        """Return session and channel if both are open, as they are in every call but the first."""
         session = self._membership.session_here()
-        lane = None if session is None else session.lane_here()
-        if session is None or lane is None:
+        channel = None if session is None else session.channel_here()
+        if session is None or channel is None:
             return None
         if clock.session is session or clock.hold(session):
-            return session, lane
+            return session, channel
         return None
 
-    async def _join(self, clock: Clock) -> tuple[Session, Lane]:
+    async def _join(self, clock: Clock) -> tuple[Session, Channel]:
         while True:
             session = await self._membership.session(clock.left())
             clock.on_session()
             try:
-                lane = await session.lane(clock.left())
+                channel = await session.channel(clock.left())
             except StoreClosedError:
                 if not session.closing:
                     raise
             else:
                 if clock.hold(session):
-                    return session, lane
+                    return session, channel
             # The session was reset meanwhile. Nothing has been sent yet, so try the next session.
 
     def _watch(self, name: str, timeout: float | None, key: object = "") -> Clock:
@@ -78,6 +78,6 @@ class ClientBase:
         return Clock(timeout, name, key, self._membership)
 
     async def _call(self, clock: Clock, expect: type[R], message: type[Any], *args: Any) -> R:
-        _, lane = self._here(clock) or await self._join(clock)
-        request = message(lane.next_id(), *args)
-        return await lane.call(request, expect, clock.left(), quick=clock.name in _QUICK)
+        _, channel = self._here(clock) or await self._join(clock)
+        request = message(channel.next_id(), *args)
+        return await channel.call(request, expect, clock.left(), quick=clock.name in _QUICK)

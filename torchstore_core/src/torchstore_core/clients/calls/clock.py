@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
-from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.contracts.observer import Operation
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_seconds
 
@@ -155,17 +155,18 @@ class Clock:
             raise self._timeout_error()
         return left
 
-    async def within(self, work: Awaitable[T], lane: Lane | None = None) -> T:
+    async def within(self, work: Awaitable[T], channel: Channel | None = None) -> T:
         """Await ``work``. When no time is left, cancel it and raise StoreTimeoutError.
 
-        If a lane is given and its server is gone, also cancel ``work``, and raise the lane's error.
+        If a channel is given and its server is gone, also cancel ``work``, and raise the channel's
+        error.
         """
         left = None
         if self._deadline is not None:
             left = max(0.0, self._deadline - time.perf_counter())
         limit = asyncio.timeout(left)
         try:
-            with nullcontext() if lane is None else lane.expire_on_loss(limit):
+            with nullcontext() if channel is None else channel.expire_on_loss(limit):
                 async with limit:
                     return await work
         except TimeoutError as error:

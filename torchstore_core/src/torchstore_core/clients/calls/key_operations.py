@@ -124,16 +124,16 @@ class KeyOperations(ClientBase):
         return {k: ObjectRef(k, v) for k, v in zip(names, versions, strict=True)}
 
     async def _wait(self, names: list[str], min_version: int, clock: Clock) -> list[int]:
-        _, lane = self._here(clock) or await self._join(clock)
-        request = m.Wait(lane.next_id(), names, min_version)
+        _, channel = self._here(clock) or await self._join(clock)
+        request = m.Wait(channel.next_id(), names, min_version)
         try:
-            reply = await lane.call(request, m.Committed, clock.left())
+            reply = await channel.call(request, m.Committed, clock.left())
         except StoreTimeoutError:
-            lane.cancel(request.id)
-            unmet = await wait_errors.unmet_keys(lane, names, min_version)
+            channel.cancel(request.id)
+            unmet = await wait_errors.unmet_keys(channel, names, min_version)
             raise wait_errors.wait_timeout(names, min_version, clock.timeout, unmet) from None
         except BaseException:
-            lane.cancel(request.id)
+            channel.cancel(request.id)
             raise
         return reply.versions
 

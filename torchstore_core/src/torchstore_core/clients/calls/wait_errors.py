@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.errors import StoreTimeoutError, TorchStoreError, in_seconds
 from torchstore_core.wire import messages as m
 
@@ -17,11 +17,11 @@ _MAX_LISTED = 16
 _MAX_IN_TEXT = 5
 
 
-async def unmet_keys(lane: Lane, keys: Sequence[str], min_version: int) -> list[m.UnmetKey]:
+async def unmet_keys(channel: Channel, keys: Sequence[str], min_version: int) -> list[m.UnmetKey]:
     """Ask the server why the keys do not meet the condition; [] if it does not reply at once."""
-    request = m.Unmet(lane.next_id(), list(keys[:_MAX_REQUESTED]), min_version)
+    request = m.Unmet(channel.next_id(), list(keys[:_MAX_REQUESTED]), min_version)
     try:
-        return (await lane.call(request, m.UnmetKeys, _REQUEST_TIMEOUT_S)).keys
+        return (await channel.call(request, m.UnmetKeys, _REQUEST_TIMEOUT_S)).keys
     except TorchStoreError:  # the server is stopped or gone: report the time-out
         return []
 

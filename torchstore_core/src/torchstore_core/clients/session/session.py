@@ -12,8 +12,8 @@ import socket
 import time
 import weakref
 
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import Ranks, client_facts, handshake, socket_path
-from torchstore_core.clients.session.lane import Lane
 from torchstore_core.clients.session.reclaimer import Reclaimer
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
@@ -62,8 +62,8 @@ class Session:
         ]
         self.lost = False
         self._ids = itertools.count(1)
-        # By the id() of the event loop that keeps them alive; see the docstring of ``lane``.
-        self._lanes: dict[int, weakref.ref[Lane]] = {}
+        # By the id() of the event loop that keeps them alive; see the docstring of ``channel``.
+        self._channels: dict[int, weakref.ref[Channel]] = {}
         advice = f". {what_to_do}"
         if welcome.via is not None:
             advice = ", or the process of this host that led to it; try again"
@@ -166,20 +166,20 @@ class Session:
         if self._closing:
             self._reclaimer.wake()
 
-    def lane_here(self) -> Lane | None:
-        """Return the running loop's lane; None if it has no open one."""
+    def channel_here(self) -> Channel | None:
+        """Return the running loop's channel; None if it has no open one."""
         loop = asyncio.get_running_loop()
-        known = self._lanes.get(id(loop))
-        lane = None if known is None else known()
+        known = self._channels.get(id(loop))
+        channel = None if known is None else known()
         # An earlier loop may have had the same id().
-        return lane if lane is not None and lane.usable and lane.loop is loop else None
+        return channel if channel is not None and channel.usable and channel.loop is loop else None
 
-    async def lane(self, timeout: float | None) -> Lane:
-        """Return the running loop's lane, which is opened on first use."""
+    async def channel(self, timeout: float | None) -> Channel:
+        """Return the running loop's channel, which is opened on first use."""
         loop = asyncio.get_running_loop()
-        lane = self.lane_here()
-        if lane is not None:
-            return lane
+        channel = self.channel_here()
+        if channel is not None:
+            return channel
         if not self.usable:
             raise StoreClosedError(self._gone_message)
         self._sweep()
@@ -191,36 +191,36 @@ class Session:
             if isinstance(error.__cause__, OSError):  # no server; else it gave a reason itself
                 raise StoreClosedError(self._gone_message) from error
             raise
-        raced = self.lane_here()
+        raced = self.channel_here()
         if raced is not None:
             sock.close()
             return raced
-        lane = Lane(sock, loop, self._gone_message)
-        self._lanes[id(loop)] = weakref.ref(lane)
+        channel = Channel(sock, loop, self._gone_message)
+        self._channels[id(loop)] = weakref.ref(channel)
         if (
             self.lost or self._closing
-        ):  # looked at only now: whoever closes the lanes may not have seen it
-            lane.close()
+        ):  # looked at only now: whoever closes the channels may not have seen it
+            channel.close()
             raise StoreClosedError(self._gone_message)
-        return lane
+        return channel
 
-    def _open_lanes(self) -> list[Lane]:
-        lanes = [known() for known in list(self._lanes.values())]
-        return [lane for lane in lanes if lane is not None]
+    def _open_channels(self) -> list[Channel]:
+        channels = [known() for known in list(self._channels.values())]
+        return [channel for channel in channels if channel is not None]
 
     def _sweep(self) -> None:
-        """Forget the lanes of loops that are gone, and shut down lanes that nothing can use any
-        more: not every loop gets closed, and the collector may find it only much later.
+        """Forget the channels of loops that are gone, and shut down channels that nothing can use
+        any more: not every loop gets closed, and the collector may find it only much later.
         """
-        for number, known in list(self._lanes.items()):
-            lane = known()
-            if lane is None or not lane.usable or lane.unreachable:
-                if self._lanes.get(number) is known:  # otherwise a new loop has the same id()
-                    self._lanes.pop(number, None)
-                if lane is not None and lane.loop.is_closed():
-                    lane.close()
-                elif lane is not None and lane.usable:
-                    lane.shut_down()
+        for number, known in list(self._channels.items()):
+            channel = known()
+            if channel is None or not channel.usable or channel.unreachable:
+                if self._channels.get(number) is known:  # otherwise a new loop has the same id()
+                    self._channels.pop(number, None)
+                if channel is not None and channel.loop.is_closed():
+                    channel.close()
+                elif channel is not None and channel.usable:
+                    channel.shut_down()
 
     def inline_max(self) -> int:
         """Return the largest batch, in bytes, to send inside a message to any volume; -1: none.
@@ -252,18 +252,18 @@ class Session:
             self.abort(txn)
             self.end(txn)
 
-    async def wait_released(self, lane: Lane, timeout: float | None) -> bool:
-        """Wait, on the running loop's ``lane``, until the server has processed the releases of all
-        tensors that have died so far. Returns whether it has within ``timeout`` seconds.
+    async def wait_released(self, channel: Channel, timeout: float | None) -> bool:
+        """Wait, on the running loop's ``channel``, until the server has processed the releases of
+        all tensors that have died so far. Returns whether it has within ``timeout`` seconds.
 
         Raises:
             StoreClosedError: the server is gone.
         """
-        done: asyncio.Future[m.Message] = lane.loop.create_future()
+        done: asyncio.Future[m.Message] = channel.loop.create_future()
         self._reclaimer.cancel_when_released(done)
         if self.lost:  # checked last: the thread may have ended before it saw the future
             return False
-        return await lane.wait_cancelled(done, timeout)
+        return await channel.wait_cancelled(done, timeout)
 
     def keep_memory(self) -> None:
         """Must be called before pool memory is page-locked: see ``messages.Keep``."""
@@ -308,9 +308,9 @@ class Session:
     # ---- ending ---------------------------------------------------------------------------
 
     def close(self, *, now: bool = True) -> None:
-        """Close lanes and links. Calls in progress raise StoreClosedError; with ``now=False`` they
-        finish first. The liveness connection stays open until the last call has ended and the last
-        zero-copy tensor has died.
+        """Close channels and links. Calls in progress raise StoreClosedError; with ``now=False``
+        they finish first. The liveness connection stays open until the last call has ended and the
+        last zero-copy tensor has died.
         """
         self._closing = True
         if now or not (self._uses or self._unfinished):
@@ -319,17 +319,17 @@ class Session:
 
     def _close_connections(self) -> None:
         here = _running_loop()
-        for lane in self._open_lanes():
-            if lane.loop is here:
-                lane.close()
+        for channel in self._open_channels():
+            if channel.loop is here:
+                channel.close()
                 continue
-            try:  # only the thread of its own loop may use a lane
-                lane.loop.call_soon_threadsafe(lane.close)
+            try:  # only the thread of its own loop may use a channel
+                channel.loop.call_soon_threadsafe(channel.close)
             except RuntimeError:  # its loop is closed
-                lane.discard()
-            if lane.unreachable:
-                lane.shut_down()
-        self._lanes.clear()
+                channel.discard()
+            if channel.unreachable:
+                channel.shut_down()
+        self._channels.clear()
         for volume in self.volumes:
             volume.close()
 
@@ -346,8 +346,8 @@ class Session:
 
     def after_fork_in_child(self) -> None:
         """Close everything that belongs to the parent, except what inherited mappings need."""
-        for lane in self._open_lanes():
-            lane.discard()
+        for channel in self._open_channels():
+            channel.discard()
         for volume in self.volumes:
             volume.close_in_child()
         self._reclaimer.after_fork_in_child(lost=self.lost)

@@ -17,7 +17,7 @@ import torch
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
-from torchstore_core.clients.session.lane import Lane, MessageTooLargeError
+from torchstore_core.clients.session.channel import Channel, MessageTooLargeError
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, shared
@@ -369,7 +369,7 @@ class Fetched(NamedTuple):
 
 async def fetch(
     session: Session,
-    lane: Lane,
+    channel: Channel,
     key: str,
     version: int,
     wanted: Wanted | None,
@@ -384,13 +384,13 @@ async def fetch(
     """
     reach = Reach()
     while True:
-        with Leasing(session, lane, clock) as leasing, reach.watched():
-            return await _fetch(session, lane, key, version, wanted, clock, how, leasing, reach)
+        with Leasing(session, channel, clock) as leasing, reach.watched():
+            return await _fetch(session, channel, key, version, wanted, clock, how, leasing, reach)
 
 
 async def _fetch(
     session: Session,
-    lane: Lane,
+    channel: Channel,
     key: str,
     version: int,
     wanted: Wanted | None,
@@ -401,7 +401,7 @@ async def _fetch(
 ) -> Fetched:
     wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
     request = m.Fetch(
-        lane.next_id(),
+        channel.next_id(),
         leasing.lease,
         key,
         version,
@@ -410,11 +410,11 @@ async def _fetch(
         reach.avoid,
     )
     try:
-        reply = await lane.call(request, m.Fetched, clock.left())
+        reply = await channel.call(request, m.Fetched, clock.left())
         starts = leasing.granted(reply.entries, reply.leased)
     except MessageTooLargeError:  # very many names: ask for all entries, and choose here
-        request = msgspec.structs.replace(request, id=lane.next_id(), wants=None)
-        reply = await lane.call(request, m.Fetched, clock.left())
+        request = msgspec.structs.replace(request, id=channel.next_id(), wants=None)
+        reply = await channel.call(request, m.Fetched, clock.left())
         starts = leasing.granted(reply.entries, reply.leased)
         if wanted is not None:
             reply, starts = _chosen(wanted, reply, starts)

@@ -1,4 +1,4 @@
-"""The steps of a get, on an open session and lane."""
+"""The steps of a get, on an open session and channel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
@@ -103,7 +103,7 @@ def _exact(key: str, version: int) -> int:
 
 
 async def get_asks(
-    session: Session, lane: Lane, asks: Sequence[Want], clock: Clock, allow_pickle: bool
+    session: Session, channel: Channel, asks: Sequence[Want], clock: Clock, allow_pickle: bool
 ) -> tuple[dict[int, Any], list[m.Entry]]:
     """Locate and lease, check everything, then move bytes; give back what is not mapped.
 
@@ -116,11 +116,11 @@ async def get_asks(
     quick = len(wants) <= _QUICK_ENTRIES
     reach = Reach()
     while True:
-        with Leasing(session, lane, clock) as leasing, reach.watched():
+        with Leasing(session, channel, clock) as leasing, reach.watched():
             request = m.Locate(
-                lane.next_id(), leasing.lease, wants, session.inline_max(), reach.avoid
+                channel.next_id(), leasing.lease, wants, session.inline_max(), reach.avoid
             )
-            located = await lane.call(request, m.Located, clock.left(), quick=quick)
+            located = await channel.call(request, m.Located, clock.left(), quick=quick)
             starts = leasing.granted(located.entries, located.leased)
             reach.check(located.entries)
             clock.phase("plan")
@@ -179,9 +179,9 @@ class Reach:
 class Leasing:
     """A lease under way: left, what is not mapped is given back."""
 
-    def __init__(self, session: Session, lane: Lane, clock: Clock) -> None:
+    def __init__(self, session: Session, channel: Channel, clock: Clock) -> None:
         self._session = session
-        self._lane = lane
+        self._channel = channel
         self._clock = clock
         self._leased = True
         self._count = 1
@@ -231,14 +231,14 @@ class Leasing:
 
     def __exit__(self, *_: object) -> None:
         if self._leased and len(self._mapped) < self._count:
-            _release(self._session, self._lane, self.lease, self._mapped, self._count)
+            _release(self._session, self._channel, self.lease, self._mapped, self._count)
 
 
-def _release(session: Session, lane: Lane, lease: int, mapped: set[int], count: int) -> None:
+def _release(session: Session, channel: Channel, lease: int, mapped: set[int], count: int) -> None:
     """Give back the lease, or all of it but what lives on in mapped tensors."""
     rest = [at for at in range(count) if at not in mapped] if mapped else None
     message = m.Release([lease]) if rest is None else m.Release([], [(lease, rest)])
     try:
-        lane.send(message)
+        channel.send(message)
     except TorchStoreError:
         session.release(lease, rest)

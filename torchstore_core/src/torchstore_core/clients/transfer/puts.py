@@ -1,4 +1,4 @@
-"""The steps of a put, on an open session and lane."""
+"""The steps of a put, on an open session and channel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.session.lane import Lane
+from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import put_batches
@@ -26,7 +26,7 @@ R = TypeVar("R", bound=m.Message)
 
 async def put_sources(
     session: Session,
-    lane: Lane,
+    channel: Channel,
     sources: Sequence[Source],
     nbytes: int,
     clock: Clock,
@@ -41,13 +41,13 @@ async def put_sources(
     """
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [source.item(inline_bytes(source)) for source in sources]
-        put = m.Put(lane.next_id(), session.next_id(), items, version, group)
-        reply = await _begin(session, lane, put, m.Committed, clock)
+        put = m.Put(channel.next_id(), session.next_id(), items, version, group)
+        reply = await _begin(session, channel, put, m.Committed, clock)
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
         return reply.versions
-    with Putting(session, lane, sources, clock, version, group) as putting:
+    with Putting(session, channel, sources, clock, version, group) as putting:
         await putting.begin()
         await putting.write()
         return await putting.commit()
@@ -59,14 +59,14 @@ class Putting:
     def __init__(
         self,
         session: Session,
-        lane: Lane,
+        channel: Channel,
         sources: Sequence[Source],
         clock: Clock,
         version: int,
         group: m.Publication | None,
     ) -> None:
         self._session = session
-        self._lane = lane
+        self._channel = channel
         self._sources = sources
         self.clock = clock
         self._version = version
@@ -86,8 +86,8 @@ class Putting:
             else source.item(None if source.nbytes else b"")
             for source in self._sources
         ]
-        put = m.Put(self._lane.next_id(), self._txn, items, self._version, self._group)
-        granted = await _begin(self._session, self._lane, put, m.Granted, self.clock)
+        put = m.Put(self._channel.next_id(), self._txn, items, self._version, self._group)
+        granted = await _begin(self._session, self._channel, put, m.Granted, self.clock)
         self._grants = granted.grants
         self.clock.phase("plan")
 
@@ -98,7 +98,7 @@ class Putting:
             placed *= len(self._grants) // len(placed)
         pairs = zip(placed, self._grants, strict=True)
         work = executor.execute(self._session, put_batches(pairs))
-        for moved in await self.clock.within(work, self._lane):
+        for moved in await self.clock.within(work, self._channel):
             if self.clock.measured is not None and moved.transport:
                 volume = self._session.volumes[moved.batch.volume].info.id
                 self.clock.measured.moved(moved.batch.nbytes, moved.transport, (volume,))
@@ -107,9 +107,9 @@ class Putting:
 
     async def commit(self) -> list[int]:
         """Make it visible; the versions."""
-        commit = m.Commit(self._lane.next_id(), self._txn)
+        commit = m.Commit(self._channel.next_id(), self._txn)
         quick = len(self._grants) <= _QUICK_ENTRIES
-        done = await self._lane.call(commit, m.Committed, self.clock.left(), quick=quick)
+        done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")
         return done.versions
@@ -122,21 +122,23 @@ class Putting:
         if not self._done:
             # Unknown ids are ignored, so this is right whether or not the server has begun it.
             try:
-                self._lane.send(m.Abort([self._txn]))
+                self._channel.send(m.Abort([self._txn]))
             except TorchStoreError:
                 self._session.abort(self._txn)
         self._session.end(self._txn)
 
 
-async def _begin(session: Session, lane: Lane, put: m.Put, expect: type[R], clock: Clock) -> R:
+async def _begin(
+    session: Session, channel: Channel, put: m.Put, expect: type[R], clock: Clock
+) -> R:
     """Send a Put; a second time if tensors that died here just now held the room it lacks."""
     quick = expect is m.Committed and len(put.items) <= _QUICK_ENTRIES
     try:
-        return await lane.call(put, expect, clock.left(), quick=quick)
+        return await channel.call(put, expect, clock.left(), quick=quick)
     except StoreFullError as full:
         if not full.details.get("leased_bytes"):
             raise
-        if not await session.wait_released(lane, clock.left()):
+        if not await session.wait_released(channel, clock.left()):
             raise
-    again = msgspec.structs.replace(put, id=lane.next_id())
-    return await lane.call(again, expect, clock.left())
+    again = msgspec.structs.replace(put, id=channel.next_id())
+    return await channel.call(again, expect, clock.left())

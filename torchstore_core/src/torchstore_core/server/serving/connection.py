@@ -52,7 +52,7 @@ class Connection(ClientSocket):
         self.reader.limit = m.MAX_FRAME
         hello_timer.cancel()
         self._hello_timer = None
-        if self._conversation.is_anchor:
+        if self._conversation.is_liveness:
             self.watch()
 
     def process_died(self) -> None:

@@ -40,7 +40,7 @@ _MAX_WAITERS = 100_000
 
 
 class Conversation:
-    """The server's side of an anchor, of a lane, or of a volume's connection.
+    """The server's side of a liveness connection, of a channel, or of a volume's connection.
 
     Args:
         write: sends a frame.
@@ -67,7 +67,7 @@ class Conversation:
         self._process = process
         self._session: SessionRecord | None = None
         self._volume = -1
-        self._anchor = False
+        self._liveness = False
         self._waiters: dict[int, Waiter] = {}
         server.conversations.add(self)
 
@@ -77,9 +77,11 @@ class Conversation:
         return self._session is not None or self._volume >= 0
 
     @property
-    def is_anchor(self) -> bool:
-        """Whether it is the anchor of a session, which the client's janitor thread reads."""
-        return self._anchor
+    def is_liveness(self) -> bool:
+        """Whether it is the liveness connection of a session, which the client's reclaimer thread
+        reads.
+        """
+        return self._liveness
 
     @property
     def is_member(self) -> bool:
@@ -153,7 +155,7 @@ class Conversation:
         if self._volume >= 0:
             self._server.volume_ended(self._volume, why)
         if self._session is not None:
-            if self._anchor:
+            if self._liveness:
                 self._server.left(self._session, why)
                 close_session(self._session)
             else:
@@ -177,7 +179,8 @@ class Conversation:
         if self._session is None:
             raise ProtocolError("the first message must be a Hello")
         if self._session.token not in self._server.controller.sessions:
-            # The anchor is gone, and what the session held with it: nothing new may be held.
+            # The liveness connection is gone, and what the session held with it: nothing new may be
+            # held.
             raise StoreClosedError("this session has ended")
         try:
             reply = self._answer(request, self._session)
@@ -235,7 +238,7 @@ class Conversation:
             session.lanes += 1
         else:
             session = controller.open_session(hello.facts, hello.topology)
-            self._anchor = True
+            self._liveness = True
             self._server.joined(session)
         self._session = session
         self.send(self._server.welcome(hello.id, session.token, self._via))
@@ -257,9 +260,9 @@ class Conversation:
             case m.Commit():
                 return m.Committed(request.id, controller.commit(session, request.txn))
             case m.Release():
-                controller.release(session, request.leases, request.parts, remember=self._anchor)
+                controller.release(session, request.leases, request.parts, remember=self._liveness)
             case m.Abort():
-                controller.abort(session, request.txns, remember=self._anchor)
+                controller.abort(session, request.txns, remember=self._liveness)
             case m.Keep():
                 session.keeps_memory = True
             case m.Delete():

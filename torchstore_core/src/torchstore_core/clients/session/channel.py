@@ -1,12 +1,12 @@
-"""A lane: one event loop's connection to the server. Torch-free.
+"""A channel: one event loop's connection to the server. Torch-free.
 
 It is built on ``loop.add_reader`` and plain non-blocking sends. A reply therefore costs one wake-up
-of the user's own loop and no switch between threads, and a lane can still be dropped after its loop
-has been closed.
+of the user's own loop and no switch between threads, and a channel can still be dropped after its
+loop has been closed.
 
-The loop references its lane, through the registered reader, and the lane references its loop.
+The loop references its channel, through the registered reader, and the channel references its loop.
 Nothing else may hold a strong reference to either, so that a loop that is never closed can be
-collected as soon as the user drops it, and its lane with it.
+collected as soon as the user drops it, and its channel with it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 from torchstore_core.wire.paging import joined
 
-__all__ = ["Lane", "MessageTooLargeError"]
+__all__ = ["Channel", "MessageTooLargeError"]
 
 _RECEIVE = 1 << 18
 _DONT_WAIT = socket.MSG_DONTWAIT
@@ -46,10 +46,10 @@ R = TypeVar("R", bound=m.Message)
 
 
 class MessageTooLargeError(ProtocolError):
-    """A request that every server would reject; it was not sent, and the lane remains usable."""
+    """A request that every server would reject; it was not sent, and the channel remains usable."""
 
 
-class Lane:
+class Channel:
     """Sends requests and receives replies on one connection, for one event loop.
 
     Args:
@@ -99,7 +99,7 @@ class Lane:
     @property
     def unreachable(self) -> bool:
         """Whether apparently nothing can use it any more: its loop is closed; or the loop does not
-        run, the thread that ran it has ended, and nothing is in progress on this lane.
+        run, the thread that ran it has ended, and nothing is in progress on this channel.
         """
         if self.loop.is_closed():
             return True
@@ -180,7 +180,7 @@ class Lane:
     async def wait_cancelled(self, done: asyncio.Future[m.Message], timeout: float | None) -> bool:
         """Wait at most ``timeout`` seconds until ``done`` is cancelled, and return whether it was.
 
-        Something other than a reply cancels it. The lane keeps the future alive, so that what
+        Something other than a reply cancels it. The channel keeps the future alive, so that what
         cancels it need not.
 
         Raises:
@@ -276,7 +276,7 @@ class Lane:
 
     @contextmanager
     def expire_on_loss(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Expire ``limit`` when the server is gone, and then raise the lane's error instead."""
+        """Expire ``limit`` when the server is gone, and then raise the channel's error instead."""
         self._limits.add(limit)
         try:
             yield
@@ -379,7 +379,8 @@ class Lane:
             return
         self._closed = True
         self._lost = self._lost or error
-        # A closed loop, or a closed socket, means that the lane is collected along with its loop.
+        # A closed loop, or a closed socket, means that the channel is collected along with its
+        # loop.
         if not (self.loop.is_closed() or self._sock.fileno() < 0):
             self.loop.remove_reader(self._sock.fileno())
             self.loop.remove_writer(self._sock.fileno())
