@@ -75,8 +75,8 @@ class RuntimeConformance:
         raise TypeError(f"{type(self).__name__} must override make()")
 
     def left_behind(self) -> set[str]:
-        """What is there that a store may have made: by default, the processes below this one, and
-        what lies in the runtime directory.
+        """What exists now that a store may have made: by default, the processes below this one,
+        and what is in the runtime directory.
 
         Override it to leave out, or to add, what your engine makes beside the store.
         """
@@ -84,7 +84,7 @@ class RuntimeConformance:
         return processes | {f"directory {path}" for path in leftovers.directories()}
 
     def held(self) -> dict[str, int]:
-        """What this process has, and must not have more of with every store: by default, how many
+        """What this process holds, which must not grow with every store: by default, how many
         descriptors and threads. Override it as :meth:`left_behind`.
         """
         return {"descriptors": leftovers.descriptors(), "threads": leftovers.threads()}
@@ -111,7 +111,7 @@ class RuntimeConformance:
         return runtime, client
 
     async def _refused(self, field: str, options: StoreOptions) -> None:
-        """The server refuses to start with a field of these options, if it gets it."""
+        """Starting fails because of a field of these options, if that reaches the server."""
         runtime = self.make()
         try:
             await runtime.start(options, self.mesh)
@@ -217,7 +217,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_stop_may_come_twice_and_without_a_start(self) -> None:
-        """It is what error handling calls."""
+        """Error handling calls it like that."""
 
         async def work() -> None:
             await self.make().stop(_TIMEOUT_S)
@@ -357,7 +357,7 @@ class RuntimeConformance:
     # ---- the descriptor -------------------------------------------------------------------
 
     def test_its_descriptor_leads_to_it(self) -> None:
-        """It makes this runtime, takes its mesh, and no other."""
+        """It makes this runtime, takes this runtime's mesh, and nothing else."""
         spec = self._spec()
         made = type(self.make())
         if load_class(spec.factory) is not made:

@@ -33,12 +33,12 @@ _CLIENTS = (
 _KEYS = ("w", "layers/0/weight", "ключ 🔑", "k" * 300)
 _SIZES = (0, 1, 4096, 5 << 20, _GIB, 1 << 50)
 
-# Seconds by which clocks are put on: so close that any alternation is seen. And what
-# random.random() says meanwhile.
+# Seconds by which clocks are put forward: so close that any alternation is seen. And what
+# random.random() returns meanwhile.
 _LATER = tuple(0.3 * 1.5**n for n in range(46))
 _SHARE = 29  # of all questions, those that are asked then
 _NUMBERS = (0.0, 0.999, 0.5, 0.25, 0.75)
-# A counter that changes the answer now and then is seen within so many answers, or so many seconds.
+# A counter that changes the answer now and then shows within so many answers, or so many seconds.
 _ANSWERS, _ANSWERS_S = 30_000, 2.0
 
 # What another process answers: with another hash seed and process id, the last question first, and

@@ -66,8 +66,7 @@ async def stores(*, timeout: float | None = ANSWER_S) -> list[RunningStore]:
 
 
 async def look(address: str, timeout: float | None) -> tuple[socket.socket, m.Welcome]:
-    """A session of one that only looks, or is a person's tool: a server's log at INFO is about
-    those that use it.
+    """Open a session of a tool, which only looks: a server's log at INFO is about its users.
 
     Raises:
         StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.

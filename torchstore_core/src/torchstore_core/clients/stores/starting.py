@@ -60,8 +60,8 @@ async def start(
 
 
 async def warn_of_another(store_name: str) -> None:
-    """Before a store is started: say so if one runs that ``connect_or_initialize`` would join, for
-    then there will be two. What lies in a dead one's place is only logged.
+    """Warn, before a store is started, if one runs that ``connect_or_initialize`` would join: then
+    there will be two. An address where no store is any more is only logged.
 
     Raises:
         RuntimeWarning: where warnings are errors. Nothing has been started.
@@ -84,7 +84,7 @@ async def warn_of_another(store_name: str) -> None:
 
 def _others(store_name: str) -> dict[str, tuple[str, str]]:
     """Where a store of that name may run already, in the order in which ``connect_or_initialize``
-    looks: how this process comes to know of it, and how it may forget that.
+    looks. For each address: how this process knows of it, and what the user can do about that.
     """
     found: dict[str, tuple[str, str]] = {}
     with contextlib.suppress(ConfigurationError):  # publish says it
@@ -107,7 +107,7 @@ def _others(store_name: str) -> dict[str, tuple[str, str]]:
 def check(
     volumes: int, store_name: str, capacity: int | None, prefault: int | None, timeout: float | None
 ) -> float | None:
-    """Refuse arguments that make no sense; the time-out as it is used.
+    """Refuse arguments that make no sense; returns the time-out as it is used.
 
     Raises:
         ConfigurationError: names the argument and its value.
@@ -131,7 +131,7 @@ def check(
 
 
 def strategy(registry: Registry, given: Strategy | str | None) -> Strategy | None:
-    """The strategy itself, of a name the one with default fields.
+    """The strategy that was given: of a name, the one with default fields.
 
     Raises:
         PluginError: an unknown or broken one.
