@@ -197,9 +197,8 @@ class Session:
             return raced
         lane = Lane(sock, loop, self._gone_message)
         self._lanes[id(loop)] = weakref.ref(lane)
-        if (
-            self.lost or self._closing
-        ):  # looked at only now: whoever closes the lanes may not have seen it
+        # Checked only now: another thread that closes the session may not have seen this lane.
+        if self.lost or self._closing:
             lane.close()
             raise StoreClosedError(self._gone_message)
         return lane
