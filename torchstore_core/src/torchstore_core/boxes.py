@@ -114,7 +114,7 @@ def missing(target: Box, boxes: Iterable[Box]) -> list[Box]:
 
 
 def covers(target: Box, boxes: Iterable[Box]) -> bool:
-    """Whether ``boxes`` together hold every element of ``target``; True if it is empty.
+    """Whether ``boxes`` together contain every element of ``target``; True if it is empty.
 
     >>> covers(whole((4,)), [Box((0,), (3,)), Box((2,), (2,))]), covers(whole((4,)), [])
     (True, False)

@@ -43,7 +43,7 @@ def unix_socket() -> Iterator[socket.socket]:
 
 
 def _close(sock: socket.socket) -> None:
-    """Close the descriptor at once: ``sock.close`` waits while uvloop uses the socket."""
+    """Close the descriptor at once; with uvloop ``sock.close`` may be deferred."""
     if sock.fileno() >= 0:
         os.close(sock.detach())
 

@@ -9,7 +9,7 @@ from torchstore_core.errors import ConfigurationError
 
 __all__ = ["check_timeout"]
 
-_LONGEST_S = 1e9  # 31 years: beyond it clocks and locks overflow
+_LONGEST_S = 1e9  # 31 years; with longer time-outs clocks and locks overflow
 
 
 def check_timeout(timeout: object, *, above_zero: bool = False) -> float | None:

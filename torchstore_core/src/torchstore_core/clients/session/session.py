@@ -197,9 +197,8 @@ class Session:
             return raced
         channel = Channel(sock, loop, self._gone_message)
         self._channels[id(loop)] = weakref.ref(channel)
-        if (
-            self.lost or self._closing
-        ):  # looked at only now: whoever closes the channels may not have seen it
+        # Checked only now: another thread that closes the session may not have seen this channel.
+        if self.lost or self._closing:
             channel.close()
             raise StoreClosedError(self._gone_message)
         return channel

@@ -138,7 +138,7 @@ def mesh_ranks(value: DTensor) -> frozenset[int]:
 
 
 def takes_part(value: DTensor) -> bool:
-    """Whether this rank is one of :func:`mesh_ranks`."""
+    """Whether this process is one of the ranks in :func:`mesh_ranks`."""
     return _root_of(value.device_mesh).get_coordinate() is not None
 
 
