@@ -120,7 +120,7 @@ class OtherHosts:
         opened with ``mesh="procs"``.)
         """
         from torchstore_core.server.remote.relay_server import RelayRequests
-        from torchstore_monarch import host
+        from torchstore_monarch.actors import host
 
         if not self._counting:
             exchange = host._Uplink.exchange

@@ -142,8 +142,8 @@ _open: list[socket.socket] = []
 
 async def begin_put(key: str, nbytes: int, store_name: str = "torchstore") -> None:
     """Begin a put over a connection of its own, and never end it."""
-    membership = stores.find(store_name)
-    session = await membership.session(10)
+    joined = stores.find(store_name)
+    session = await joined.session(10)
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(session.address.partition(":")[2])
     put = m.Put(2, 3, [m.PutItem(key, TensorMeta("uint8", (nbytes,)), nbytes)])

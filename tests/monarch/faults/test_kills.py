@@ -26,7 +26,7 @@ from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_core.clients.stores import memberships as stores
+from torchstore_core.clients.stores import table as stores
 
 
 @pytest.fixture

@@ -448,16 +448,16 @@ async def test_a_reset_after_a_call_has_found_its_lane_is_seen_by_the_call(
     """At the last moment before the call holds its session: it goes on with the next one."""
     client = await ts.client()
     await client.put("k", 1)
-    membership = client._membership
-    session = membership.session_here()
+    joined = client._joined
+    session = joined.session_here()
     assert session is not None
     find = session.channel_here
 
     def find_and_reset() -> Any:
         channel = find()
-        membership.reset()
+        joined.reset()
         return channel
 
     monkeypatch.setattr(session, "channel_here", find_and_reset)
     assert await client.get("k") == 1
-    assert membership.session_here() not in (None, session)
+    assert joined.session_here() not in (None, session)

@@ -156,7 +156,7 @@ async def _leases_given_back(loops: Loops) -> None:
     """Waits for the server to have them, which never comes."""
     client = await ts.client()
     await client.exists("a")
-    session = client._membership.session_here()
+    session = client._joined.session_here()
     channel = None if session is None else session.channel_here()
     assert session is not None
     assert channel is not None
@@ -245,7 +245,7 @@ def test_a_loop_that_stands_still_keeps_its_lane():
 async def _channel() -> object:
     client = await ts.client()
     await client.exists("a")
-    session = client._membership.session_here()
+    session = client._joined.session_here()
     return None if session is None else session.channel_here()
 
 

@@ -26,31 +26,31 @@ class ClientBase:
 
     def __init__(
         self,
-        membership: JoinedStore,
+        joined: JoinedStore,
         *,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> None:
-        self._membership = membership
-        self._timeout = membership.timeout if timeout is None else timeout
-        self._allow_pickle = membership.allow_pickle if allow_pickle is None else allow_pickle
+        self._joined = joined
+        self._timeout = joined.timeout if timeout is None else timeout
+        self._allow_pickle = joined.allow_pickle if allow_pickle is None else allow_pickle
 
     def __repr__(self) -> str:
-        return f"<Client of store {self._membership.store_name!r} at {self._membership.address}>"
+        return f"<Client of store {self._joined.store_name!r} at {self._joined.address}>"
 
     @property
     def address(self) -> str:
         """The address that other processes pass to ``connect``."""
-        return self._membership.address
+        return self._joined.address
 
     @property
     def store_name(self) -> str:
         """The store's name."""
-        return self._membership.store_name
+        return self._joined.store_name
 
     def _here(self, clock: Clock) -> tuple[Session, Channel] | None:
         """Return session and channel if both are open, as they are in every call but the first."""
-        session = self._membership.session_here()
+        session = self._joined.session_here()
         channel = None if session is None else session.channel_here()
         if session is None or channel is None:
             return None
@@ -60,7 +60,7 @@ class ClientBase:
 
     async def _join(self, clock: Clock) -> tuple[Session, Channel]:
         while True:
-            session = await self._membership.session(clock.left())
+            session = await self._joined.session(clock.left())
             clock.on_session()
             try:
                 channel = await session.channel(clock.left())
@@ -75,7 +75,7 @@ class ClientBase:
     def _watch(self, name: str, timeout: float | None, key: object = "") -> Clock:
         """Start the clock of one operation, which reports to the observers when it ends."""
         timeout = self._timeout if timeout is None else check_timeout(timeout)
-        return Clock(timeout, name, key, self._membership)
+        return Clock(timeout, name, key, self._joined)
 
     async def _call(self, clock: Clock, expect: type[R], message: type[Any], *args: Any) -> R:
         _, channel = self._here(clock) or await self._join(clock)

@@ -55,7 +55,7 @@ class Clock:
     Args:
         timeout: in seconds; None: there is no deadline.
         name, key: see ``contracts.observer.Operation``.
-        membership: the membership whose observers to call.
+        joined: the store whose observers to call.
 
     Attributes:
         measured: None if there are no observers.
@@ -64,7 +64,7 @@ class Clock:
 
     __slots__ = (
         "_deadline",
-        "_membership",
+        "_joined",
         "_start",
         "entries",
         "key",
@@ -81,7 +81,7 @@ class Clock:
         timeout: float | None,
         name: str = "",
         key: object = "",
-        membership: JoinedStore | None = None,
+        joined: JoinedStore | None = None,
     ) -> None:
         self._start = time.perf_counter()
         self.timeout = timeout
@@ -92,9 +92,9 @@ class Clock:
         self.entries = 1
         self.outlives_call = False
         self.measured: Measurements | None = None
-        self._membership = membership
+        self._joined = joined
         self.session: Session | None = None
-        if membership is not None and membership.observe is not None:
+        if joined is not None and joined.observe is not None:
             self.measured = Measurements(self._start)
 
     def __enter__(self) -> Clock:
@@ -117,23 +117,23 @@ class Clock:
 
     def on_session(self) -> None:
         """Called when there is a session: only then it is known whether there are observers."""
-        if self.measured is None and self._membership is not None and self._membership.observe:
+        if self.measured is None and self._joined is not None and self._joined.observe:
             self.measured = Measurements(self._start)
 
     def end(self, error: BaseException | None) -> None:
         """End the operation, with this error or without one, and call the observers."""
         if error is not None:
             self._add_details(error)
-        measured, membership = self.measured, self._membership
-        if measured is None or membership is None or membership.observe is None:
+        measured, joined = self.measured, self._joined
+        if measured is None or joined is None or joined.observe is None:
             return
         code = ""
         if error is not None:
             code = error.code if isinstance(error, TorchStoreError) else type(error).__name__
-        membership.observe(
+        joined.observe(
             Operation(
                 self.name,
-                membership.store_name,
+                joined.store_name,
                 self.entries,
                 measured.nbytes,
                 "+".join(sorted(measured.transports)),
@@ -183,7 +183,7 @@ class Clock:
 
     def _add_details(self, error: BaseException) -> None:
         """Add what was not known of the operation where its time-out was raised. Idempotent."""
-        if not isinstance(error, StoreTimeoutError) or self._membership is None:
+        if not isinstance(error, StoreTimeoutError) or self._joined is None:
             return
         if error.key is None and isinstance(self.key, str):
             error.key = self.key or None
@@ -197,7 +197,7 @@ class Clock:
             )
             error.args = (error.message,)
         error.details = {
-            "address": self._membership.address,
+            "address": self._joined.address,
             **known,
             "operation": self.name,
             "timeout": self.timeout,
@@ -207,10 +207,10 @@ class Clock:
         return f"{self.key!r}: " if self.key and isinstance(self.key, str) else ""
 
     def _store_text(self) -> str:
-        membership = self._membership
-        if membership is None:
+        joined = self._joined
+        if joined is None:
             return "the store"
-        return f"store {membership.store_name!r} ({membership.address})"
+        return f"store {joined.store_name!r} ({joined.address})"
 
     def phase(self, name: str) -> None:
         """Add the time since the end of the last phase to the phase ``name``."""

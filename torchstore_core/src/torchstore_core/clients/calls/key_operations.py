@@ -158,7 +158,7 @@ class KeyOperations(ClientBase):
         """
         with self._watch("status", timeout) as clock:
             status = (await self._call(clock, m.StatusReply, m.Status)).status
-            session = self._membership.session_here()
+            session = self._joined.session_here()
             if session is None:
                 return status
             plugin_errors = {**observers.errors(session.registry), **status.plugin_errors}
@@ -172,7 +172,7 @@ class KeyOperations(ClientBase):
         may raise.
         """
         with self._watch("explain", timeout) as clock:
-            session = await self._membership.session(clock.left())
+            session = await self._joined.session(clock.left())
             clock.on_session()
             return [_explain(volume.info.id, volume.ranking, nbytes) for volume in session.volumes]
 
