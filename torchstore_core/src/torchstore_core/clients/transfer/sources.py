@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Iterable
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import torch
 
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.values.codec import NoValue, encode_object
-from torchstore_core.clients.values.plain import look
+from torchstore_core.clients.values.plain import MANY, look
 from torchstore_core.clients.values.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.clients.values.tensors import (
     LOWEST_ADDRESS,
@@ -124,8 +125,11 @@ def prepare_all(
     sources: list[Source] = []
     counts: list[int] = []
     one_each = True
-    looked = look([value for _, value in items])
-    for (key, value), meta, nbytes in zip(items, looked.metas, looked.sizes, strict=True):
+    metas: Iterable[TensorMeta | None] = repeat(None)
+    sizes: Iterable[int] = repeat(0)
+    if len(items) >= MANY:
+        metas, sizes, _, _ = look([value for _, value in items])
+    for (key, value), meta, nbytes in zip(items, metas, sizes, strict=False):
         if meta is not None:
             sources.append(plain_source(check_key(key), meta, nbytes, value))
             counts.append(1)
