@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Iterable
-from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -125,13 +124,10 @@ def prepare_all(
     sources: list[Source] = []
     counts: list[int] = []
     one_each = True
-    metas: Iterable[TensorMeta | None] = repeat(None)
-    sizes: Iterable[int] = repeat(0)
-    if len(items) >= MANY:
-        metas, sizes, _, _ = look([value for _, value in items])
-    for (key, value), meta, nbytes in zip(items, metas, sizes, strict=False):
-        if meta is not None:
-            sources.append(plain_source(check_key(key), meta, nbytes, value))
+    looked = look([value for _, value in items]) if len(items) >= MANY else None
+    for at, (key, value) in enumerate(items):
+        if looked is not None and (meta := looked.metas[at]) is not None:
+            sources.append(plain_source(check_key(key), meta, looked.sizes[at], value))
             counts.append(1)
             continue
         if type(value) is torch.Tensor:
