@@ -20,7 +20,7 @@ from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.channel import Channel, MessageTooLargeError
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.casting import CastPlan, Casts
-from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, shared
+from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, are_apart, shared
 from torchstore_core.clients.transfer.gets import Leasing, Reach, Want, asks_of
 from torchstore_core.clients.transfer.puts import Putting
 from torchstore_core.clients.transfer.sources import (
@@ -327,14 +327,11 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
     same_as: dict[int, int] = {}
     asks: list[Want] = []
     places: list[int] = []
-    addresses = look([leaf.value for leaf in leaves]).addresses
-    tied = shared(addresses)
-    for at, (leaf, address) in enumerate(zip(leaves, addresses, strict=True)):
+    if are_apart([leaf.value for leaf in leaves]):  # the usual case, of many
+        asks = [Want(leaf.name, 0, leaf.value, None) for leaf in leaves]
+        return Wanted(user_state_dict, leaves, asks, list(range(len(leaves))), same_as)
+    for at, leaf in enumerate(leaves):
         name, value = leaf.name, leaf.value
-        if address and address not in tied:
-            asks.append(Want(name, 0, value, None))
-            places.append(at)
-            continue
         plain = type(value) in PLAIN
         tensor = value if plain or isinstance(value, torch.Tensor) or is_sharded(value) else None
         if tensor is not None and (first := ties.find(value, at)) is not None:
@@ -514,6 +511,9 @@ def _matching(
         [ask.tensor for ask in asks],
         [ask.part for ask in asks],
     )
+    if not wanted.same_as and all(one is not None and one.tensor is not None for one in plain):
+        report.missing = []
+        return [], [one for one in plain if one is not None]
     asked = zip(asks, wanted.places, reply.entries, starts, plain, strict=True)
     for at, (ask, place, entry, start, easy) in enumerate(asked):
         memory = wanted.same_as.get(place, place)

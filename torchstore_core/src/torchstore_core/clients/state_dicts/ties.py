@@ -10,10 +10,11 @@ import torch
 
 from torchstore_core.clients.values.sharding import TensorShard, is_dtensor
 
-__all__ = ["PLAIN", "Ties", "shared"]
+__all__ = ["PLAIN", "Ties", "are_apart", "shared"]
 
 #: Tensors that have bytes of their own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = frozenset(PLAIN)
 
 
 class Ties:
@@ -53,6 +54,19 @@ def shared(addresses: Sequence[int]) -> Collection[int]:
     if len(set(addresses)) == len(addresses):
         return ()
     return {address for address, times in Counter(addresses).items() if times > 1}
+
+
+def are_apart(values: Sequence[Any]) -> bool:
+    """Whether all are tensors with bytes of their own, each at another address, so that none of
+    them can be tied; False if it takes a closer look to say.
+    """
+    if not _PLAIN_TYPES.issuperset(map(type, values)):
+        return False
+    try:
+        addresses = set(map(torch.Tensor.data_ptr, values))
+    except RuntimeError:  # no strided tensor
+        return False
+    return len(addresses) == len(values) and 0 not in addresses
 
 
 def _identity(value: Any) -> object:

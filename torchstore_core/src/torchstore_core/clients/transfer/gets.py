@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
 from torchstore_core.clients.transfer.targets import Plain, Results, Target, plain_targets, resolve
+from torchstore_core.clients.values.plain import MANY
 from torchstore_core.clients.values.sharding import is_sharded, local_parts
 from torchstore_core.clients.values.tensors import plain_slice
 from torchstore_core.errors import (
@@ -125,9 +125,11 @@ async def get_asks(
             reach.check(located.entries)
             clock.phase("plan")
             keys, parts = [ask.key for ask in asks], [ask.part for ask in asks]
-            plain = plain_targets(
-                keys, located.entries, starts, [ask.tensor for ask in asks], parts
-            )
+            plain: Sequence[Plain | None] = [None] * len(asks)
+            if len(asks) >= MANY:
+                tensors, parts = [ask.tensor for ask in asks], [ask.part for ask in asks]
+                keys = [ask.key for ask in asks]
+                plain = plain_targets(keys, located.entries, starts, tensors, parts)
             found = zip(asks, located.entries, starts, plain, strict=True)
             targets = [
                 resolve(at, start, ask.key, entry, ask.tensor, ask.part)
@@ -194,11 +196,13 @@ class Leasing:
     def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
         """The server has answered; the position of each entry's first value in the lease."""
         self._leased = leased
-        counts = [
-            0 if entry is None else 1 if entry.parts is None else len(entry.parts)
-            for entry in entries
-        ]
-        *starts, self._count = accumulate(counts, initial=0)
+        starts: list[int] = []
+        count = 0
+        for entry in entries:
+            starts.append(count)
+            if entry is not None:
+                count += 1 if entry.parts is None else len(entry.parts)
+        self._count = count
         return starts
 
     async def read(
@@ -224,7 +228,8 @@ class Leasing:
         if measured is not None:
             pieces = [piece for target in targets for piece in target.pieces]
             measured.moved(sum([p.nbytes for p in pieces if p.grant is None]), "inline")
-        results.filled(plain)
+        if plain:
+            results.filled(plain)
         values = results.finish(targets, allow_pickle=allow_pickle)
         self._clock.phase("copy")
         return values

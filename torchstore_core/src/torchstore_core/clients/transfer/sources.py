@@ -11,7 +11,7 @@ import torch
 
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.values.codec import NoValue, encode_object
-from torchstore_core.clients.values.plain import look
+from torchstore_core.clients.values.plain import MANY, look
 from torchstore_core.clients.values.sharding import LocalPart, is_sharded, local_parts
 from torchstore_core.clients.values.tensors import (
     LOWEST_ADDRESS,
@@ -124,10 +124,10 @@ def prepare_all(
     sources: list[Source] = []
     counts: list[int] = []
     one_each = True
-    looked = look([value for _, value in items])
-    for (key, value), meta, nbytes in zip(items, looked.metas, looked.sizes, strict=True):
-        if meta is not None:
-            sources.append(plain_source(check_key(key), meta, nbytes, value))
+    looked = look([value for _, value in items]) if len(items) >= MANY else None
+    for at, (key, value) in enumerate(items):
+        if looked is not None and (meta := looked.metas[at]) is not None:
+            sources.append(plain_source(check_key(key), meta, looked.sizes[at], value))
             counts.append(1)
             continue
         if type(value) is torch.Tensor:

@@ -324,10 +324,10 @@ class Results:
 
     def filled(self, plain: Iterable[Plain]) -> None:
         """The destinations among them have been written to."""
-        tensors = {one.at: one.tensor for one in plain if one.tensor is not None}
-        self.values.update(tensors)
+        tensors = [one.tensor for one in plain if one.tensor is not None]
+        self.values.update([(one.at, one.tensor) for one in plain if one.tensor is not None])
         # Tell autograd, which did not see the writes.
-        seen = [tensor for tensor in tensors.values() if not tensor.is_inference()]
+        seen = [tensor for tensor in tensors if not tensor.is_inference()]
         torch.autograd.graph.increment_version(seen)
 
     def finish(self, targets: Iterable[Target], *, allow_pickle: bool) -> dict[int, Any]:

@@ -54,11 +54,15 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
         )
     leaves: list[Leaf] = []
     known = _Known()
+    direct = 0
     for name, value in state_dict.items():
         if type(name) is str and type(value) in _TENSORS:  # the usual case, many times
             leaves.append(Leaf(name, b"", value))
+            direct += 1
         else:
             leaves.extend(_leaves(key, value, (_step(key, name),), known))
+    if direct == len(leaves) and "" not in state_dict:  # the names of a dict are different
+        return leaves
     names = {leaf.name for leaf in leaves}
     if len(names) < len(leaves):
         twice = Counter(leaf.name for leaf in leaves).most_common(1)[0][0]

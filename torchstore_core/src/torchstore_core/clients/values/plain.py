@@ -24,11 +24,11 @@ except ImportError:  # built without a compiler
     _native_look = None  # type: ignore[assignment]
 _compiled: Callable[..., Any] | None = _native_look
 
-__all__ = ["Looked", "look"]
+__all__ = ["MANY", "Looked", "look"]
 
 _MAX_KINDS = 4096
-# Fewer values than this are looked at one by one all the same: it takes less time.
-_MANY = 4
+#: Fewer values than this are looked at one by one all the same: it takes less time.
+MANY = 4
 
 
 class Looked(NamedTuple):
@@ -43,16 +43,13 @@ class Looked(NamedTuple):
 
 
 def look(values: list[Any]) -> Looked:
-    """Look at every value. Never raises: what torch says nothing about is not plain. A few values
-    are left to be looked at one by one, as if none of them were plain.
+    """Look at every value. Never raises: what torch says nothing about is not plain. Less than
+    :data:`MANY` values are left to be looked at one by one, as if none of them were plain.
 
     >>> look([torch.zeros(2, 3), torch.zeros(3, 2).t(), "x", torch.zeros(1)]).sizes
     [24, 0, 0, 4]
     """
-    if len(values) < _MANY:
-        nothing, none = [None] * len(values), [0] * len(values)
-        return Looked([*nothing], none, none, nothing)
-    return _look(values)
+    return _look(values) if len(values) >= MANY else _FEW[len(values)]
 
 
 def _look_each(values: list[Any]) -> Looked:
@@ -97,3 +94,4 @@ def _best() -> Callable[[list[Any]], Looked]:
 
 
 _look = _best()
+_FEW = [_look_each([None] * count) for count in range(MANY)]

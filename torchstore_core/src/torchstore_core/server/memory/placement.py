@@ -65,10 +65,22 @@ def check_item(item: m.PutItem) -> None:
 
 
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
-    """Checks all of them, see :func:`check_item`; and :func:`sizes_of` them."""
-    for item in unusual(items):
-        check_item(item)
-    return sizes_of(items)
+    """:func:`sizes_of` them, after a :func:`check_item` of each."""
+    placed = inline = 0
+    sizes: list[int] = []
+    for item in items:
+        nbytes = item.nbytes
+        if item.data is not None:
+            check_item(item)
+            inline += nbytes
+            continue
+        usual = 0 < nbytes < _MOST_BYTES and 0 < len(item.key) <= m.MAX_KEY
+        if not usual or type(item.meta) is not TensorMeta:
+            check_item(item)
+        sizes.append(nbytes)
+        placed += (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+    _check_total(placed)
+    return placed, inline, sizes
 
 
 def unusual(items: Sequence[m.PutItem]) -> list[m.PutItem]:
@@ -92,9 +104,13 @@ def sizes_of(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
     if len(sizes) < len(items):
         inline = sum([item.nbytes for item in items if item.data is not None])
     placed = sum([(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes])
+    _check_total(placed)
+    return placed, inline, sizes
+
+
+def _check_total(placed: int) -> None:
     if placed >= _MOST_BYTES:
         raise ProtocolError(f"cannot place {placed} bytes")
-    return placed, inline, sizes
 
 
 def checked_box(item: m.PutItem) -> Box | None:
