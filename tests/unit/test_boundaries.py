@@ -205,6 +205,7 @@ MAY_ASK_FOR_ADDRESSES = {
     *("address_of", "check_destination"),
     *("rows_of", "_pinned_parts"),
     *("address", "inline_bytes"),
+    *("is_plain", "_look_each", "moves"),
     *("find", "memory_of", "__init__", "from_bytes"),
 }
 

@@ -56,9 +56,9 @@ def small_pages() -> Iterator[None]:
     """Limits so low that small replies are long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paging, "MAX_PAGE", MAX_PAGE)
-        patch.setattr(paging, "_PAGE", MAX_PAGE // 3)
-        patch.setattr(paging, "_MANY", 40)
-        patch.setattr(paging, "_FEW", 2)
+        patch.setattr(paging, "_PAGE_NBYTES", MAX_PAGE // 3)
+        patch.setattr(paging, "_MAX_ITEMS", 40)
+        patch.setattr(paging, "_FEW_ITEMS", 2)
         yield
 
 

@@ -190,7 +190,6 @@ typedef struct {
 } ExchangeAPI;
 
 #define DLPACK_CPU 1
-#define DLPACK_UINT 1
 #define DLPACK_COMPLEX 5
 #define MAX_DIMS 64
 /* No memory of a process lies below: tensors that are only said to be zeros have no storage. */
@@ -224,16 +223,12 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     if (there < 0) return -1;
     int64_t offset = number_of(methods->storage_offset, tensor);
     if (offset < 0) return -1;
+    /* Torch must say which dtype it is: to DLPack, int1 to int7 are int8, and others may be alike. */
+    PyObject *own = PyObject_GetAttrString(tensor, "dtype");
+    if (own == NULL) return -1;
+    *dtype = (int64_t)(intptr_t)own; /* there is one object of each, which stays */
+    Py_DECREF(own);
     if (api->look(tensor, seen) != 0) return -1;
-    *dtype = seen->dtype.code << 8 | seen->dtype.bits;
-    if (seen->dtype.code == DLPACK_UINT) {
-        /* To DLPack uint1 to uint7 are uint8, each in a byte: torch must say which it is. */
-        PyObject *own = PyObject_GetAttrString(tensor, "dtype");
-        if (own == NULL) return -1;
-        *dtype = (int64_t)(intptr_t)own; /* there is one object of each, which stays */
-        Py_DECREF(own);
-        if (api->look(tensor, seen) != 0) return -1;
-    }
     if (seen->device_type != DLPACK_CPU || seen->dtype.code == DLPACK_COMPLEX ||
         seen->dtype.lanes != 1 || seen->dtype.bits % 8 != 0 || seen->ndim > MAX_DIMS)
         return 0;
