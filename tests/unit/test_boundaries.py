@@ -206,7 +206,7 @@ MAY_ASK_FOR_ADDRESSES = {
     *("rows_of", "_pinned_parts"),
     *("address", "inline_bytes"),
     *("is_plain", "_look_each", "moves"),
-    *("find", "memory_of", "__init__", "from_bytes"),
+    *("find", "are_apart", "memory_key", "__init__", "from_bytes"),
 }
 
 
