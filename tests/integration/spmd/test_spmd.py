@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import SMALL, free_port, run_script, running_store, until
+from tests.processes import run_script
+from tests.support import SMALL, free_port, running_store, until
 from torch.distributed import TCPStore
 
 import torchstore_core as ts
@@ -375,7 +376,8 @@ async def test_without_its_package_the_error_names_it() -> None:
                 await (ts.initialize(runtime="spmd") if name else ts.initialize_spmd())
             except ts.PluginError as error:
                 print("pip install torchstore-spmd" in str(error))
-        """
+        """,
+        fresh=True,
     )
     assert printed.split() == ["True", "True"]
 
@@ -395,7 +397,7 @@ async def test_the_runtime_of_a_rank_takes_its_place_from_the_environment(
 
 
 async def test_the_program_of_the_readme_prints_what_it_says(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "plugins/torchstore-spmd/README.md").read_text()
+    readme = (Path(__file__).parents[3] / "plugins/torchstore-spmd/README.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (printed,) = re.findall(r"^\$ torchrun .*?\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
     script = tmp_path / "script.py"
