@@ -100,16 +100,17 @@ def test_both_ways_see_the_same(forms: list[str]) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", _BY_NAME)
-def test_every_dtype_is_told_from_all_others(name: str) -> None:
-    try:
-        value = torch.empty(3, 5, dtype=_BY_NAME[name])
-    except (RuntimeError, NotImplementedError):
-        pytest.skip(f"torch makes no tensor of {name}")
-    there = [torch.empty(3, 5), torch.empty(3, 5, dtype=torch.uint8), value]
-    slow, quick = plain._look_each(there), plain._best()(there)
-    if quick.metas[2] is not None:  # those of which DLPack says nothing go one by one
-        assert columns(quick) == columns(slow)
+def test_every_dtype_is_told_from_all_others() -> None:
+    values = []
+    for dtype in _BY_NAME.values():
+        try:
+            values.append(torch.empty(3, 5, dtype=dtype))
+        except (RuntimeError, NotImplementedError):
+            continue  # torch makes no tensor of it
+    both = zip(plain._best()(values).metas, plain._look_each(values).metas, strict=True)
+    quick = [(a, b) for a, b in both if a is not None]  # of some DLPack says nothing
+    assert len(quick) > 20
+    assert all(a == b for a, b in quick)
 
 
 def test_there_is_nothing_to_look_at_inside_of_transforms() -> None:

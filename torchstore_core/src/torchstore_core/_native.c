@@ -190,6 +190,7 @@ typedef struct {
 } ExchangeAPI;
 
 #define DLPACK_CPU 1
+#define DLPACK_INT 0
 #define DLPACK_UINT 1
 #define DLPACK_COMPLEX 5
 #define MAX_DIMS 64
@@ -226,8 +227,9 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     if (offset < 0) return -1;
     if (api->look(tensor, seen) != 0) return -1;
     *dtype = seen->dtype.code << 8 | seen->dtype.bits;
-    if (seen->dtype.code == DLPACK_UINT) {
-        /* To DLPack uint1 to uint7 are uint8, each in a byte: torch must say which it is. */
+    if (seen->dtype.bits == 8 &&
+        (seen->dtype.code == DLPACK_INT || seen->dtype.code == DLPACK_UINT)) {
+        /* To DLPack int1 is int8, and so on, as each has a byte: torch must say which it is. */
         PyObject *own = PyObject_GetAttrString(tensor, "dtype");
         if (own == NULL) return -1;
         *dtype = (int64_t)(intptr_t)own; /* there is one object of each, which stays */
