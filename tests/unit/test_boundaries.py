@@ -190,8 +190,8 @@ def test_only_one_module_listens() -> None:
 MAY_ASK_FOR_ADDRESSES = {
     *("address_of", "check_destination"),
     *("rows_of", "_pinned_parts"),
-    *("address", "inline_bytes"),
-    *("find", "memory_of", "__init__", "from_bytes"),
+    *("address", "inline_bytes", "moves"),
+    *("find", "are_apart", "memory_of", "__init__", "from_bytes"),
 }
 
 
