@@ -23,6 +23,7 @@ import torchstore_core as ts
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
 from torchstore_core.clients.transfer.targets import Results, plain_targets
+from torchstore_core.clients.values.plain import look
 from torchstore_core.contracts.transport import LinkContext, Segment, ServerContext
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.memory.segment import open_memory
@@ -223,6 +224,8 @@ async def test_destinations_that_change_before_the_copy(
 async def test_destinations_that_change_between_the_check_and_the_copy(
     link: type[InProcessLink], change: str
 ) -> None:
+    if not any(look([torch.ones(1)] * 9).sizes):
+        pytest.skip("without the compiled look nothing is plain; see test_freed_storage.py")
     do, error = CHANGES[change]
     here = probe()
     server = InProcessServer()
