@@ -204,8 +204,7 @@ def test_only_one_module_listens() -> None:
 MAY_ASK_FOR_ADDRESSES = {
     *("address_of", "check_destination"),
     *("rows_of", "_pinned_parts"),
-    *("address", "inline_bytes"),
-    *("is_plain", "_look_each", "moves"),
+    *("address", "inline_bytes", "moves"),
     *("find", "are_apart", "memory_key", "__init__", "from_bytes"),
 }
 

@@ -27,7 +27,6 @@ __all__ = [
     "dtype_name",
     "dtype_of",
     "from_buffer",
-    "is_plain",
     "plain_slice",
     "rows_of",
     "slice_box",
@@ -141,25 +140,6 @@ def _has_storage(tensor: torch.Tensor) -> bool:
             return True
         last += (extent - 1) * stride
     return (last + 1) * tensor.itemsize <= there
-
-
-def is_plain(value: object) -> bool:
-    """Whether its bytes are all there is to it, see :mod:`.plain`."""
-    if type(value) not in _PLAIN or not isinstance(value, torch.Tensor):
-        return False
-    try:
-        return (
-            value.is_cpu
-            and value.layout is torch.strided
-            and value.dtype not in _ODD
-            and not (value.is_nested or value.is_neg())
-            and value.is_contiguous()
-            and value.numel() > 0
-            and _has_storage(value)
-            and value.data_ptr() >= LOWEST_ADDRESS + value.storage_offset() * value.itemsize
-        )
-    except RuntimeError:  # torch says nothing of its memory
-        return False
 
 
 def check_storage(key: str, tensor: torch.Tensor) -> None:
