@@ -51,20 +51,20 @@ class Request(msgspec.Struct, frozen=True):
     tensor_slice: TensorSlice | None = None
 
 
-class TensorMeta(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="t"):
     """Describes a dense tensor: its shape, and its dtype without ``torch.`` (``"bfloat16"``)."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-class ObjectMeta(msgspec.Struct, frozen=True, array_like=True, tag="o"):
+class ObjectMeta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="o"):
     """Describes any other Python value. ``codec`` is ``"msgpack"`` or ``"pickle"``."""
 
     codec: str
 
 
-class StateDictMeta(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+class StateDictMeta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="s"):
     """Describes a state dict: ``entries`` tensors and objects that share one version.
 
     ``packed``: it was put as a ``TorchStoreStateDict``, so ``get`` returns one.

@@ -381,7 +381,7 @@ async def fetch(
     """
     reach = Reach()
     while True:
-        with Leasing(session, channel, clock) as leasing, reach.watched():
+        with Leasing(session, channel, clock) as leasing, reach:
             return await _fetch(session, channel, key, version, wanted, clock, how, leasing, reach)
 
 

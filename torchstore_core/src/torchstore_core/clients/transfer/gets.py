@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -116,7 +115,7 @@ async def get_asks(
     quick = len(wants) <= _QUICK_ENTRIES
     reach = Reach()
     while True:
-        with Leasing(session, channel, clock) as leasing, reach.watched():
+        with Leasing(session, channel, clock) as leasing, reach:
             request = m.Locate(
                 channel.next_id(), leasing.lease, wants, session.inline_max(), reach.avoid
             )
@@ -124,24 +123,32 @@ async def get_asks(
             starts = leasing.granted(located.entries, located.leased)
             reach.check(located.entries)
             clock.phase("plan")
-            keys, parts = [ask.key for ask in asks], [ask.part for ask in asks]
-            plain: Sequence[Plain | None] = [None] * len(asks)
-            if len(asks) >= MANY:
-                tensors, parts = [ask.tensor for ask in asks], [ask.part for ask in asks]
-                keys = [ask.key for ask in asks]
-                plain = plain_targets(keys, located.entries, starts, tensors, parts)
-            found = zip(asks, located.entries, starts, plain, strict=True)
+            if len(asks) < MANY:
+                found = zip(asks, located.entries, starts, strict=True)
+                targets = [
+                    resolve(at, start, ask.key, entry, ask.tensor, ask.part)
+                    for at, (ask, entry, start) in enumerate(found)
+                ]
+                return await leasing.read(targets, allow_pickle), located.entries
+            plain = plain_targets(
+                [ask.key for ask in asks],
+                located.entries,
+                starts,
+                [ask.tensor for ask in asks],
+                [ask.part for ask in asks],
+            )
             targets = [
-                resolve(at, start, ask.key, entry, ask.tensor, ask.part)
-                for at, (ask, entry, start, easy) in enumerate(found)
-                if easy is None
+                resolve(at, starts[at], ask.key, located.entries[at], ask.tensor, ask.part)
+                for at, ask in enumerate(asks)
+                if plain[at] is None
             ]
-            whole = [easy for easy in plain if easy is not None]
+            whole = [one for one in plain if one is not None]
             return await leasing.read(targets, allow_pickle, whole), located.entries
 
 
 class Reach:
-    """Which volumes a get could not read from: it asks again, for copies elsewhere.
+    """Which volumes a get could not read from: it asks again, for copies elsewhere. Each try is a
+    ``with`` block.
 
     Attributes:
         avoid: those volumes.
@@ -153,17 +160,19 @@ class Reach:
         self.avoid: list[int] = []
         self._errors: dict[int, TransportError] = {}
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """One try. A volume that fails for the first time is noted, and nothing is raised."""
-        try:
-            yield
-        except TransportError as error:
-            volume = error.details.get("volume")
-            if not isinstance(volume, int) or volume in self._errors:
-                raise
-            self._errors[volume] = error
-            self.avoid.append(volume)
+    def __enter__(self) -> Reach:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """One try has ended. A volume that fails for the first time is noted, not raised."""
+        if not isinstance(error, TransportError):
+            return False
+        volume = error.details.get("volume")
+        if not isinstance(volume, int) or volume in self._errors:
+            return False
+        self._errors[volume] = error
+        self.avoid.append(volume)
+        return True
 
     def check(self, entries: Sequence[m.Entry | None]) -> None:
         """Raises the error of a volume that entries still name: there is no copy elsewhere."""

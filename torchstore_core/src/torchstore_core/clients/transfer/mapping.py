@@ -75,4 +75,5 @@ def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetB
             for start, target in run
         ]
         found.append(Mapped(mapping.owner, made))
-    return found, GetBatch(batch.volume, batch.segment, batch.results, rest, batch.plain)
+    left = GetBatch(batch.volume, batch.segment, batch.results, rest, batch.plain, batch.offsets)
+    return found, left

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import compress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -101,25 +101,30 @@ class PutBatch(Batch):
 
     into_segment = True
 
-    def __init__(self, volume: int, segment: int, items: Sequence[tuple[Source, int]]) -> None:
+    def __init__(
+        self, volume: int, segment: int, sources: Sequence[Source], offsets: Sequence[int]
+    ) -> None:
         self.volume = volume
         self.segment = segment
-        self.nbytes = sum([source.nbytes for source, _ in items])
-        self._plain = [item for item in items if item[0].plain]
-        self._others = [item for item in items if not item[0].plain]
+        self.nbytes = sum([source.nbytes for source in sources])
+        easy = [source.plain for source in sources]
+        self._plain = list(compress(sources, easy))
+        self._offsets = list(compress(offsets, easy))
+        pairs = zip(sources, offsets, easy, strict=True)
+        self._others = [] if all(easy) else [(s, at) for s, at, is_easy in pairs if not is_easy]
         tensors = [source.tensor for source, _ in self._others]
         self.on_device = any(tensor is not None and not tensor.is_cpu for tensor in tensors)
 
     def moves(self, room: int | None) -> Iterator[Move]:
-        plain = self._plain
-        looked = look([source.tensor for source, _ in plain])
+        plain, offsets = self._plain, self._offsets
+        looked = look([source.tensor for source in plain])
         self._memory = looked.storages
-        runs, changed = _same(looked, [s.meta for s, _ in plain], [offset for _, offset in plain])
+        runs, changed = _same(looked, [source.meta for source in plain], offsets)
         if _are_inside(runs, room):
             yield runs
-            others = [*[plain[at] for at in changed], *self._others]
+            others = [*[(plain[at], offsets[at]) for at in changed], *self._others]
         else:
-            others = [*plain, *self._others]
+            others = [*zip(plain, offsets, strict=True), *self._others]
         for source, offset in others:
             nbytes = source.nbytes
             if room is not None and not 0 <= offset <= room - nbytes:
@@ -146,7 +151,7 @@ class PutBatch(Batch):
 
 def put_batches(granted: Iterable[tuple[Source, m.Grant | None]]) -> Sequence[PutBatch]:
     """The plan of a put. None: nobody asks for the bytes of this source."""
-    return [PutBatch(*place, items) for place, items in _by_place(granted).items()]
+    return [PutBatch(*place, *there) for place, there in _by_place(granted).items()]
 
 
 #: A piece of a target that is to be read.
@@ -164,36 +169,37 @@ class GetBatch(Batch):
         segment: int,
         results: Results,
         jobs: Sequence[Job],
-        plain: Sequence[tuple[Plain, int]] = (),
+        plain: Sequence[Plain] = (),
+        offsets: Sequence[int] = (),
     ) -> None:
         self.volume = volume
         self.segment = segment
         self.results = results
         self.jobs = jobs
-        self.plain = plain  # and the offset of each
+        self.plain = plain
+        self.offsets = offsets  # of the plain ones
         self.nbytes = sum([piece.nbytes for _, piece in jobs])
-        self.nbytes += sum([one.entry.nbytes for one, _ in plain])
+        self.nbytes += sum([one.entry.nbytes for one in plain])
         tensors = [target.tensor for target, _ in jobs]
         self.on_device = any(tensor is not None and not tensor.is_cpu for tensor in tensors)
 
     def moves(self, room: int | None) -> Iterator[Move]:
-        given = [item for item in self.plain if item[0].tensor is not None]
-        fresh = [item for item in self.plain if item[0].tensor is None]
-        looked = look([one.tensor for one, _ in given])
+        plain, offsets = self.plain, self.offsets
+        given = [one.tensor is not None for one in plain]
+        filled = list(compress(plain, given))
+        looked = look([one.tensor for one in filled])
         self._memory = looked.storages
-        runs, changed = _same(
-            looked, [one.meta for one, _ in given], [offset for _, offset in given]
-        )
-        made = self.results.tensors([one for one, _ in fresh])
-        runs += [
-            (tensor.data_ptr(), offset, one.entry.nbytes)
-            for tensor, (one, offset) in zip(made, fresh, strict=True)
-        ]
-        others = [given[at][0] for at in changed]
+        runs, changed = _same(looked, [one.meta for one in filled], list(compress(offsets, given)))
+        if len(filled) < len(plain):
+            fresh = [one for one in plain if one.tensor is None]
+            places = [at for at, is_given in zip(offsets, given, strict=True) if not is_given]
+            addresses = [tensor.data_ptr() for tensor in self.results.tensors(fresh)]
+            runs += zip(addresses, places, [one.entry.nbytes for one in fresh], strict=True)
+        others = [filled[at] for at in changed]
         if _are_inside(runs, room):
             yield runs
         else:
-            others = [one for one, _ in self.plain]
+            others = list(plain)
         targets = [one.target() for one in others]
         jobs = [*[(target, target.pieces[0]) for target in targets], *self.jobs]
         into = [self.results.tensor(target) for target, _ in jobs]
@@ -222,32 +228,37 @@ class GetBatch(Batch):
 
 
 def get_batches(
-    targets: Iterable[Target], results: Results, plain: Iterable[Plain] = ()
+    targets: Iterable[Target], results: Results, plain: Sequence[Plain] = ()
 ) -> Sequence[GetBatch]:
     """The plan of a get, but for what comes inside the reply."""
     pieces = [((target, piece), piece.grant) for target in targets for piece in target.pieces]
     jobs = _by_place(pieces)
-    whole = _by_place([(one, one.entry.grant) for one in plain])
+    whole = _by_place(zip(plain, [one.entry.grant for one in plain], strict=True))
+    nothing: tuple[list[Any], list[int]] = ([], [])
     return [
-        GetBatch(*place, results, [job for job, _ in jobs.get(place, ())], whole.get(place, ()))
+        GetBatch(*place, results, jobs.get(place, nothing)[0], *whole.get(place, nothing))
         for place in jobs | whole
     ]
 
 
 def _by_place(
     granted: Iterable[tuple[T, m.Grant | None]],
-) -> dict[tuple[int, int], list[tuple[T, int]]]:
-    """What lies in the same volume and segment together, each with its offset."""
-    found: dict[tuple[int, int], list[tuple[T, int]]] = {}
+) -> dict[tuple[int, int], tuple[list[T], list[int]]]:
+    """What lies in the same volume and segment together, and the offset of each. (Two lists: the
+    garbage collector would look at every pair, in the middle of a large transfer.)
+    """
+    found: dict[tuple[int, int], tuple[list[T], list[int]]] = {}
     volume = segment = -1
-    there: list[tuple[T, int]] = []
+    items: list[T] = []
+    offsets: list[int] = []
     for item, grant in granted:
         if grant is None:
             continue
         if grant.volume != volume or grant.segment != segment:
             volume, segment = grant.volume, grant.segment
-            there = found.setdefault((volume, segment), [])
-        there.append((item, grant.offset))
+            items, offsets = found.setdefault((volume, segment), ([], []))
+        items.append(item)
+        offsets.append(grant.offset)
     return found
 
 
