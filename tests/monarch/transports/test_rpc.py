@@ -216,6 +216,8 @@ async def test_cancelled_in_the_middle(agent: _Agent, stage: Backstage, way: str
     task = asyncio.create_task(link.read(copies) if way == "read" else link.write(copies))
     await until(lambda: agent.calls > 0)
     task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()  # by the user, say, and by the time that is over
     done, _ = await asyncio.wait([task], timeout=0.2)
     # What has been asked to be written may still be; nothing is read into memory here any more, so
     # that a host that never answers does not hold anybody.

@@ -57,3 +57,24 @@ async def test_when_the_put_is_cancelled_all_have_stopped() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert stopped == [True, True]
+
+
+async def test_a_cancel_is_not_lost_when_one_fails_while_the_others_stop() -> None:
+    """A task group says only what failed: the caller would go on."""
+    begun = asyncio.Event()
+
+    async def fails_while_it_stops() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise TransportError("cable")
+
+    async def stops() -> None:
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(together([fails_while_it_stops(), stops()]))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -12,6 +12,7 @@ from monarch.rdma import RDMABuffer
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TorchStoreError, TransportError, TransportUnavailableError
+from torchstore_core.machine.tasks import wait_ended
 from torchstore_monarch import job
 from torchstore_monarch.protocol import result
 from torchstore_monarch.rdma.bouncing import is_direct, keep
@@ -66,7 +67,7 @@ class RdmaLink(Link):
             await asyncio.shield(work)
         except asyncio.CancelledError:
             work.cancel()
-            await asyncio.wait([work], timeout=2 * _DROP_S)
+            await wait_ended(work, timeout=2 * _DROP_S)
             raise
 
     async def _transfer(self, copies: Sequence[Copy], *, write: bool) -> None:

@@ -20,6 +20,7 @@ from torchstore_core.errors import (
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_monarch.rpc.wire import (
     AGENT,
@@ -109,7 +110,7 @@ class RpcLink(Link):
             stop.set()
             if not write:
                 work.cancel()
-            await asyncio.wait([work])
+            await wait_ended(work)
             if not work.cancelled():
                 work.exception()
             raise

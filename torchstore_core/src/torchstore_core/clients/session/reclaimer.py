@@ -155,10 +155,11 @@ class Reclaimer:
                 continue
         except (OSError, ProtocolError, msgspec.DecodeError) as error:
             log.debug("liveness connection: %s", error)
-        self._owner.on_end()
-        _cancel([*self._waiting, *itertools.chain(*self._flushes.values())])
-        for sock in (self._connection, self._wake_read, self._wake_write):
-            sock.close()
+        finally:  # without this thread nothing would be released any more: the server must see that
+            self._owner.on_end()
+            _cancel([*self._waiting, *itertools.chain(*self._flushes.values())])
+            for sock in (self._connection, self._wake_read, self._wake_write):
+                sock.close()
 
     def _step(self) -> bool:
         """Wait for work and do it. Returns False when the session has ended."""

@@ -17,7 +17,7 @@ from torchstore_core.clients.session.handshake import Ranks, client_facts, hands
 from torchstore_core.clients.session.reclaimer import Reclaimer
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
@@ -286,8 +286,8 @@ class Session:
             if nbytes and volume < len(self.volumes) and not self.volumes[volume].lost:
                 try:
                     self.volumes[volume].warm(segment, nbytes)
-                except TorchStoreError as error:
-                    log.debug("page tables of volume %d: %s", volume, error)
+                except Exception as error:  # noqa: BLE001 - of a transport, whatever it raises
+                    log.debug("page tables of volume %d: %r", volume, error)
 
     def finish_if_idle(self) -> bool:
         """If the session was closed and no call is in progress, close its connections; return

@@ -144,6 +144,8 @@ class VolumeLinks:
             async with asyncio.timeout(None) as limit:
                 known = weakref.ref(limit), weakref.ref(asyncio.get_running_loop())
                 self._limits.add(known)
+                if self.lost:  # looked at only now: whoever marks it may not have seen the limit
+                    limit.reschedule(0.0)
                 try:
                     return await work
                 finally:

@@ -15,6 +15,7 @@ import torch
 
 from torchstore_core.clients.calls.thread_loops import in_thread
 from torchstore_core.contracts.transport import Window
+from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.virtual_memory import before_unmap
 
 __all__ = ["transfer"]
@@ -49,7 +50,7 @@ async def finished(task: asyncio.Task[None]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await wait_ended(task)
         raise
 
 
@@ -59,17 +60,19 @@ def _copy(
     ready: dict[torch.device, torch.cuda.Event],
 ) -> None:
     used: set[torch.cuda.Stream] = set()
-    for target, source in pairs:
-        device = (target if target.is_cuda else source).device
-        stream = _stream(device)
-        if stream not in used:
-            stream.wait_event(ready[device])
-            used.add(stream)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            for to, of in _pinned_parts(target, source, window):
-                to.copy_(of, non_blocking=True)
-    for stream in used:
-        stream.synchronize()
+    try:
+        for target, source in pairs:
+            device = (target if target.is_cuda else source).device
+            stream = _stream(device)
+            if stream not in used:
+                stream.wait_event(ready[device])
+                used.add(stream)
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                for to, of in _pinned_parts(target, source, window):
+                    to.copy_(of, non_blocking=True)
+    finally:  # also after a failure: the copies before it may still run
+        for stream in used:
+            stream.synchronize()
 
 
 def _pinned_parts(

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from torchstore_core.clients.session.session import Session
+from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.transfer import cuda, mapping
 from torchstore_core.clients.transfer.moves import Batch, GetBatch, Rows, Run, TensorMove
 from torchstore_core.clients.transfer.targets import narrow
@@ -28,6 +29,8 @@ from torchstore_core.clients.values.tensors import (
 from torchstore_core.contracts.transport import Copy, Link, SupportsMap, SupportsWindow
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
+from torchstore_core.machine.tasks import wait_ended
+from torchstore_core.plugins.ranking import Candidate
 
 __all__ = ["Moved", "by_link", "execute", "together"]
 
@@ -71,12 +74,24 @@ async def execute(session: Session, batches: Sequence[Batch]) -> list[Moved]:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """At the same time; when one fails, or the caller is cancelled, all have stopped."""
+    """At the same time; when one fails, or the caller is cancelled, all have stopped. (A TaskGroup
+    of Python 3.11 loses the caller's cancellation when one fails while the others stop.)
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    cancelled = False
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            cancelled |= await wait_ended(task)
+        errors = [task.exception() for task in tasks if not task.cancelled()]
+    if cancelled:
+        raise asyncio.CancelledError
+    for error in errors:
+        if error is not None:
+            raise error
     return [task.result() for task in tasks]
 
 
@@ -88,13 +103,10 @@ async def _execute(session: Session, batch: Batch) -> Moved:
         with links.in_use():
             for candidate in links.candidates(batch.nbytes):
                 try:
-                    link = await links.connect(candidate)
-                    if batch.on_device:
-                        session.keep_memory()
-                    work = by_link(link, batch)
                     if links.context.same_host:
-                        mapped = await work
+                        mapped = await _by_candidate(session, links, candidate, batch)
                     else:
+                        work = _by_candidate(session, links, candidate, batch)
                         mapped = await links.until_lost(work)
                     return Moved(batch, candidate.spec.name, mapped)
                 except TransportError as error:
@@ -105,6 +117,15 @@ async def _execute(session: Session, batch: Batch) -> Moved:
         if not (links.lost and batch.into_segment):
             raise
     return Moved(batch, "")
+
+
+async def _by_candidate(
+    session: Session, links: VolumeLinks, candidate: Candidate, batch: Batch
+) -> Sequence[mapping.Mapped]:
+    link = await links.connect(candidate)
+    if batch.on_device:
+        session.keep_memory()
+    return await by_link(link, batch)
 
 
 async def by_link(link: Link, batch: Batch) -> Sequence[mapping.Mapped]:

@@ -225,7 +225,9 @@ class Leasing:
         if self._leased:
             batches = get_batches(targets, results, plain)
             results.waited = True
-            for moved in await self._clock.within(executor.execute(self._session, batches)):
+            for moved in await self._clock.within(
+                executor.execute(self._session, batches), self._channel
+            ):
                 for mapped in moved.mappings:
                     positions = [target.pieces[0].position for target, _ in mapped.tensors]
                     results.values.update({t.at: tensor for t, tensor in mapped.tensors})

@@ -118,7 +118,8 @@ class PutBatch(Batch):
     def moves(self, room: int | None) -> Iterator[Move]:
         plain, offsets = self._plain, self._offsets
         looked = look([source.tensor for source in plain])
-        self._memory = looked.storages
+        # Whose ``.data`` is replaced meanwhile keeps the memory that is being copied.
+        self._memory = list(looked.storages)
         runs, changed = _same(looked, [source.meta for source in plain], offsets)
         if _are_inside(runs, room):
             yield runs
@@ -129,8 +130,10 @@ class PutBatch(Batch):
             nbytes = source.nbytes
             if room is not None and not 0 <= offset <= room - nbytes:
                 raise TransportError(f"{source.key!r} would lie outside segment {self.segment}")
-            address = source.address()
             tensor = source.tensor
+            if tensor is not None:
+                self._memory.append(tensor.untyped_storage())
+            address = source.address()
             if tensor is None:
                 yield [(address, offset, nbytes)]
                 continue
@@ -188,7 +191,7 @@ class GetBatch(Batch):
         given = [one.tensor is not None for one in plain]
         filled = list(compress(plain, given))
         looked = look([one.tensor for one in filled])
-        self._memory = looked.storages
+        self._memory = list(looked.storages)
         runs, changed = _same(looked, [one.meta for one in filled], list(compress(offsets, given)))
         if len(filled) < len(plain):
             fresh = [one for one in plain if one.tensor is None]
@@ -210,6 +213,7 @@ class GetBatch(Batch):
             stored = nbytes if piece.box is None else math.prod(piece.shape) * itemsize
             if room is not None and not 0 <= grant.offset <= room - stored:
                 raise TransportError(f"{target.key!r} lies outside segment {self.segment}")
+            self._memory.append(result.untyped_storage())
             address = target.address(result)
             if result.dtype is target.dtype and result.is_cpu:
                 if result.is_contiguous():

@@ -1,0 +1,122 @@
+"""What transports, users and dying servers do in the middle of a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import run_script
+from tests.support import running_store, until
+
+import torchstore_core as ts
+from torchstore_core.clients.session.volume_links import VolumeLinks
+from torchstore_core.errors import TransportUnavailableError
+from torchstore_transports.shm.link import ShmLink
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("what", ["put", "get"])
+async def test_data_that_is_replaced_during_the_copy_harms_nobody(what: str, count: int) -> None:
+    """``tensor.data = other`` frees the memory that is being copied, if nobody else holds it."""
+    printed = await run_script(
+        f"""
+        import torch
+        await ts.initialize(capacity=512 << 20, prefault=0)
+        tensors = {{f"k{{i}}": torch.ones((160 << 20) // 4 // {count}) for i in range({count})}}
+        await ts.put_batch(tensors)
+        batch = ts.put_batch(tensors) if {what!r} == "put" else ts.get_batch(dict(tensors))
+        task = asyncio.create_task(batch)
+        while not task.done():
+            await asyncio.sleep(0.002)
+            for tensor in tensors.values():
+                tensor.data = torch.zeros(1)
+        try:
+            await task
+        except ts.UnsupportedValueError:
+            pass
+        await ts.shutdown()
+        print("alive")
+        """,
+        fresh=True,
+    )
+    assert printed.split() == ["alive"]
+
+
+@pytest.mark.parametrize("what", ["put", "get"])
+async def test_a_server_that_dies_ends_a_transfer_that_would_never_end(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = asyncio.Event()
+
+    async def never(*_: Any) -> None:
+        hangs.set()
+        await asyncio.Event().wait()
+
+    async with running_store() as client:
+        await client.put("k", torch.zeros(MB))
+        pid = (await client.status()).controller_pid
+        await client.get("k", torch.empty(MB))
+        with monkeypatch.context() as patch:
+            patch.setattr("torchstore_core.clients.transfer.executor._by_window", never)
+            call = (
+                client.put("k", torch.ones(MB))
+                if what == "put"
+                else client.get("k", torch.empty(MB))
+            )
+            task = asyncio.create_task(call)
+            await hangs.wait()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(ts.StoreClosedError):
+                await asyncio.wait_for(task, 10)
+
+
+async def test_a_transport_that_raises_anything_does_not_keep_leases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is called by the thread that gives leases back, too."""
+
+    def wrong(*_: Any, **__: Any) -> None:
+        raise ValueError("a bug")
+
+    async with running_store() as client:
+        await client.put("k", torch.zeros(MB))
+        got = await client.get("k")
+        monkeypatch.setattr(ShmLink, "prepare", wrong)
+        session = client._joined.session_here()
+        assert session is not None
+        session._warm = [(0, 0, 64 << 10)]
+        session._reclaimer.wake()
+        await until(lambda: not session._warm)
+        assert any(t.name == "torchstore-reclaimer" for t in threading.enumerate())
+        assert (await client.status()).volumes[0].leased_bytes > 0
+        del got
+        gc.collect()
+
+        async def released() -> bool:
+            return (await client.status()).volumes[0].leased_bytes == 0
+
+        await until(released)
+
+
+async def test_a_volume_that_is_lost_just_before_the_transfer_ends_it() -> None:
+    async with running_store() as client:
+        await client.put("k", 1)
+        session = client._joined.session_here()
+        assert session is not None
+        links: VolumeLinks = session.volumes[0]
+        with links.in_use():
+            links.mark_lost("its host is gone")
+            with pytest.raises(TransportUnavailableError, match="its host is gone"):
+                await asyncio.wait_for(links.until_lost(asyncio.Event().wait()), 5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            await ts.shutdown()

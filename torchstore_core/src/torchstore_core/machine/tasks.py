@@ -1,0 +1,38 @@
+"""Waiting for work that must not be left running. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+__all__ = ["wait_ended"]
+
+
+async def wait_ended(work: asyncio.Future[Any], timeout: float | None = None) -> bool:
+    """Wait until ``work`` has ended, at most ``timeout`` seconds, however often the caller is
+    cancelled meanwhile: memory must not be given to others while somebody may still write to it.
+
+    Returns:
+        Whether the caller was cancelled. Then it must raise ``CancelledError``.
+
+    >>> async def main() -> bool:
+    ...     work = asyncio.ensure_future(asyncio.sleep(0.01))
+    ...     waiting = asyncio.ensure_future(wait_ended(work))
+    ...     await asyncio.sleep(0)
+    ...     waiting.cancel()
+    ...     return await waiting and work.done()
+    >>> asyncio.run(main())
+    True
+    """
+    loop = asyncio.get_running_loop()
+    end = None if timeout is None else loop.time() + timeout
+    cancelled = False
+    while not work.done():
+        left = None if end is None else end - loop.time()
+        if left is not None and left <= 0:
+            break
+        try:
+            await asyncio.wait([work], timeout=left)
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled
