@@ -28,10 +28,11 @@ from torchstore_core.errors import (
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index import catalog
-from torchstore_core.server.index.records import SessionRecord, VolumeRecord, Waiter
+from torchstore_core.server.index.records import SessionRecord, Waiter
 from torchstore_core.server.memory.allocator import ALIGNMENT
 from torchstore_core.server.memory.placement import session_bytes
 from torchstore_core.server.memory.segment import SegmentMemory
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.serving import inspection
 from torchstore_core.values import ObjectMeta, TensorMeta
 from torchstore_core.wire import messages as m

@@ -18,9 +18,10 @@ from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFact
 from torchstore_core.errors import ObjectLostError, PluginError, StoreFullError
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index.records import SessionRecord, VolumeRecord
+from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.memory.allocator import rounded
 from torchstore_core.server.memory.segment import SegmentMemory
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.serving import inspection
 from torchstore_core.values import ObjectMeta, TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m

@@ -40,7 +40,7 @@ class Client(KeyOperations):
     * ``StoreTimeoutError``: the timeout is over.
     * ``StoreClosedError``: the server is gone, or the store was shut down in this process.
     * ``UnsupportedValueError``: a key is not a str of 1 to 4096 characters.
-    * ``ConfigurationError``: a timeout that is no number of at least 0 (infinity is: for ever).
+    * ``ConfigurationError``: ``timeout`` is not a number of at least 0; infinity means no limit.
     * ``ProtocolError``: too many keys for one message (64 MiB), or keys that are not Unicode.
     """
 

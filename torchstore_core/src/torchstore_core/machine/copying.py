@@ -55,7 +55,7 @@ OVERLAP_MIN = 32 << 20
 #: From this many bytes, a batch is copied with streaming stores that bypass the cache.
 STREAM_MIN = 4 << 20
 
-# Rows of fewer bytes are left to torch; and what falls into more grids than this.
+# Rows of fewer bytes, and copies that need more grids than this, are left to torch.
 _ROW_MIN = 256
 _MAX_GRIDS = 4096
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["connect", "connect_blocking", "peer", "unix_socket"]
+__all__ = ["connect", "peer", "unix_socket"]
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
@@ -63,28 +63,6 @@ async def connect(sock: socket.socket, path: str) -> None:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         else:
             return
-
-
-def connect_blocking(path: str, timeout: float) -> socket.socket:
-    """Return a connected socket, each of whose operations blocks for at most ``timeout`` seconds.
-
-    It blocks, so it is not for event loops.
-
-    Raises:
-        BlockingIOError: the listener did not accept within that time.
-        OSError: nothing listens at ``path``.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        # With settimeout() the socket would be non-blocking, and the kernel would not wait.
-        limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        sock.connect(path)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def peer(sock: socket.socket) -> tuple[int, int | None]:

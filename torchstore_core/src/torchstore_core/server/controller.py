@@ -22,6 +22,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective_puts import CollectivePut
+from torchstore_core.server.index.items import grants_of
 from torchstore_core.server.index.records import (
     Change,
     Manifest,
@@ -29,7 +30,6 @@ from torchstore_core.server.index.records import (
     Stored,
     Txn,
     Value,
-    VolumeRecord,
     release,
 )
 from torchstore_core.server.index.waiting import Waiting
@@ -41,11 +41,11 @@ from torchstore_core.server.memory.placement import (
     checked_items,
     find_place,
     full_error,
-    grants_of,
     most_bytes,
     sizes_of,
     values_in_runs,
 )
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]

@@ -24,10 +24,11 @@ from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index.records import SessionRecord, VolumeRecord
+from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached import AttachedMemory
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.serving import inspection, journal

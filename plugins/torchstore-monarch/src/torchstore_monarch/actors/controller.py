@@ -126,16 +126,6 @@ class ControllerActor(Actor):
         core, relay_server = self._started()
         return await core.run(relay_server.poll(token))
 
-    @concurrent_endpoint
-    async def close_uplink(self, token: bytes) -> tuple[bytes, bool | None]:
-        """See ``RelayServer.close``."""
-
-        async def work() -> bool:
-            await self._on_relay_server("close", token)
-            return True
-
-        return await outcome(work())
-
     async def _on_relay_server(self, name: str, *args: bytes | float) -> bytes:
         core, relay_server = self._started()
         made: bytes = await core.call(getattr(relay_server, name), *args)

@@ -40,7 +40,7 @@ class Measurements:
         self._last = now
 
     def moved(self, nbytes: int, transports: str, volumes: Iterable[str] = ()) -> None:
-        """Add a transfer by these transports (on_session by ``+``), to or from these volumes."""
+        """Add a transfer by these transports (names joined by ``+``), to or from these volumes."""
         if nbytes:
             self.nbytes += nbytes
             self.transports.update(transports.split("+"))

@@ -90,7 +90,7 @@ class TorchStoreStateDict(NoValue):
 
     Raises:
         ProtocolError: the header is damaged, or describes what the blob cannot hold.
-        UnsupportedValueError: a dtype is one that this torch gap or that cannot be stored, or
+        UnsupportedValueError: a dtype is one that this torch lacks or that cannot be stored, or
             ``blob`` is not as described above.
 
     >>> TorchStoreStateDict.from_state_dict({"w": torch.ones(2), "step": 7}).to_state_dict()
@@ -333,7 +333,7 @@ class TorchStoreStateDict(NoValue):
 
         Raises:
             ProtocolError: it is not a packed form, or is truncated or damaged.
-            UnsupportedValueError: ``data`` has no buffer, or a dtype is one that this torch gap.
+            UnsupportedValueError: ``data`` has no buffer, or a dtype is one that this torch lacks.
         """
         try:
             view = memoryview(data).cast("B")

@@ -34,7 +34,10 @@ from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 from torchstore_core.wire.paging import joined
 
-__all__ = ["Channel", "MessageTooLargeError"]
+__all__ = ["QUICK_ENTRIES", "Channel", "MessageTooLargeError"]
+
+#: The server answers requests on up to this many entries faster than a task switch takes.
+QUICK_ENTRIES = 32
 
 _RECEIVE = 1 << 18
 _DONT_WAIT = socket.MSG_DONTWAIT

@@ -10,7 +10,7 @@ import torch
 
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.session.channel import Channel
+from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
@@ -29,9 +29,6 @@ from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
 __all__ = ["Leasing", "Reach", "Want", "asks_of", "get_asks"]
-
-# The server answers requests on up to this many entries faster than a task switch takes.
-_QUICK_ENTRIES = 32
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):
@@ -112,7 +109,7 @@ async def get_asks(
     if not asks:
         return {}, []
     wants = [ask.wire() for ask in asks]
-    quick = len(wants) <= _QUICK_ENTRIES
+    quick = len(wants) <= QUICK_ENTRIES
     reach = Reach()
     while True:
         with Leasing(session, channel, clock) as leasing, reach:

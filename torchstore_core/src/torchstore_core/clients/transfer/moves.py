@@ -153,7 +153,7 @@ class PutBatch(Batch):
 
 
 def put_batches(granted: Iterable[tuple[Source, m.Grant | None]]) -> Sequence[PutBatch]:
-    """The plan of a put. None: nobody asks for the bytes of this source."""
+    """The plan of a put. A source whose grant is None is not written."""
     return [PutBatch(*place, *there) for place, there in _by_place(granted).items()]
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.session.channel import Channel
+from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import put_batches
@@ -19,8 +19,6 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["Putting", "put_sources"]
 
-# The server answers requests on up to this many entries faster than a task switch takes.
-_QUICK_ENTRIES = 32
 R = TypeVar("R", bound=m.Message)
 
 
@@ -108,7 +106,7 @@ class Putting:
     async def commit(self) -> list[int]:
         """Make it visible; the versions."""
         commit = m.Commit(self._channel.next_id(), self._txn)
-        quick = len(self._grants) <= _QUICK_ENTRIES
+        quick = len(self._grants) <= QUICK_ENTRIES
         done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")
@@ -132,7 +130,7 @@ async def _begin(
     session: Session, channel: Channel, put: m.Put, expect: type[R], clock: Clock
 ) -> R:
     """Send a Put; a second time if tensors that died here just now held the room it lacks."""
-    quick = expect is m.Committed and len(put.items) <= _QUICK_ENTRIES
+    quick = expect is m.Committed and len(put.items) <= QUICK_ENTRIES
     try:
         return await channel.call(put, expect, clock.left(), quick=quick)
     except StoreFullError as full:

@@ -35,8 +35,8 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
     ``meta`` describes the whole tensor, in the dtype that it is stored in, of which ``tensor`` is
     ``part``; ``nbytes`` are those that are stored. ``cast``: the dtype that it is stored in, if
-    that is not its own. ``plain``: the tensor is, see ``values.plain``, and the very one that was
-    given. For the rest see ``messages.PutItem``.
+    that is not its own. ``plain``: the tensor is plain (see ``values.plain``) and the user's own
+    object. For the rest see ``messages.PutItem``.
     """
 
     key: str

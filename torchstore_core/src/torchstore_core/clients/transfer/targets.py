@@ -129,7 +129,7 @@ def plain_targets(
     tensors: list[Any],
     parts: Sequence[TensorSlice | None],
 ) -> list[Plain | None]:
-    """Those of the entries that are as easy as that, by position; None for what is left to
+    """The entries that are whole plain tensors, by position; None for those that are left to
     :func:`resolve`.
 
     Args:

@@ -43,8 +43,9 @@ class Looked(NamedTuple):
 
 
 def look(values: list[Any]) -> Looked:
-    """Look at every value. Never raises: what torch says nothing about is not plain. Less than
-    :data:`MANY` values are left to be looked at one by one, as if none of them were plain.
+    """Look at every value. Never raises: a value that torch cannot describe counts as not plain.
+    Less than :data:`MANY` values are left to be looked at one by one, as if none of them were
+    plain.
 
     >>> look([torch.zeros(3, 2).t(), "x", None, [1]]).sizes
     [0, 0, 0, 0]

@@ -9,16 +9,16 @@ from torchstore_core.boxes import Box
 from torchstore_core.errors import ProtocolError
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.generations import Generation
-from torchstore_core.server.index.key_history import PutTarget
-from torchstore_core.server.index.participants import Contribution
-from torchstore_core.server.index.records import SessionRecord, Txn, Value
-from torchstore_core.server.memory.placement import (
+from torchstore_core.server.index.items import (
     check_item,
     check_key,
     checked_box,
     grants_of,
     unusual,
 )
+from torchstore_core.server.index.key_history import PutTarget
+from torchstore_core.server.index.participants import Contribution
+from torchstore_core.server.index.records import SessionRecord, Txn, Value
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 

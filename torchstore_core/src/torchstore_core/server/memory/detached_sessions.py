@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchstore_core.machine.processes import Process
-from torchstore_core.server.index.records import SessionRecord, Value, VolumeRecord
+from torchstore_core.server.index.records import SessionRecord, Value
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:

@@ -7,16 +7,10 @@ from itertools import islice
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import ProtocolError
-from torchstore_core.server.index.records import (
-    SessionRecord,
-    Shards,
-    Stored,
-    Value,
-    VolumeRecord,
-    values_in,
-)
-from torchstore_core.server.memory import strategy_calls as asking
+from torchstore_core.server.index.records import SessionRecord, Shards, Stored, Value, values_in
+from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import ALIGNMENT, rounded
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
 __all__ = ["Leases"]
@@ -194,4 +188,4 @@ class _Choice:
         if len(reachable) == 1:
             return reachable[0]
         copies = [self._volumes[volumes[at]].facts() for at in reachable]
-        return reachable[asking.choice(self._strategy, self._client, copies)]
+        return reachable[strategy_calls.choice(self._strategy, self._client, copies)]

@@ -14,10 +14,10 @@ from torchstore_core.server.index.records import (
     Stored,
     Txn,
     Value,
-    VolumeRecord,
     all_values,
     values_in,
 )
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
 __all__ = ["LostVolumes", "lost_reason"]

@@ -1,4 +1,4 @@
-"""Checking and placing the items of a put, and the errors that say why not. Pure functions."""
+"""Placing the items of a put, and the errors that say why not. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,30 +7,18 @@ from itertools import accumulate
 
 import msgspec
 
-from torchstore_core import boxes
-from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.errors import ProtocolError, StoreFullError
-from torchstore_core.server.index.records import SessionRecord, Stored, Value, VolumeRecord
-from torchstore_core.server.memory import strategy_calls as asking
+from torchstore_core.server.index.items import MOST_BYTES, check_item
+from torchstore_core.server.index.records import SessionRecord, Stored, Value
+from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
-from torchstore_core.values import StateDictMeta, TensorMeta
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["check_item", "check_key", "checked_box", "checked_items", "find_place", "full_error"]
-__all__ += [
-    "Run",
-    "grants_of",
-    "most_bytes",
-    "session_bytes",
-    "sizes_of",
-    "unusual",
-    "values_in_runs",
-]
-
-# Of a tensor, or of a mesh: more than torch has.
-_MAX_DIMS = 64
-_MOST_BYTES = 1 << 60
+__all__ = ["Run", "checked_items", "find_place", "full_error", "most_bytes", "session_bytes"]
+__all__ += ["sizes_of", "values_in_runs"]
 
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
@@ -38,30 +26,6 @@ def session_bytes(session: SessionRecord) -> tuple[int, int]:
     held = (v for some in session.leases.values() for v in some if v is not None)
     leased = sum(v.nbytes * len(v.places) for v in held)
     return leased, sum(txn.nbytes for txn in session.txns.values())
-
-
-def check_key(item: m.PutItem) -> None:
-    """It has one, not too long; ``ProtocolError`` if not."""
-    if not 0 < len(item.key) <= m.MAX_KEY:
-        raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
-
-
-def check_item(item: m.PutItem) -> None:
-    """An item to store makes sense by itself.
-
-    Raises:
-        ProtocolError: it does not.
-    """
-    check_key(item)
-    if type(item.meta) is StateDictMeta:
-        raise ProtocolError(f"{item.key!r}: a state dict is put by its entries", key=item.key)
-    if item.data is not None:
-        if len(item.data) != item.nbytes:
-            raise ProtocolError(
-                f"{item.key!r}: {len(item.data)} bytes came, {item.nbytes} were announced"
-            )
-    elif not 0 < item.nbytes < _MOST_BYTES:
-        raise ProtocolError(f"{item.key!r}: cannot place {item.nbytes} bytes", key=item.key)
 
 
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
@@ -74,27 +38,13 @@ def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
             check_item(item)
             inline += nbytes
             continue
-        usual = 0 < nbytes < _MOST_BYTES and 0 < len(item.key) <= m.MAX_KEY
+        usual = 0 < nbytes < MOST_BYTES and 0 < len(item.key) <= m.MAX_KEY
         if not usual or type(item.meta) is not TensorMeta:
             check_item(item)
         sizes.append(nbytes)
         placed += (nbytes + ALIGNMENT - 1) & -ALIGNMENT
     _check_total(placed)
     return placed, inline, sizes
-
-
-def unusual(items: Sequence[m.PutItem]) -> list[m.PutItem]:
-    """Those that are not, at the first glance, whole tensors that :func:`check_item` accepts."""
-    return [
-        item
-        for item in items
-        if item.data is not None
-        or item.part is not None
-        or item.same_as != -1
-        or not 0 < item.nbytes < _MOST_BYTES
-        or not 0 < len(item.key) <= m.MAX_KEY
-        or type(item.meta) is not TensorMeta
-    ]
 
 
 def sizes_of(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
@@ -109,42 +59,8 @@ def sizes_of(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
 
 
 def _check_total(placed: int) -> None:
-    if placed >= _MOST_BYTES:
+    if placed >= MOST_BYTES:
         raise ProtocolError(f"cannot place {placed} bytes")
-
-
-def checked_box(item: m.PutItem) -> Box | None:
-    """The shard that an item is; None if it is the whole value.
-
-    Raises:
-        ProtocolError: it is not inside the tensor, or no tensor.
-    """
-    part = item.part
-    if part is None:
-        return None
-    meta = item.meta
-    if not isinstance(meta, TensorMeta):
-        raise ProtocolError(f"{item.key!r}: only a tensor has shards", key=item.key)
-    mesh = len(part.mesh_shape)
-    if len(part.coordinates) != mesh or max(mesh, len(meta.shape)) > _MAX_DIMS:
-        raise ProtocolError(
-            f"{item.key!r}: a shard has at most {_MAX_DIMS} dimensions, and as many coordinates as "
-            "its mesh",
-            key=item.key,
-        )
-    try:
-        box = Box(part.offsets, part.local_shape)
-        target = boxes.whole(meta.shape)
-        inside = part.global_shape == meta.shape and target.contains(box)
-    except ValueError as error:
-        raise ProtocolError(f"{item.key!r}: {error}", key=item.key) from error
-    if not inside or bool(box.numel) != bool(item.nbytes) or item.nbytes % max(box.numel, 1):
-        raise ProtocolError(
-            f"{item.key!r}: a shard of {item.nbytes} bytes, {list(box.shape)} at "
-            f"{list(box.offset)}, is not one of {list(meta.shape)}",
-            key=item.key,
-        )
-    return None if box == target else box
 
 
 def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] | None:
@@ -239,17 +155,17 @@ def find_place(
         return None
     known = tuple([v.facts() for v in volumes])
     keys = [prefix + item.key for item in items]
-    if asking.by_key(strategy):
+    if strategy_calls.by_key(strategy):
         groups = _groups(strategy, known, facts, items, keys)
     else:
-        group = _Group(asking.order(strategy, facts, known, placed + inline, keys))
+        group = _Group(strategy_calls.order(strategy, facts, known, placed + inline, keys))
         group.members, group.sizes = range(len(items)), sizes
         group.placed, group.inline = placed, inline
         groups = [group]
     for group in groups:
         if not any(not known[at].lost for at in group.order):
             raise _all_lost(strategy, volumes, group.order)
-    copies = asking.copies(strategy)
+    copies = strategy_calls.copies(strategy)
     limits: dict[int, int] = {}  # volumes whose free memory is in pieces: too small for such sizes
     while True:
         assigned = _assign(groups, known, copies, limits)
@@ -282,7 +198,9 @@ def _groups(
             else:
                 group.sizes.append(item.nbytes)
                 group.placed += rounded(item.nbytes)
-        group.order = asking.order(strategy, facts, known, group.placed + group.inline, (key,))
+        group.order = strategy_calls.order(
+            strategy, facts, known, group.placed + group.inline, (key,)
+        )
         groups.append(group)
     return groups
 
@@ -386,17 +304,6 @@ def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Va
     return values
 
 
-def grants_of(values: Sequence[Value | None]) -> list[m.Grant | None]:
-    """Where the bytes of values go, see ``messages.Granted``."""
-    grants = [None if v is None else m.Grant(v.volume, 0, v.offset) for v in values]
-    for at in range(max([len(v.more) for v in values if v is not None], default=0)):
-        grants += [
-            m.Grant(v.more[at][0], 0, v.more[at][1]) if v is not None and at < len(v.more) else None
-            for v in values
-        ]
-    return grants
-
-
 def _all_lost(
     strategy: Strategy, volumes: Sequence[VolumeRecord], order: Iterable[int]
 ) -> StoreFullError:
@@ -416,7 +323,7 @@ def _all_lost(
 def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
     """Bytes that no put can have more of, however much is deleted."""
     capacities = [v.info.capacity_bytes for v in volumes if not v.lost]
-    return sum(capacities) if asking.by_key(strategy) else max(capacities, default=0)
+    return sum(capacities) if strategy_calls.by_key(strategy) else max(capacities, default=0)
 
 
 def _fits_spread(
@@ -433,7 +340,7 @@ def _fits_spread(
 
 def _needs_one_volume(requested: int, strategy: Strategy | None, items: Sequence[m.PutItem]) -> int:
     """Bytes of a put that have to lie in one volume: of a key, if each goes its own way."""
-    if strategy is None or not asking.by_key(strategy):
+    if strategy is None or not strategy_calls.by_key(strategy):
         return requested
     keys: dict[str, int] = {}
     for item in items:
@@ -493,7 +400,7 @@ def full_error(
     largest_volume = max((v.info.capacity_bytes for v in volumes), default=0)
     copies = 1
     if strategy is not None and len(volumes) > 1:
-        copies = min(asking.copies(strategy), len(volumes))
+        copies = min(strategy_calls.copies(strategy), len(volumes))
     inline = sum(item.nbytes for item in items if item.data is not None)
     in_all = (requested - inline) * copies + inline
     pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
@@ -538,7 +445,7 @@ def full_error(
     if (
         strategy is not None
         and _fits_spread(requested, volumes, items)
-        and not asking.by_key(strategy)
+        and not strategy_calls.by_key(strategy)
     ):
         hint = (
             f". Strategy {type(strategy).__name__} puts all of a batch, or state dict, on one "

@@ -88,11 +88,6 @@ class Conversation:
         """Whether it is of a member's session, which reads nothing that it has not asked for."""
         return self._session is not None and is_member(self._session)
 
-    @property
-    def is_volume(self) -> bool:
-        """Whether a volume is at the other end."""
-        return self._volume >= 0
-
     def handle(self, body: bytes) -> None:
         """Answer one message. One that cannot be answered ends the conversation."""
         try:

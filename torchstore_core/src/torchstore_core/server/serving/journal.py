@@ -1,7 +1,6 @@
 """The server's log for people, a line for each event: start, joins, leaves, full, lost, stop.
 
-There is never a line for an operation: at INFO it is what somebody wants to read who asks what has
-happened.
+No operation gets a line: at INFO the log has what an operator needs to see what has happened.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from collections.abc import Sequence
 
 from torchstore_core.errors import ConfigurationError, StoreFullError
 from torchstore_core.machine import topology
-from torchstore_core.server.index.records import SessionRecord, VolumeRecord
+from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.memory.volume_record import VolumeRecord
 
 __all__ = ["LOG_LEVEL", "Refusals", "client_joined", "client_left", "journal", "log_to_stderr"]
 __all__ += ["more_than_memory", "process_died", "started", "stopped", "volume_lost"]

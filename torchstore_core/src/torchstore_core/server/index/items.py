@@ -1,0 +1,102 @@
+"""The items of a put, checked, and the grants that answer it. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchstore_core import boxes
+from torchstore_core.boxes import Box
+from torchstore_core.errors import ProtocolError
+from torchstore_core.server.index.records import Value
+from torchstore_core.values import StateDictMeta, TensorMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["MOST_BYTES", "check_item", "check_key", "checked_box", "grants_of", "unusual"]
+
+# Of a tensor, or of a mesh: more than torch has.
+_MAX_DIMS = 64
+#: No value has so many bytes.
+MOST_BYTES = 1 << 60
+
+
+def check_key(item: m.PutItem) -> None:
+    """It has one, not too long; ``ProtocolError`` if not."""
+    if not 0 < len(item.key) <= m.MAX_KEY:
+        raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
+
+
+def check_item(item: m.PutItem) -> None:
+    """An item to store makes sense by itself.
+
+    Raises:
+        ProtocolError: it does not.
+    """
+    check_key(item)
+    if type(item.meta) is StateDictMeta:
+        raise ProtocolError(f"{item.key!r}: a state dict is put by its entries", key=item.key)
+    if item.data is not None:
+        if len(item.data) != item.nbytes:
+            raise ProtocolError(
+                f"{item.key!r}: {len(item.data)} bytes came, {item.nbytes} were announced"
+            )
+    elif not 0 < item.nbytes < MOST_BYTES:
+        raise ProtocolError(f"{item.key!r}: cannot place {item.nbytes} bytes", key=item.key)
+
+
+def unusual(items: Sequence[m.PutItem]) -> list[m.PutItem]:
+    """Those that are not, at the first glance, whole tensors that :func:`check_item` accepts."""
+    return [
+        item
+        for item in items
+        if item.data is not None
+        or item.part is not None
+        or item.same_as != -1
+        or not 0 < item.nbytes < MOST_BYTES
+        or not 0 < len(item.key) <= m.MAX_KEY
+        or type(item.meta) is not TensorMeta
+    ]
+
+
+def checked_box(item: m.PutItem) -> Box | None:
+    """The shard that an item is; None if it is the whole value.
+
+    Raises:
+        ProtocolError: it is not inside the tensor, or no tensor.
+    """
+    part = item.part
+    if part is None:
+        return None
+    meta = item.meta
+    if not isinstance(meta, TensorMeta):
+        raise ProtocolError(f"{item.key!r}: only a tensor has shards", key=item.key)
+    mesh = len(part.mesh_shape)
+    if len(part.coordinates) != mesh or max(mesh, len(meta.shape)) > _MAX_DIMS:
+        raise ProtocolError(
+            f"{item.key!r}: a shard has at most {_MAX_DIMS} dimensions, and as many coordinates as "
+            "its mesh",
+            key=item.key,
+        )
+    try:
+        box = Box(part.offsets, part.local_shape)
+        target = boxes.whole(meta.shape)
+        inside = part.global_shape == meta.shape and target.contains(box)
+    except ValueError as error:
+        raise ProtocolError(f"{item.key!r}: {error}", key=item.key) from error
+    if not inside or bool(box.numel) != bool(item.nbytes) or item.nbytes % max(box.numel, 1):
+        raise ProtocolError(
+            f"{item.key!r}: a shard of {item.nbytes} bytes, {list(box.shape)} at "
+            f"{list(box.offset)}, is not one of {list(meta.shape)}",
+            key=item.key,
+        )
+    return None if box == target else box
+
+
+def grants_of(values: Sequence[Value | None]) -> list[m.Grant | None]:
+    """Where the bytes of values go, see ``messages.Granted``."""
+    grants = [None if v is None else m.Grant(v.volume, 0, v.offset) for v in values]
+    for at in range(max([len(v.more) for v in values if v is not None], default=0)):
+        grants += [
+            m.Grant(v.more[at][0], 0, v.more[at][1]) if v is not None and at < len(v.more) else None
+            for v in values
+        ]
+    return grants
