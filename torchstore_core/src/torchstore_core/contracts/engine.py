@@ -7,7 +7,7 @@ hosts and carries messages between them, takes a store further. What the core ne
 * **A volume beside the memory of each host.** The engine runs one server
   (``server.server.Server`` with ``attached=True``) in a process of its choice. On every host that
   is to hold data it starts a ``server.memory.volume.Volume``, in any process there, and attaches
-  it by ``server.remote.attached.VolumeLine``.
+  it by ``server.remote.attached.VolumeConnection``.
 * **Requests carried both ways.** Nothing of a store listens on a network. On every other host than
   the server's the engine starts a ``server.remote.relay.Relay``: a Unix socket that clients and
   volumes of that host use as if it were the server's. What they say and are told goes through an
