@@ -206,7 +206,7 @@ async def initialize_spmd(
                 await _leave(ended, _STOP_TIMEOUT_S)
             if place.local_rank == 0:  # once per host is enough
                 await starting.warn_of_another(store_name)
-        except (TorchStoreError, RuntimeWarning) as error:  # otherwise the others would wait for this rank
+        except (TorchStoreError, RuntimeWarning) as error:  # others would wait for this rank
             await host.withdraw(store_name, error)
             raise
         options = StoreOptions(
@@ -364,7 +364,7 @@ async def connect_or_initialize(
 async def shutdown(
     store_name: str = DEFAULT_NAME, *, timeout: float | None = _STOP_TIMEOUT_S
 ) -> None:
-    """End the store if this process owns it, otherwise only leave it. Does nothing if there is none.
+    """End the store if this process owns it, otherwise just leave it. If there is none, do nothing.
 
     The store of a distributed job can be ended by any process of the job except those that joined
     it by :func:`connect`. A store that is shared by the ranks of torchrun ends when the last rank

@@ -164,7 +164,7 @@ def inline_bytes(source: Source) -> bytes:
         return b""
     if source.cast is None and tensor.is_cpu and tensor.is_contiguous():
         address = tensor.data_ptr()
-        if address < LOWEST_ADDRESS:  # a lazily zeroed tensor without memory
+        if address < LOWEST_ADDRESS:  # one of torch's zero tensors, which have no memory
             address = address_of(source.key, tensor)
         return ctypes.string_at(address, source.nbytes)
     if not tensor.is_cpu:

@@ -54,11 +54,12 @@ _BYTES_LIKE = {
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Their bytes are meaningless without scales, and in some of them several elements share a byte,
-# whatever ``element_size()`` returns. All other dtypes, even those of a few bits, have whole bytes.
+# whatever ``element_size()`` returns. In all other dtypes, even those of a few bits, every element
+# has bytes of its own.
 _QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qint", "quint")))
 # Dtypes that need a closer look.
 _ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
-# No memory of a process lies below this (lazily zeroed tensors have no address).
+# No memory of a process lies below this (torch's zero tensors have neither storage nor address).
 LOWEST_ADDRESS = 4096
 # torch.frombuffer certainly accepts these directly; other dtypes go through an integer view.
 _BUFFER_DTYPES = frozenset(
