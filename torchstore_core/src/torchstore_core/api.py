@@ -300,8 +300,7 @@ async def connect_or_initialize(
         StoreTimeoutError: the existing store does not answer within ``timeout`` seconds: it hangs,
             and no other one is started in its place. Or another thread or task takes longer than
             that to start the store.
-        ProtocolError: the address found is not that of a store, or of one with a different protocol
-            version.
+        ProtocolError: what was found is not a store, or has a different protocol version.
         StoreClosedError: the store of this rank's :func:`initialize_spmd` has ended; a store that
             is started by a single rank would not be shared.
         TorchStoreError: everything that :func:`initialize` raises.

@@ -129,7 +129,7 @@ class Controller:
             StoreFullError: the volumes that the strategy names have no room; nothing was changed.
             ProtocolError: the txn id is in use, or sizes or shards are invalid.
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: the put
-                contradicts what others have put of its generation; see ``Catalog.target``.
+                does not match the present state of its generation; see ``Catalog.target``.
             ObjectLostError: parts of that version that others have put are lost.
         """
         if session.closed is not None:  # no process is left that could write or abort it
@@ -212,8 +212,8 @@ class Controller:
         sizes: list[int],
         joint: CollectivePut | None,
     ) -> list[Run]:
-        """Find places for the items. If there is no room, generations that can no longer be
-        completed are dropped.
+        """Find places for the items. If there is no room, stalled generations are dropped (see
+        ``Catalog.reclaim``).
 
         Raises:
             StoreFullError: there is no room.
@@ -337,7 +337,7 @@ class Controller:
     # ---- get ------------------------------------------------------------------------------
 
     def locate(self, session: SessionRecord, request: m.Locate) -> tuple[list[m.Entry], bool]:
-        """Entries for all requested values, as one snapshot, and whether they are leased.
+        """Entries for all wanted values in one snapshot, and whether ``lease`` now holds them.
 
         Raises:
             KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.

@@ -383,7 +383,7 @@ class StrategyConformance:
 
     def test_another_process_gives_the_same_answers(self) -> None:
         """The other process has another hash seed (``hash()`` of a str differs) and process id,
-        asks in another order (so that no earlier answers matter), and must not import torch.
+        is asked in another order (so that remembered answers show), and must not import torch.
         """
         strategy = self.make()
         cls = type(strategy)

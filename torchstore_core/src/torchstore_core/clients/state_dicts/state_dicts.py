@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class PendingPut:
-    """A put whose commit is still in progress, but whose values may already be changed again.
+    """A put of a state dict that is still committing, but whose values may be changed again.
 
     Awaiting it returns the ``ObjectRef``, or raises the error of the commit. If it is never
     awaited, it still commits, provided that its event loop lives long enough; an error is logged.

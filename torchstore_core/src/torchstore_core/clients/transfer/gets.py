@@ -50,7 +50,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> Want:
-        if type(what) is str and part is None:  # the usual case, many times
+        if type(what) is str and part is None:  # the usual case, very often
             return cls(check_key(what), 0, tensor, None)
         if part is not None and not isinstance(part, TensorSlice):
             raise UnsupportedValueError(

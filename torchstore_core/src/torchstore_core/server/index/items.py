@@ -13,7 +13,7 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["MOST_BYTES", "check_item", "check_key", "checked_box", "grants_of", "unusual"]
 
-# Dimensions of a tensor or of a mesh; torch does not support as many.
+# Maximum number of dimensions of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
 #: No value is this large, in bytes.
 MOST_BYTES = 1 << 60
