@@ -1,9 +1,10 @@
-/* Streaming copies for tensors, with the GIL released, and a look at many tensors at once.
+/* Streaming copies for tensors, with the GIL released, and inspection of many tensors at once.
  *
- * Why streaming: glibc's memcpy goes around the cache (non-temporal stores) only above a threshold that is a
- * share of the last-level cache; on servers with hundreds of MB of it, tensors of a few MB are
- * copied through the cache, which reads every destination line before overwriting it: half the
- * memory's speed. A weight set is larger than any cache, so it is streamed whatever its pieces.
+ * Why streaming: glibc's memcpy bypasses the cache (with non-temporal stores) only above a
+ * threshold that is a fraction of the last-level cache. On servers with hundreds of MB of it,
+ * tensors of a few MB are therefore copied through the cache, which reads every destination line
+ * before overwriting it, at half the memory's speed. A set of weights is larger than any cache, so
+ * it is streamed however small its pieces are.
  *
  * Four pages are interleaved so that four DRAM rows and TLB entries are in flight.
  */
@@ -93,9 +94,9 @@ static PyObject *copy_runs(PyObject *self, PyObject *args) {
 #if defined(__x86_64__)
 #define TOGETHER 8
 
-/* Up to TOGETHER rows, a cache line of each in turn, while the same line of as many further rows is
- * fetched (each row begins a new page, so the hardware does not). Rows may be aligned differently:
- * what is beside the whole lines of each is copied in the ordinary way. */
+/* Copies up to TOGETHER rows, a cache line of each in turn, and meanwhile prefetches the same line
+ * of as many further rows (the hardware does not, as each row begins on a new page). Rows may be
+ * aligned differently: the bytes before and after the whole lines of each are copied by memcpy. */
 static void stream_rows(char *dst, const char *src, size_t n, int rows, ptrdiff_t dst_step,
                         ptrdiff_t src_step) {
     char *to[TOGETHER];
@@ -168,7 +169,7 @@ static PyObject *copy_rows(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* What of DLPack 1.x is used to look at tensors without torch's headers; see dlpack.h. */
+/* The part of DLPack 1.x for inspecting tensors without torch's headers; see dlpack.h. */
 typedef struct {
     void *data;
     int32_t device_type, device_id;
@@ -192,16 +193,16 @@ typedef struct {
 #define DLPACK_CPU 1
 #define DLPACK_COMPLEX 5
 #define MAX_DIMS 64
-/* No memory of a process lies below: tensors that are only said to be zeros have no storage. */
+/* No memory of a process lies below this: torch's zero tensors have no storage. */
 #define LOWEST_ADDRESS 4096
 
-/* What torch is asked of every tensor beside: unbound methods without arguments. */
+/* Methods of torch that are also called for every tensor: unbound, without arguments. */
 typedef struct {
     PyObject *is_neg, *storage_offset, *untyped_storage, *storage_nbytes;
 } Methods;
 
-/* The number that a method without arguments gives; -1 if it raises, as all that are asked for are
- * at least 0. */
+/* The number that a method without arguments returns, or -1 if it raises: all the numbers that are
+ * queried here are at least 0. */
 static int64_t number_of(PyObject *method, PyObject *object) {
     PyObject *found = PyObject_CallOneArg(method, object);
     if (found == NULL) return -1;
@@ -210,9 +211,10 @@ static int64_t number_of(PyObject *method, PyObject *object) {
     return number;
 }
 
-/* Bytes of a tensor if it is plain (see ``values.plain``), whose DLTensor is filled then; 0 if it is
- * not; -1 with an exception if torch refuses to say. What may let go of the GIL comes first.
- * ``storage`` is a new reference to its storage, or NULL; ``dtype`` tells it from other dtypes. */
+/* Returns the size in bytes of a tensor if it is plain (see ``values.plain``), and fills in its
+ * DLTensor; 0 if it is not plain; -1 with an exception if torch cannot describe it. Calls that may
+ * release the GIL come first. ``storage`` becomes a new reference to the tensor's storage, or NULL;
+ * ``dtype`` becomes a number that identifies its dtype. */
 static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObject *tensor,
                            DLTensor *seen, PyObject **storage, int64_t *dtype) {
     int64_t negative = number_of(methods->is_neg, tensor);
@@ -223,10 +225,10 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     if (there < 0) return -1;
     int64_t offset = number_of(methods->storage_offset, tensor);
     if (offset < 0) return -1;
-    /* Torch must say which dtype it is: to DLPack, int1 to int7 are int8, and others may be alike. */
+    /* The dtype must come from torch: in DLPack, int1 to int7 are int8, and others may be alike. */
     PyObject *own = PyObject_GetAttrString(tensor, "dtype");
     if (own == NULL) return -1;
-    *dtype = (int64_t)(intptr_t)own; /* there is one object of each, which stays */
+    *dtype = (int64_t)(intptr_t)own; /* there is one immortal object per dtype */
     Py_DECREF(own);
     if (api->look(tensor, seen) != 0) return -1;
     if (seen->device_type != DLPACK_CPU || seen->dtype.code == DLPACK_COMPLEX ||
@@ -237,8 +239,8 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     for (int dim = seen->ndim - 1; dim >= 0; dim--) {
         int64_t extent = seen->shape[dim];
         if (extent != 1 && seen->strides[dim] != numel) return 0;
-        /* Elements that lie in the storage are not too many for an int64, nor is any product of
-         * fewer extents; one that is too large already does not lie there. */
+        /* The number of elements in the storage fits into an int64, and so does any product of
+         * fewer extents. If a product is too large for the storage, the tensor is not plain. */
         if (extent != 0 && numel > there / itemsize / extent) return 0;
         numel *= extent;
     }
@@ -266,7 +268,7 @@ static PyObject *look(PyObject *self, PyObject *args) {
     Py_ssize_t count = PyList_GET_SIZE(values);
     PyObject *metas = PyList_New(count), *sizes = PyList_New(count), *places = PyList_New(count);
     PyObject *storages = PyList_New(count);
-    /* The dtype and shape of the last plain tensor, and what it was described as. */
+    /* The dtype and shape of the last plain tensor, and its description. */
     struct {
         int64_t dtype, extents[MAX_DIMS];
     } kind;
@@ -275,7 +277,7 @@ static PyObject *look(PyObject *self, PyObject *args) {
     int64_t nbytes = 0;
     if (metas == NULL || sizes == NULL || places == NULL || storages == NULL) goto failed;
     for (Py_ssize_t at = 0; at < count; at++) {
-        PyObject *value = PyList_GET_ITEM(values, at); /* the list is the caller's own */
+        PyObject *value = PyList_GET_ITEM(values, at); /* the list belongs to the caller */
         DLTensor seen;
         PyObject *storage = NULL;
         int64_t found = 0, dtype = 0;
@@ -295,7 +297,7 @@ static PyObject *look(PyObject *self, PyObject *args) {
             Py_XDECREF(storage);
             PyList_SET_ITEM(storages, at, Py_NewRef(Py_None));
             PyList_SET_ITEM(metas, at, Py_NewRef(Py_None));
-            PyList_SET_ITEM(places, at, PyLong_FromLong(0)); /* small ones are there already */
+            PyList_SET_ITEM(places, at, PyLong_FromLong(0)); /* small ints are preallocated */
             PyList_SET_ITEM(sizes, at, PyLong_FromLong(0));
             continue;
         }

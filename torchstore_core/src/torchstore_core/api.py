@@ -1,8 +1,8 @@
 """The module-level API: the same operations as :class:`~torchstore_core.Client`, by store name.
 
-Every call but ``initialize``, ``initialize_spmd``, ``connect``, ``connect_or_initialize``,
-``shutdown`` and ``reset_client`` raises ``StoreClosedError`` when this process knows no store of
-that name and the environment names none.
+Every function except ``initialize``, ``initialize_spmd``, ``connect``, ``connect_or_initialize``,
+``shutdown`` and ``reset_client`` raises ``StoreClosedError`` if this process knows no store of that
+name and the environment does not name one either.
 """
 
 from __future__ import annotations
@@ -77,33 +77,35 @@ async def initialize(
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
 ) -> Client:
-    """Start a store owned by this process; it ends with it, however it ends.
+    """Start a store that is owned by this process. The store ends when the process does, however
+    the process ends.
 
-    Children of this process find it through the environment (``TORCHSTORE_ADDRESS``), those of an
-    older fork server as their parent's. If such a store runs already, or this process has joined
-    one of this name, this is a second one: a RuntimeWarning says so, and
-    :func:`connect_or_initialize` joins the first.
+    Children of this process find the store through the environment (``TORCHSTORE_ADDRESS``);
+    children of a fork server that was started earlier find it as their parent's. If such a store is
+    already running, or this process has joined one of this name, this call starts a second one and
+    issues a RuntimeWarning; :func:`connect_or_initialize` joins the first instead.
 
     Args:
         num_storage_volumes: how many volumes share ``capacity``.
-        strategy: where puts go: a Strategy, its entry-point name, or None (``singleton``).
-        store_name: several stores are told apart by it.
-        mesh: for runtimes that spread over processes or hosts.
+        strategy: decides where puts go: a Strategy, its entry-point name, or None (``singleton``).
+        store_name: distinguishes several stores.
+        mesh: for runtimes that span several processes or hosts.
         runtime: entry-point name, or ``"auto"``: the best one for this process and ``mesh``.
-        capacity: bytes in all; None: half of the memory limit. Memory is taken when used.
-        timeout: seconds for the start, and default of every operation; None waits for ever.
-        prefault: bytes of memory to warm up in the background, so that first puts run at full
-            speed; None: up to 1 GiB; 0: nothing, ever.
+        capacity: total bytes; None: half of the memory limit. Memory is only allocated when used.
+        timeout: seconds for the start, and default for every operation; None waits forever.
+        prefault: bytes of memory to prefault in the background, so that first puts run at full
+            speed; None: up to 1 GiB; 0: never prefault.
         allow_pickle: False refuses values that need pickle, by default for every operation.
         prefer: transports to use first (also TORCHSTORE_PREFER, comma-separated).
-        block: plug-ins of any kind not to load, here and in the server (also TORCHSTORE_BLOCK).
+        block: plug-ins of any kind that must not be loaded, here and in the server (also
+            TORCHSTORE_BLOCK).
 
     Raises:
-        ConfigurationError: a bad argument, a name that nobody has installed here, or this process
-            has such a store already: see :func:`connect_or_initialize`, which returns that.
+        ConfigurationError: an argument is invalid or names a plug-in that is not installed, or this
+            process already has such a store: :func:`connect_or_initialize` returns that one.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
-        StoreFullError: the system does not give so much address space to a volume.
-        StoreTimeoutError, StoreClosedError: the server did not come up.
+        StoreFullError: the system does not provide enough address space for a volume.
+        StoreTimeoutError, StoreClosedError: the server did not start.
     """
     timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
     policy = Policy.make(prefer, block)
@@ -112,7 +114,7 @@ async def initialize(
         if ended is not None:
             await _leave(ended, _STOP_TIMEOUT_S)
         host = starting.runtime(registry, runtime, mesh)
-        if not host.shared:  # else its engine refuses a second one
+        if not host.shared:  # otherwise its engine refuses a second one
             await starting.warn_of_another(store_name)
         return await starting.start(
             StoreOptions(
@@ -145,35 +147,36 @@ async def initialize_spmd(
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
 ) -> Client:
-    """Start one store for all ranks of a job, such as torchrun starts. Every rank calls it, with
-    the same arguments; it returns when all of them have joined.
+    """Start one store for all ranks of a job, for example one started by torchrun. Every rank calls
+    this with the same arguments; it returns when all of them have joined.
 
-    On one host rank 0 starts the server. The store is nobody's: it ends when the last rank has shut
-    it down or has ended, however it ended. Ranks on several hosts need the package
-    of a distributed engine, too; the error names one. All of this is in the package
-    ``torchstore-spmd``. ``torch.distributed`` need not be initialised; if it is, that changes
-    nothing.
+    On a single host, rank 0 starts the server. No rank owns the store: it ends when the last rank
+    has shut it down or has ended, however it ended. If there are ranks on several hosts, the
+    package of a distributed engine is needed as well; the error names one. This function needs the
+    package ``torchstore-spmd``. ``torch.distributed`` need not be initialised; if it is, that makes
+    no difference.
 
-    If the environment names a store that runs already, this is a second one: the first rank of a
-    host gives a RuntimeWarning, and :func:`connect_or_initialize`, called by all, joins the first.
+    If the environment names a store that is already running, this call starts a second one, and the
+    first rank of each host issues a RuntimeWarning; :func:`connect_or_initialize`, called by all
+    ranks, joins the first instead.
 
     Args:
-        strategy: as of :func:`initialize`.
-        store_name: several stores are told apart by it.
-        env: this rank's place; None: what RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-            MASTER_ADDR and MASTER_PORT say.
-        num_storage_volumes: how many volumes share ``capacity``; None: one a rank, with the
-            strategy ``host`` one a host, with ``singleton`` one.
-        capacity, prefault, allow_pickle, prefer, block: as of :func:`initialize`.
-        timeout: seconds until all ranks are there, and default of every operation.
+        strategy: as for :func:`initialize`.
+        store_name: distinguishes several stores.
+        env: this rank's place in the job; None: taken from RANK, LOCAL_RANK, WORLD_SIZE,
+            LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        num_storage_volumes: how many volumes share ``capacity``; None: one per rank, with the
+            strategy ``host`` one per host, with ``singleton`` one.
+        capacity, prefault, allow_pickle, prefer, block: as for :func:`initialize`.
+        timeout: seconds until all ranks must have joined, and default for every operation.
 
     Raises:
-        ConfigurationError: the environment is not that of a rank (says all that is wrong with it),
-            a bad argument, or this process has such a store already.
-        StoreTimeoutError: a rank did not come in time; ``details["missing_ranks"]`` says which.
+        ConfigurationError: the environment is not that of a rank (the error lists everything that
+            is wrong with it), an argument is invalid, or this process already has such a store.
+        StoreTimeoutError: a rank did not join in time; ``details["missing_ranks"]`` lists these.
         PluginError: ``torchstore-spmd`` is not installed, or, with ranks on several hosts, no
-            engine that spans them; an unknown strategy.
-        TorchStoreError: what kept another rank from coming, raised by every rank.
+            engine that spans them; or the strategy is unknown.
+        TorchStoreError: the error that kept another rank from joining, raised by every rank.
 
     >>> async def main():  # python -m torch.distributed.run --nproc-per-node=2 script.py
     ...     await ts.initialize_spmd(capacity=1 << 30)
@@ -201,9 +204,9 @@ async def initialize_spmd(
             ended = reserved.enter_context(table.reserve(store_name))
             if ended is not None:
                 await _leave(ended, _STOP_TIMEOUT_S)
-            if place.local_rank == 0:  # once a host is enough
+            if place.local_rank == 0:  # once per host is enough
                 await starting.warn_of_another(store_name)
-        except (TorchStoreError, RuntimeWarning) as error:  # the others would wait for this rank
+        except (TorchStoreError, RuntimeWarning) as error:  # others would wait for this rank
             await host.withdraw(store_name, error)
             raise
         options = StoreOptions(
@@ -231,10 +234,10 @@ async def connect(
     ``store_name`` in this process.
 
     Raises:
-        StoreClosedError: nobody listens there.
+        StoreClosedError: nothing listens at the address.
         StoreTimeoutError: no answer within ``timeout`` seconds.
-        ProtocolError: what listens there is no store, or one of another protocol version.
-        ConfigurationError: a bad argument, or this process owns another store of that name.
+        ProtocolError: the listener is not a store, or has a different protocol version.
+        ConfigurationError: an argument is invalid, or this process owns another store of that name.
         PluginError: two packages claim one transport.
     """
     timeout = starting.check(1, store_name, None, None, timeout)
@@ -248,7 +251,7 @@ async def connect(
         allow_pickle = environment.allow_pickle_default()
     policy = Policy.make(prefer, block)
     if before is not None and before.leads_to(address, policy):
-        # The same store again: earlier clients of it stay what they are.
+        # The same store again: earlier clients of it remain unchanged.
         await before.session(timeout)
         return Client(before, timeout=timeout, allow_pickle=allow_pickle)
     runtime = before.runtime if before is not None else None
@@ -275,32 +278,32 @@ async def connect_or_initialize(
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
 ) -> Client:
-    """Join the store of that name if there is one, else start it.
+    """Join the store of that name if there is one, otherwise start it.
 
-    It is looked for in this order: what this process has initialised or joined already (so a
-    notebook's cell may run again), what the distributed job that it belongs to has, what
-    ``TORCHSTORE_ADDRESS`` names. One whose server has ended does not count. A store that is found
-    is joined as by :func:`connect`, as it is: ``num_storage_volumes``, ``strategy``, ``mesh``,
-    ``runtime``, ``capacity`` and ``prefault`` are for a new one alone, which then is this process's
-    own, as by :func:`initialize`.
+    Stores are looked up in this order: a store that this process has already initialised or joined
+    (so that a notebook cell can run again), the store of the distributed job that this process
+    belongs to, and the store that ``TORCHSTORE_ADDRESS`` names. A store whose server has ended does
+    not count. An existing store is joined as by :func:`connect`, unchanged:
+    ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity`` and ``prefault``
+    apply only to a new store, which is then owned by this process, as with :func:`initialize`.
 
-    Threads and tasks of this process may call it at the same moment: one starts the store and the
-    others join it. Nothing keeps two processes that do, before either has a store, from starting
-    one each: let their parent call it before it starts them, or use `torchstore serve`.
+    Threads and tasks of this process may call this at the same time: one of them starts the store
+    and the others join it. If two processes call it before either has a store, however, each may
+    start one of its own: have their parent call it before starting them, or use `torchstore serve`.
     The ranks of torchrun share a new store by :func:`initialize_spmd`.
 
     Args:
         num_storage_volumes, strategy, store_name, mesh, runtime, capacity, timeout, prefault,
-            allow_pickle, prefer, block: as of :func:`initialize`.
+            allow_pickle, prefer, block: as for :func:`initialize`.
 
     Raises:
-        StoreTimeoutError: the store that was found does not answer within ``timeout`` seconds: it
-            hangs, and no other one is started in its place. Or another thread or task takes longer
-            to start it.
-        ProtocolError: what was found is no store, or one of another protocol version.
-        StoreClosedError: the store of this rank's :func:`initialize_spmd` has ended; one that a
-            single rank starts would not be shared.
-        TorchStoreError: what :func:`initialize` raises.
+        StoreTimeoutError: the existing store does not answer within ``timeout`` seconds: it hangs,
+            and no other one is started in its place. Or another thread or task takes longer than
+            that to start the store.
+        ProtocolError: what was found is not a store, or has a different protocol version.
+        StoreClosedError: the store of this rank's :func:`initialize_spmd` has ended; a store that
+            is started by a single rank would not be shared.
+        TorchStoreError: everything that :func:`initialize` raises.
     """
     starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
 
@@ -313,7 +316,7 @@ async def connect_or_initialize(
             prefer=prefer,
             block=block,
         )
-        await joined.status()  # a session of before may not know yet that its server is gone
+        await joined.status()  # an earlier session may not have noticed yet that its server is gone
         return joined
 
     begun = time.monotonic()
@@ -360,15 +363,15 @@ async def connect_or_initialize(
 async def shutdown(
     store_name: str = DEFAULT_NAME, *, timeout: float | None = _STOP_TIMEOUT_S
 ) -> None:
-    """End the store if this process owns it, else only leave it. Does nothing if there is none.
+    """End the store if this process owns it, otherwise just leave it. If there is none, do nothing.
 
-    A store of a distributed job is ended from any process of the job, but for those that joined it
-    by :func:`connect`; one of torchrun's ranks ends when the last rank has left it.
-    Tensors that zero-copy gets returned stay valid. A server that does not end within ``timeout``
-    seconds is killed.
+    The store of a distributed job can be ended by any process of the job except those that joined
+    it by :func:`connect`. A store that is shared by the ranks of torchrun ends when the last rank
+    has left it. Tensors that zero-copy gets returned stay valid. A server that does not end within
+    ``timeout`` seconds is killed.
 
     Raises:
-        ConfigurationError: a bad timeout.
+        ConfigurationError: the timeout is invalid.
     """
     limit = check_timeout(timeout)
     limit = _STOP_TIMEOUT_S if limit is None else limit
@@ -391,7 +394,7 @@ async def _leave(store: JoinedStore, limit: float) -> None:
 
 
 async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:
-    """What other processes give to :func:`connect` (or find in ``TORCHSTORE_ADDRESS``).
+    """The address that other processes pass to :func:`connect` (or find in ``TORCHSTORE_ADDRESS``).
 
     Raises:
         StoreClosedError: this process knows no such store.
@@ -401,7 +404,7 @@ async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = Non
 
 
 async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> Client:
-    """The client of a store, connected.
+    """A connected client of a store.
 
     Raises:
         StoreClosedError: this process knows no such store, or its server is gone.
@@ -414,13 +417,13 @@ async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None
 
 
 async def reset_client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> None:
-    """Drop this process's connections; the next operation makes new ones. Tensors stay valid, and
-    calls that are under way, in other threads, say, end on the old ones.
+    """Drop this process's connections; the next operation opens new ones. Tensors stay valid, and
+    calls that are in progress, for example in other threads, finish on the old connections.
 
     Does nothing if this process knows no such store.
 
     Raises:
-        ConfigurationError: a bad timeout.
+        ConfigurationError: the timeout is invalid.
     """
     check_timeout(timeout)
     store = table.known(store_name)

@@ -1,4 +1,4 @@
-"""The client object: every operation of the store, on whatever event loop calls it."""
+"""The client object: every operation of the store, usable from any event loop."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["Client"]
 
 
 class Client(KeyOperations):
-    """A process's door to one store; made by ``initialize``, ``connect`` and ``client()``.
+    """A process's handle to one store, returned by ``initialize``, ``connect`` and ``client()``.
 
-    Safe to use from several event loops and threads, over repeated ``asyncio.run``, and in a
-    forked child (which gets connections of its own). Every operation takes ``timeout=`` (seconds;
-    None: the store's default, given to ``initialize`` or ``connect``).
+    It is safe to use from several event loops and threads, across repeated ``asyncio.run`` calls,
+    and in a forked child (which gets connections of its own). Every operation takes ``timeout=``
+    (seconds; None: the store's default, as given to ``initialize`` or ``connect``).
 
-    What every operation raises, beside what its own text says:
+    Every operation can raise the following, in addition to the errors that it documents itself:
 
-    * ``StoreTimeoutError``: the timeout is over.
+    * ``StoreTimeoutError``: the timeout has expired.
     * ``StoreClosedError``: the server is gone, or the store was shut down in this process.
     * ``UnsupportedValueError``: a key is not a str of 1 to 4096 characters.
     * ``ConfigurationError``: ``timeout`` is not a number of at least 0; infinity means no limit.
@@ -58,32 +58,32 @@ class Client(KeyOperations):
     ) -> ObjectRef:
         """Store a value as the next version of ``key``; the value may be changed afterwards.
 
-        Of a DTensor every rank puts its own shard. The n-th put of each rank makes the n-th
-        version; it can be read as soon as its shards cover the tensor, and is read in any other
+        Each rank puts its own shard of a DTensor. The n-th put of every rank contributes to the
+        n-th version, which can be read as soon as its shards cover the tensor, and in any other
         layout. Replicated shards are stored once.
 
         Args:
             key: 1 to 4096 characters.
             value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached), a
-                DTensor, a :class:`TensorShard`, a :class:`TorchStoreStateDict` (as by
+                DTensor, a :class:`TensorShard`, a :class:`TorchStoreStateDict` (stored as by
                 ``put_state_dict``), or any other Python object.
-            tensor_slice_spec: ``value`` is this piece of a larger tensor.
-            version: the version to be, above the newest; None: the next one. Ranks that may
-                restart say it, so that no two of them mean different steps.
+            tensor_slice_spec: the slice of a larger tensor that ``value`` is.
+            version: the version to create, which must be above the newest; None: the next one.
+                Ranks that may restart should pass it, so that they always agree on the step.
             timeout: seconds.
             allow_pickle: False refuses objects that need pickle; None: the client's default.
 
         Returns:
-            Which version it is (part of); of a rank outside of a DTensor's mesh, which has
-            nothing to put, version 0.
+            The version that the value is, or is part of. A rank outside a DTensor's mesh has
+            nothing to put, and gets version 0.
 
         Raises:
-            StoreFullError: it does not fit; nothing was changed.
-            UnsupportedValueError: a value that cannot be stored (meta, sparse, ... tensors, a
+            StoreFullError: the value does not fit; nothing was changed.
+            UnsupportedValueError: the value cannot be stored (meta, sparse, ... tensors, a
                 DTensor with Partial placements).
-            LayoutMismatchError: a shard that does not fit its slice or placements.
+            LayoutMismatchError: a shard does not fit its slice or placements.
             VersionGoneError: ``version`` is not above the newest.
-            UnsafeObjectError: it needs pickle, which is not allowed.
+            UnsafeObjectError: the value needs pickle, which is not allowed.
             TransportUnavailableError: no permitted transport reaches the volume.
             PluginError: the store's strategy names no volume.
         """
@@ -103,9 +103,11 @@ class Client(KeyOperations):
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> dict[str, ObjectRef]:
-        """Store several values atomically: readers see all of them or none. Raises as ``put``.
+        """Store several values atomically: readers see all of them or none. Raises the same errors
+        as ``put``.
 
-        With DTensors each rank puts the same keys; the put that completes them shows all at once.
+        With DTensors, every rank puts the same keys; the put that completes them makes all of them
+        visible at once.
         """
         with self._watch("put_batch", timeout) as clock:
             if not isinstance(items, Mapping):
@@ -126,7 +128,7 @@ class Client(KeyOperations):
         clock: Clock,
         allow_pickle: bool | None,
     ) -> list[int]:
-        """The versions, by item."""
+        """Put the items; returns their versions, in order."""
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version)
         sources, counts = prepare_all(items, allow_pickle=pickle_too)
@@ -172,30 +174,30 @@ class Client(KeyOperations):
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> Any:
-        """The value of a key: also a state dict, or an entry of one (``f"{key}/{name}"``).
+        """Get the value of a key, of a state dict, or of one of its entries (``f"{key}/{name}"``).
 
-        On the volume's host a large tensor comes without a copy: an ordinary writable tensor on a
-        private mapping. Writing to it changes nothing for anyone else, and its memory is not
-        reused while it lives.
+        On the volume's host, a large tensor is returned without a copy: it is an ordinary writable
+        tensor on a private mapping. Writing to it is not visible to anyone else, and its memory is
+        not reused while the tensor is alive.
 
         Args:
             key_or_ref: a key (newest version), an ``ObjectRef`` (exactly that version) or a
                 ``Request``.
-            inplace_tensor: filled and returned; same shape and dtype, any strides. Of a DTensor
-                or :class:`TensorShard` only the local piece is fetched, whatever the layout it
-                was put in.
-            tensor_slice_spec: only this part; ``inplace_tensor`` then has its ``local_shape``.
+            inplace_tensor: a tensor to fill and return; same shape and dtype, any strides. For a
+                DTensor or :class:`TensorShard` only the local piece is fetched, whatever the layout
+                that the value was put in.
+            tensor_slice_spec: get only this part; ``inplace_tensor`` then has its ``local_shape``.
             timeout: seconds.
             allow_pickle: False refuses pickled objects; None: the client's default.
 
         Raises:
-            KeyNotFoundError: no such key.
+            KeyNotFoundError: the key does not exist.
             PartialPutError: shards of its first version are still missing (also a KeyError).
             VersionGoneError: the ref's version was overwritten or deleted.
-            LayoutMismatchError: destination or slice do not fit; nothing was written.
-            UnsafeObjectError: it was pickled, which is not allowed.
-            UnsupportedValueError: a destination that cannot be written to (meta, sparse, ...), or
-                a value that cannot be rebuilt here.
+            LayoutMismatchError: the destination or slice does not fit; nothing was written.
+            UnsafeObjectError: the value was pickled, which is not allowed.
+            UnsupportedValueError: the destination cannot be written to (meta, sparse, ...), or the
+                value cannot be rebuilt here.
             TransportUnavailableError: no permitted transport reaches the volume.
         """
         with self._watch("get", timeout) as clock:
@@ -209,19 +211,19 @@ class Client(KeyOperations):
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> dict[str, Any]:
-        """Several values in one consistent cut, all or nothing.
+        """Get several values as one consistent snapshot, all or nothing.
 
         Args:
-            keys: a list of keys, refs or requests, one a key; or a dict of key to destination
-                tensor, ``TensorSlice``, or None.
+            keys: a list of keys, refs or requests, at most one per key; or a dict that maps keys to
+                a destination tensor, a ``TensorSlice``, or None.
 
         Returns:
-            Values by key, in the order asked for.
+            The values by key, in the order of the request.
 
         Raises:
             KeyNotFoundError: ``details["missing"]`` lists all missing keys.
-            ConfigurationError: a key is asked for twice, at different versions or slices.
-            And as ``get``.
+            ConfigurationError: a key is requested twice, at different versions or slices.
+            Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:
             wants = [*_wants(keys)]
@@ -250,7 +252,7 @@ class Client(KeyOperations):
         for want, parts in zip(wants, asked, strict=True):
             if parts and type(meta := entries[at].meta) is StateDictMeta:
                 dicts.append((len(values), entries[at].version, meta))
-            # The very tensor that was given (a read writes into a detached alias of it).
+            # Return the very tensor that was passed (a read writes into a detached alias of it).
             values.append(got[at] if want.tensor is None else want.tensor)
             at += len(parts)
         for at, version, meta in dicts:
@@ -280,36 +282,38 @@ class Client(KeyOperations):
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> ObjectRef | PendingPut:
-        """Publish a state dict: one version of ``key``, visible when all participants are done.
+        """Publish a state dict as one version of ``key``, visible when all participants are done.
 
-        Entries lie at ``f"{key}/{name}"``, where the name of a nested entry joins its keys with
-        dots. Tied weights are stored once. Returns when this participant is done; who needs the
-        version to be visible waits for it: ``wait(key, min_version=ref.version)``. A rank outside
-        of all meshes has nothing to put, and gets version 0.
+        Entries are stored at ``f"{key}/{name}"``, where the name of a nested entry is its keys,
+        joined with dots. Tied weights are stored once. This returns when this participant is done;
+        to wait until the version is visible, use ``wait(key, min_version=ref.version)``. A rank
+        outside all meshes has nothing to put, and gets version 0.
 
         Args:
             state_dict: a dict of tensors, DTensors, :class:`TensorShard`, dicts and lists of them,
                 and other values; or a :class:`TorchStoreStateDict`.
             key: 1 to 4096 characters.
-            version: the version to be, above the newest; None: the n-th put of each participant
-                makes the n-th version.
-            participants: how many puts make a version; None: as many as there are ranks in the
-                meshes of the DTensors, and in what these were sliced from. Ranks that hold
-                different entries (pipeline stages, experts) must say it.
-            participant: who this is; None: the rank in ``torch.distributed``, or RANK.
+            version: the version to create, which must be above the newest; None: the n-th put of
+                each participant contributes to the n-th version.
+            participants: how many puts make up a version; None: the number of ranks in the meshes
+                of the DTensors, and in the meshes that these were sliced from. If ranks hold
+                different entries (pipeline stages, experts), they must pass it.
+            participant: identifies this participant; None: the rank in ``torch.distributed``, or
+                RANK.
             transfer_dtype: store floating-point entries in this dtype; or a dict of name patterns
-                (``fnmatch``; the one with most literal characters counts) to dtype or None (as it
-                is). The cast is part of the copy.
-            partial: entries that are not given are those of the version before, shared with it.
-            keep: how many versions stay readable; None: as many as before, at first one.
-            blocking: False: return as soon as the values may be changed; a :class:`PendingPut`.
+                (``fnmatch``; the match with the most literal characters wins) to dtype or None
+                (unchanged). The cast is part of the copy.
+            partial: entries that are not given are taken from the previous version, and share its
+                memory.
+            keep: how many versions stay readable; None: as many as before, initially one.
+            blocking: False: return a :class:`PendingPut` as soon as the values may be changed.
             timeout: seconds.
             allow_pickle: False refuses values that need pickle; None: the client's default.
 
         Raises:
             LayoutMismatchError: participants put one entry with different shapes or dtypes.
-            KeyNotFoundError: ``partial``, but there is no version before.
-            VersionGoneError, UnsupportedValueError, StoreFullError, ...: as ``put``.
+            KeyNotFoundError: ``partial`` is set, but there is no previous version.
+            VersionGoneError, UnsupportedValueError, StoreFullError, ...: as for ``put``.
         """
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         with self._watch("put_state_dict", timeout, key) as clock:
@@ -356,26 +360,27 @@ class Client(KeyOperations):
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> Any:
-        """One version of a state dict, never a mixture.
+        """Get one version of a state dict, never a mixture of several.
 
         Args:
             key: as in ``put_state_dict``.
-            user_state_dict: filled in place and returned: tensors of any strides, DTensors of any
-                layout (only their local shards are fetched), TensorShards; None: a new tensor.
-                Other values are replaced. None: a new dict of whole tensors, large ones without a
-                copy.
-            strict: every entry must match, else nothing is written. False: fill what matches.
-            version: exactly this one; None: the newest.
-            min_version: wait for this one or a newer one.
-            cast: floating-point entries may be stored in another dtype than their destination's.
-            report: filled with what did not match, and the version that was read.
+            user_state_dict: a state dict to fill in place and return. Its values may be tensors of
+                any strides, DTensors of any layout (only their local shards are fetched) or
+                TensorShards; a value of None is replaced by a new tensor, and other values are
+                replaced as well. If ``user_state_dict`` is None, a new dict of whole tensors is
+                returned, large ones without a copy.
+            strict: every entry must match, otherwise nothing is written. False: fill what matches.
+            version: get exactly this version; None: the newest.
+            min_version: wait for this version or a newer one.
+            cast: the stored dtype of a floating-point entry may differ from its destination's.
+            report: filled with the differences, and the version that was read.
             timeout: seconds.
             allow_pickle: False refuses pickled values; None: the client's default.
 
         Raises:
-            KeyNotFoundError, PartialPutError: no version, no whole version.
-            VersionGoneError: that version is not kept.
-            StoreTimeoutError: no such version in time.
+            KeyNotFoundError, PartialPutError: there is no version, or no complete one.
+            VersionGoneError: that version is no longer kept.
+            StoreTimeoutError: the version did not appear in time.
             LayoutMismatchError: names all entries that are missing, unexpected or mismatched.
         """
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
@@ -402,7 +407,7 @@ async def _publish(
     clock: Clock,
     version: int,
 ) -> ObjectRef:
-    """Put what was planned, to its end; version 0 if that is nothing."""
+    """Put what was planned, and commit it. Returns version 0 if there is nothing to put."""
     sources, group = planned
     if group is None:
         return ObjectRef(key, 0)
@@ -417,14 +422,14 @@ async def _publish(
 async def _get_dict(
     session: Session, channel: Channel, want: Want, version: int, clock: Clock, allow_pickle: bool
 ) -> state_dicts.Fetched:
-    """What a key that turned out to be a state dict's stands for."""
+    """Get the state dict of a key that turned out to be one."""
     how = state_dicts.Filling(allow_pickle=allow_pickle)
     try:
         return await state_dicts.fetch(session, channel, want.key, version, None, clock, how)
     except VersionGoneError:
         if want.version:
             raise
-        # It was overtaken while we asked.
+        # A newer version replaced it after the first request.
         return await state_dicts.fetch(session, channel, want.key, 0, None, clock, how)
 
 
@@ -443,7 +448,7 @@ def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:
 
 
 def _refuse_ambiguous(wants: Iterable[Want]) -> None:
-    """The result has one value per key: a key may come twice only if it asks for the same."""
+    """The result has one value per key: a key may be repeated only with the same request."""
     by_key: dict[str, Want] = {}
     for want in wants:
         other = by_key.setdefault(want.key, want)

@@ -1,8 +1,8 @@
 """The controller of a store: index, versions, leases, placement and memory accounts.
 
-It is a synchronous state machine without I/O: every method decides at once, so that every request
-sees and changes one consistent state. Connections call it and send what it returns; errors are
-raised.
+It is a synchronous state machine without I/O: every method runs to completion without waiting, so
+that every request sees and changes one consistent state. Connections call it and send what it
+returns; errors are raised.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _MAX_GIVEN_BACK = 100_000
 
 
 class Controller:
-    """State of one store.
+    """The state of one store.
 
     Args:
-        volumes: where bytes can go.
-        strategy: decides which volume they go to.
+        volumes: the volumes that can hold bytes.
+        strategy: decides which volume a put goes to.
         prefault: whether to keep n bytes warm for the next put after a put of n bytes.
-        warmed: called (from a thread) when a background prefault ended.
-        watch: asks a volume, which lives, to say when a process of its host has ended.
+        warmed: called (from a thread) when a background prefault has ended.
+        watch: asks a live volume to report when a process on its host has ended.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Controller:
         self.detached = DetachedSessions(self, watch)
         self._holders = ChainMap(self.sessions, self.detached.sessions)
         self.catalog = Catalog(self.sessions)
-        #: Requests so far, by message class; for status.
+        #: Number of requests so far, by message class; shown in the status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
         self._prefault = prefault
         self._warmed = warmed
@@ -91,28 +91,28 @@ class Controller:
     # ---- sessions -------------------------------------------------------------------------
 
     def open_session(self, facts: ClientFacts, topology: Topology) -> SessionRecord:
-        """A new session with a fresh secret token."""
+        """Open a new session with a fresh secret token."""
         session = SessionRecord(secrets.token_bytes(16), facts, topology)
         self.sessions[session.token] = session
         return session
 
     def join_session(self, token: bytes) -> SessionRecord:
-        """The session with this token, which a channel joins."""
+        """The session with this token, for a channel that joins it."""
         session = self.sessions.get(token)
         if session is None:
             raise StoreClosedError("this session has ended; connect again")
         return session
 
     def close_session(self, session: SessionRecord) -> None:
-        """Undo everything the session had open."""
+        """Undo everything that the session had open."""
         if self.sessions.pop(session.token, None) is None:
             return
         self.end_session(session)
         self.release(session, list(session.leases), [])
 
     def end_session(self, session: SessionRecord) -> None:
-        """The process of a session has ended: nobody will commit its unfinished puts. What it has
-        mapped may still be read, by a forked child.
+        """Handle the end of a session's process: its unfinished puts can no longer be committed.
+        Memory that it has mapped may still be read by a forked child.
         """
         session.end()
         self.abort(session, list(session.txns))
@@ -123,16 +123,16 @@ class Controller:
     def put(
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
-        """Begin a put: its versions if all of it was inline (and is committed), else grants.
+        """Begin a put. Returns its versions if all was inline (it is then committed), else grants.
 
         Raises:
             StoreFullError: the volumes that the strategy names have no room; nothing was changed.
-            ProtocolError: the txn id is in use, or sizes or shards make no sense.
-            VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: it does
-                not go with what there is of its generation, see ``Catalog.target``.
-            ObjectLostError: others have put parts of that version, and they are lost.
+            ProtocolError: the txn id is in use, or sizes or shards are invalid.
+            VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: the put
+                does not match the present state of its generation; see ``Catalog.target``.
+            ObjectLostError: parts of that version that others have put are lost.
         """
-        if session.closed is not None:  # nobody is left to write, or to give it up
+        if session.closed is not None:  # no process is left that could write or abort it
             raise StoreClosedError("the process of this session has ended")
         if request.txn in session.txns:
             raise ProtocolError(f"put id {request.txn} is in use")
@@ -168,7 +168,7 @@ class Controller:
             placed, inline, sizes = sizes_of(put.items)
             values, granted = self._make(session, put.items, put, placed, inline, sizes)
             txn = put.enter(values, granted)
-        finally:  # it may have dropped what others waited for
+        finally:  # it may have dropped a generation that others were waiting for
             if self.catalog.unsettled:
                 self._apply(*self.catalog.settle())
         grants = put.grants(values)
@@ -186,8 +186,8 @@ class Controller:
         inline: int,
         sizes: list[int],
     ) -> tuple[list[Value], dict[int, int]]:
-        """Values with their places, held by the put that makes them; and the bytes granted for them
-        by volume.
+        """Place the values of a put, which holds them. Returns the values, and the bytes granted
+        for them per volume.
         """
         runs = self._place(session.facts, items, placed, inline, sizes, joint)
         values, granted = values_in_runs(items, session.facts, runs)
@@ -212,10 +212,11 @@ class Controller:
         sizes: list[int],
         joint: CollectivePut | None,
     ) -> list[Run]:
-        """Where the items go. Generations that wait in vain make room.
+        """Find places for the items. If there is no room, stalled generations are dropped (see
+        ``Catalog.reclaim``).
 
         Raises:
-            StoreFullError: there is none.
+            StoreFullError: there is no room.
         """
         prefix = "" if joint is None else joint.prefix
         while True:
@@ -234,12 +235,13 @@ class Controller:
         raise full_error(placed + inline, self.volumes, self._holders.values(), *there)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
-        """Flip all keys of a put at once; their new versions, see ``messages.Committed``.
+        """Make all keys of a put visible at once; returns their new versions, see
+        ``messages.Committed``.
 
         Raises:
             ProtocolError: there is no such put.
-            ObjectLostError: what it wrote is lost, or what others wrote for the same version; it is
-                undone.
+            ObjectLostError: bytes that it wrote, or that others wrote for the same version, are
+                lost; the put is undone.
         """
         txn = session.txns.get(txn_id)
         if txn is None:
@@ -259,7 +261,7 @@ class Controller:
         return versions
 
     def _finish(self, txn: Txn) -> list[int]:
-        """Make what the put brought visible, in one cut; the versions to answer."""
+        """Make the values of the put visible atomically; returns the versions for the reply."""
         freed: Sequence[Value] = self.catalog.flip(txn.plain)
         visible: Sequence[str] = ()
         if txn.contributions:
@@ -271,9 +273,10 @@ class Controller:
     def _apply(
         self, freed: Sequence[Value], visible: Sequence[str] = (), plain: Sequence[Value] = ()
     ) -> None:
-        """Free what nobody holds any more, and answer those who wait for what is visible now.
+        """Free values that are no longer held, and answer the requests that wait for keys that are
+        now visible.
 
-        ``plain``: values that became the newest versions of their keys by themselves.
+        ``plain``: values that are, on their own, the newest versions of their keys.
         """
         if freed:
             self._free(freed)
@@ -285,10 +288,10 @@ class Controller:
     ) -> None:
         """Undo unfinished puts.
 
-        ``remember``: puts with ids that are unknown yet are refused when they come, over another,
-        slower connection.
+        ``remember``: puts with ids that are still unknown will be refused when they arrive over
+        another, slower connection.
         """
-        # The latest first, so that its participant is back where it was before all of them.
+        # The latest first, so that its participant is back in the state before all of them.
         for txn_id in sorted(txn_ids, reverse=True):
             txn = session.txns.pop(txn_id, None)
             if txn is None:
@@ -300,7 +303,7 @@ class Controller:
             self._apply(*Change.of([Change(release(txn.plain)), *changes]))
 
     def _written(self, txn: Txn) -> None:
-        """A put is over, committed or not: its memory has been written to."""
+        """Account for a put that has ended, committed or not: its memory has been written to."""
         alone = len(self.volumes) == 1
         for index, nbytes in txn.granted.items():
             volume = self.volumes[index]
@@ -313,13 +316,13 @@ class Controller:
             volume.memory.touched(max(ends, default=0))
 
     def trim(self, idle_s: float, keep: int) -> int:
-        """Return free memory to the system when no put has come for ``idle_s`` seconds.
+        """Return free memory to the system if there has been no put for ``idle_s`` seconds.
 
         Args:
-            keep: bytes of each volume that stay warm in any case.
+            keep: bytes of each volume that always stay warm.
 
         Returns:
-            Bytes returned.
+            The number of bytes returned to the system.
         """
         if time.monotonic() - self._last_put < idle_s:
             return 0
@@ -334,7 +337,7 @@ class Controller:
     # ---- get ------------------------------------------------------------------------------
 
     def locate(self, session: SessionRecord, request: m.Locate) -> tuple[list[m.Entry], bool]:
-        """Entries for all wants in one cut, and whether they are leased under ``lease``.
+        """Entries for all wanted values in one snapshot, and whether ``lease`` now holds them.
 
         Raises:
             KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
@@ -345,7 +348,7 @@ class Controller:
         missing: list[str] = []
         for want in request.wants:
             there = newest.get(want.key)
-            if there is not None and not want.version:  # the usual case, many times
+            if there is not None and not want.version:  # the usual case, very often
                 found.append((there, there.version))
                 continue
             stored = find(want.key, want.version)
@@ -368,8 +371,8 @@ class Controller:
 
         Raises:
             KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
-            LayoutMismatchError: the key is no state dict.
-            ProtocolError: as :meth:`locate`.
+            LayoutMismatchError: the key is not a state dict.
+            ProtocolError: as for :meth:`locate`.
         """
         found = self.catalog.find(request.key, request.version)
         if found is None:
@@ -422,7 +425,7 @@ class Controller:
         *,
         remember: bool = False,
     ) -> None:
-        """End leases, or some values' part of them, and free what nobody holds any more.
+        """End leases, or the leases of some of their values, and free what is no longer held.
 
         ``remember``: see :meth:`abort`.
         """
@@ -449,7 +452,7 @@ class Controller:
     # ---- keys -----------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[str], strict: bool) -> int:
-        """Delete keys; how many there were. ``strict``: all must exist, else none is deleted."""
+        """Delete keys; returns how many existed. ``strict``: delete none unless all exist."""
         catalog = self.catalog
         if strict:
             missing = [k for k in keys if k not in catalog.newest and not catalog.pending(k)]
@@ -460,11 +463,11 @@ class Controller:
         return len(deleted)
 
     def keys(self, prefix: str) -> list[str]:
-        """Sorted keys, and entries of state dicts, that start with ``prefix``; lost ones, too."""
+        """Sorted keys and state dict entries that start with ``prefix``, including lost ones."""
         return self.catalog.names.page(prefix)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key, or entry, has a whole version, and no part of it is lost."""
+        """Whether each key, or entry, has a complete version of which no part is lost."""
         found = map(self.catalog.find, keys)
         return [one is not None and not self.lost_volumes.is_lost(one[0]) for one in found]
 
@@ -489,9 +492,9 @@ class Controller:
                 self.volumes[index].allocator.free(freed)
 
     def lose_volume(self, index: int, why: str) -> None:
-        """The memory of a volume is gone for good. Values without a copy elsewhere are lost: their
-        readers get an error, and may put them again. Unfinished puts with bytes that were there
-        alone fail when they commit.
+        """Handle the permanent loss of a volume's memory. Values without a copy on another volume
+        are lost: their readers get an error, and may put them again. Unfinished puts that have
+        bytes only on this volume fail when they commit.
         """
         if self.volumes[index].lost:
             return

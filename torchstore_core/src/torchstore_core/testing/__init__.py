@@ -1,10 +1,10 @@
-"""Conformance kits for plug-ins: pytest classes to subclass. They need pytest and nothing else.
+"""Conformance kits for plug-ins: pytest classes to subclass. They need only pytest.
 
 >>> from torchstore_core.testing import StrategyConformance
 >>> StrategyConformance.installed
 True
 
-Each is imported when it is asked for: the tests of a strategy do without torch, as servers do.
+Each kit is imported on first use: the tests of a strategy must run without torch, as servers do.
 """
 
 from __future__ import annotations

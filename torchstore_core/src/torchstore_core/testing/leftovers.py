@@ -1,4 +1,4 @@
-"""What a store may leave behind: processes, directories, descriptors, threads. Linux only."""
+"""Finds what a store may leave behind: processes, directories, descriptors, threads. Linux only."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = [
 
 T = TypeVar("T", bound=Sized)
 
-#: Environment variable by which processes are found again whose parent has died.
+#: Environment variable that identifies processes even after their parent has died.
 MARK = "CONFORMANCE_RUN"
 _RUNTIME_DIRECTORY = "XDG_RUNTIME_DIR"
 
 
 def descendants(root: int) -> list[tuple[int, str]]:
-    """Processes below ``root``, zombies left out: pid and name."""
+    """The descendants of the process ``root``, except zombies: pid and name."""
     parents: dict[int, list[tuple[int, str]]] = {}
     for pid in _pids():
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # gone meanwhile
+        except OSError:  # it has ended in the meantime
             continue
         name, _, rest = text.partition("(")[2].rpartition(")")
         state, parent = rest.split()[:2]
@@ -57,20 +57,20 @@ def descendants(root: int) -> list[tuple[int, str]]:
 
 
 def marked(mark: str) -> list[tuple[int, str]]:
-    """Processes that were started with :data:`MARK` set to ``mark``, by whomever: pid and name."""
+    """All processes that were started with :data:`MARK` set to ``mark``: pid and name."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for pid in _pids():
         try:
             if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append((pid, Path(f"/proc/{pid}/comm").read_text().strip()))
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # it has ended, or is another user's
             continue
     return found
 
 
 def kill_marked(mark: str) -> None:
-    """End what a runtime that failed its test has left."""
+    """Kill the processes that a runtime left behind when it failed its test."""
     for pid, _ in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -81,17 +81,17 @@ def _pids() -> Iterator[int]:
 
 
 def directories() -> list[str]:
-    """What lies in the runtime directory: one entry for each running server."""
+    """The contents of the runtime directory: one entry for each running server."""
     return sorted(str(path) for path in runtime_directory().iterdir())
 
 
 def descriptors() -> int:
-    """Open descriptors of this process."""
+    """The number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def threads() -> int:
-    """Threads of this process, those of native libraries too."""
+    """The number of threads of this process, including those of native libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -105,7 +105,7 @@ def _own_base() -> str:
 
 @contextlib.contextmanager
 def private_runtime_directory() -> Iterator[None]:
-    """Servers that start now put their directories where no other process of this user does."""
+    """Servers started in this context use a runtime directory that no other process uses."""
     before = os.environ.get(_RUNTIME_DIRECTORY)
     os.environ[_RUNTIME_DIRECTORY] = _own_base()
     try:
@@ -118,7 +118,7 @@ def private_runtime_directory() -> Iterator[None]:
 
 
 def until_empty(look: Callable[[], T], seconds: float) -> T:
-    """What ``look`` still sees when nothing is left, or the time is over."""
+    """Call ``look`` until its result is empty or the time has expired; return the last result."""
     deadline = time.monotonic() + seconds
     while (left := look()) and time.monotonic() < deadline:
         time.sleep(0.02)

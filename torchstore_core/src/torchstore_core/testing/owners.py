@@ -1,4 +1,4 @@
-"""Another process that starts a store by its runtime's factory, to be killed."""
+"""Starts a store in another process, by the factory of its runtime, so that it can be killed."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ asyncio.run(main())
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment of this process, without what it says about stores."""
+    """The environment of this process, without the variables that configure stores."""
     return {name: value for name, value in os.environ.items() if name[:10] != "TORCHSTORE"}
 
 
 def start_owner(
     factory: str, options: dict[str, Any], mark: str, timeout: float
 ) -> subprocess.Popen[bytes]:
-    """A process that has started a store, put a tensor into it, and holds it.
+    """Start a process that starts a store, puts a tensor into it, and then waits.
 
     Args:
         factory: ``"module:Class"`` of the runtime.
         options: the fields of its ``StoreOptions``, as plain data.
-        mark: what its environment, and that of all below it, has as ``leftovers.MARK``.
-        timeout: seconds after which it is a failure.
+        mark: the value of ``leftovers.MARK`` in its environment, which its descendants inherit.
+        timeout: seconds after which the test fails.
     """
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER],

@@ -1,8 +1,8 @@
-"""What every runtime must do, as tests: subclass and say how to make yours.
+"""The requirements for runtimes, as tests: subclass them and override how a runtime is made.
 
-They start real stores, so they take some seconds. Linux only: they look into ``/proc``.
-While a test runs, ``XDG_RUNTIME_DIR`` is a directory of its own, so that what other stores of this
-user have is not taken for something left behind.
+The tests start real stores, so they take some seconds. Linux only: they read ``/proc``.
+While a test runs, ``XDG_RUNTIME_DIR`` is a private directory, so that the files of this user's
+other stores are not mistaken for leftovers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 _MIB = 1 << 20
 _TIMEOUT_S = 60.0
 
-# What a process that is not the engine's does with the address it is given.
+# A program that joins the store from a process that does not belong to the engine.
 _JOIN = """
 import asyncio, sys
 import torchstore_core as ts
@@ -47,18 +47,18 @@ asyncio.run(main())
 
 
 class RuntimeConformance:
-    """Subclass it in a test module, as ``class TestMine(RuntimeConformance)``.
+    """Subclass this in a test module, as ``class TestMine(RuntimeConformance)``.
 
     Attributes:
-        name: the entry-point name of the runtime; None: its package is not installed, and what
-            is about its ``RuntimeSpec`` is skipped, unless :meth:`spec` is overridden.
-        factory: ``"module:Class"``, by which another process makes the runtime; None: that of
-            the spec.
-        mesh: what ``initialize`` would be given.
-        options: further fields of every ``StoreOptions``.
-        gone_within: seconds after ``stop`` in which all that a store made must be gone.
-        ends_within: seconds after the death of the owner in which all must be gone.
-        cycles: how often a store is started and stopped, to see whether this process grows.
+        name: the entry-point name of the runtime; None: its package is not installed, and tests of
+            its ``RuntimeSpec`` are skipped, unless :meth:`spec` is overridden.
+        factory: ``"module:Class"``, with which another process creates the runtime; None: the
+            factory of the spec.
+        mesh: the mesh that would be passed to ``initialize``.
+        options: additional fields of every ``StoreOptions``.
+        gone_within: seconds after ``stop`` within which everything that a store made must be gone.
+        ends_within: seconds after the death of the owner within which everything must be gone.
+        cycles: how often a store is started and stopped, to check that this process does not grow.
     """
 
     name: str | None = None
@@ -75,22 +75,22 @@ class RuntimeConformance:
         raise TypeError(f"{type(self).__name__} must override make()")
 
     def left_behind(self) -> set[str]:
-        """What exists now that a store may have made: by default, the processes below this one,
-        and what is in the runtime directory.
+        """Everything that exists now and that a store may have made: by default, the descendants of
+        this process, and the contents of the runtime directory.
 
-        Override it to leave out, or to add, what your engine makes beside the store.
+        Override it to exclude, or to add, what your engine makes apart from the store.
         """
         processes = {f"process {pid}: {name}" for pid, name in leftovers.descendants(os.getpid())}
         return processes | {f"directory {path}" for path in leftovers.directories()}
 
     def held(self) -> dict[str, int]:
-        """What this process holds, which must not grow with every store: by default, how many
-        descriptors and threads. Override it as :meth:`left_behind`.
+        """Resources of this process that must not grow with every store: by default, the number of
+        descriptors and of threads. Override it in the same way as :meth:`left_behind`.
         """
         return {"descriptors": leftovers.descriptors(), "threads": leftovers.threads()}
 
     def spec(self) -> RuntimeSpec | None:
-        """The runtime's descriptor, of the entry point :attr:`name`."""
+        """The runtime's descriptor, from the entry point :attr:`name`."""
         return None if self.name is None else Registry().runtime(self.name)
 
     # ---- helpers --------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class RuntimeConformance:
         return runtime, client
 
     async def _refused(self, field: str, options: StoreOptions) -> None:
-        """Starting fails because of a field of these options, if that reaches the server."""
+        """Check that starting fails because of one field, which proves that it was passed on."""
         runtime = self.make()
         try:
             await runtime.start(options, self.mesh)
@@ -122,7 +122,7 @@ class RuntimeConformance:
         pytest.fail(f"asked for {field}={getattr(options, field)!r}, the server does not know")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a test; afterwards everything must be as it was."""
+        """Run a test, and check that it leaves nothing behind."""
         with leftovers.private_runtime_directory():
             before = self.left_behind()
             result = asyncio.run(work)
@@ -140,7 +140,7 @@ class RuntimeConformance:
     # ---- tests ----------------------------------------------------------------------------
 
     def test_a_store_starts_serves_and_ends(self) -> None:
-        """Puts and gets work, small and large; after ``stop`` nobody answers."""
+        """Small and large puts and gets work; after ``stop``, the store no longer answers."""
 
         async def work() -> None:
             options = self._asked()
@@ -164,7 +164,7 @@ class RuntimeConformance:
 
     @pytest.mark.parametrize("volumes", [1, 3])
     def test_options_reach_the_store(self, volumes: int) -> None:
-        """Its name, number of volumes, capacity in all, and strategy."""
+        """The store has the given name, number of volumes, total capacity and strategy."""
 
         async def work() -> None:
             strategy = _NotInstalled(note="from the kit")
@@ -181,12 +181,12 @@ class RuntimeConformance:
             finally:
                 await runtime.stop(_TIMEOUT_S)
             await ts.shutdown(options.store_name)
-            await self._refused("strategy", self._asked(strategy=strategy))  # is not installed
+            await self._refused("strategy", self._asked(strategy=strategy))  # it is not installed
 
         self._run(work())
 
     def test_what_is_blocked_is_not_loaded_by_the_server(self) -> None:
-        """``block``: here the strategy that it uses by default."""
+        """``block`` reaches the server: here, it blocks the default strategy."""
 
         async def work() -> None:
             asked = self._asked(strategy=None, block=("singleton",))
@@ -195,7 +195,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_another_process_of_this_host_joins(self) -> None:
-        """By ``local_address``, or by what ``start`` returned."""
+        """It joins by ``local_address``, or by the address that ``start`` returned."""
 
         async def work() -> None:
             options = self._asked()
@@ -217,7 +217,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_stop_may_come_twice_and_without_a_start(self) -> None:
-        """Error handling calls it like that."""
+        """Error handling calls it in this way."""
 
         async def work() -> None:
             await self.make().stop(_TIMEOUT_S)
@@ -230,7 +230,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_stores_side_by_side_and_one_after_the_other(self) -> None:
-        """Names tell them apart; a name is free again when its store has ended."""
+        """Stores are distinguished by name; a name is free again when its store has ended."""
 
         async def work() -> None:
             first, second = self._asked(), self._asked()
@@ -259,7 +259,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_what_cannot_start_says_so_and_leaves_nothing(self) -> None:
-        """A typed error; the name is free, and the next start works."""
+        """A failed start raises a typed error; the name is free, and the next start works."""
 
         async def work() -> None:
             options = self._asked()
@@ -276,7 +276,7 @@ class RuntimeConformance:
 
     @pytest.mark.parametrize("turns", [0, 3])
     def test_a_start_that_is_cancelled_leaves_nothing(self, turns: int) -> None:
-        """Whenever it is cancelled, ``stop`` ends what was begun, and the name is free."""
+        """Whenever a start is cancelled, ``stop`` undoes it, and the name is free again."""
 
         async def work() -> None:
             options = self._asked()
@@ -294,7 +294,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_this_process_does_not_grow(self) -> None:
-        """Start and stop leave no descriptors and no threads, after the first time."""
+        """After the first time, starting and stopping leaves no descriptors and no threads."""
 
         async def work() -> None:
             options = self._asked()
@@ -324,7 +324,7 @@ class RuntimeConformance:
             pytest.fail(f"{self.cycles} times start() and stop() left this in the process: {left}")
 
     def test_the_store_ends_when_its_owner_is_killed(self) -> None:
-        """``SIGKILL`` of the process that started it, in use: nothing may be left."""
+        """If the process that started it is killed (``SIGKILL``) while in use, nothing is left."""
         spec = self.spec()
         factory = self.factory or (None if spec is None else spec.factory)
         if factory is None:
@@ -357,7 +357,7 @@ class RuntimeConformance:
     # ---- the descriptor -------------------------------------------------------------------
 
     def test_its_descriptor_leads_to_it(self) -> None:
-        """It makes this runtime, takes this runtime's mesh, and nothing else."""
+        """The descriptor creates this runtime, and accepts only this runtime's mesh."""
         spec = self._spec()
         made = type(self.make())
         if load_class(spec.factory) is not made:
@@ -368,7 +368,7 @@ class RuntimeConformance:
             pytest.fail("applies(object()) is not None: it takes what is no mesh at all")
 
     def test_it_finds_and_ends_stores_by_name(self) -> None:
-        """``find`` and ``end``, of runtimes that have them."""
+        """``find`` and ``end`` work, if the runtime has them."""
         spec = self._spec()
         if spec.find is None:
             pytest.skip("it finds no stores")
@@ -415,7 +415,7 @@ class RuntimeConformance:
             await again.stop(_TIMEOUT_S)
 
     def test_a_shared_name_is_taken_once(self) -> None:
-        """``shared``: the engine refuses a second store of a name, and the first goes on."""
+        """``shared``: the engine refuses a second store of a name; the first is unaffected."""
         if not self.make().shared:
             pytest.skip("names are of a process, not of the engine")
 

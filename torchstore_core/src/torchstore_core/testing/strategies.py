@@ -1,4 +1,4 @@
-"""What every strategy must do, as tests: subclass and say how to make yours."""
+"""The requirements for strategies, as tests: subclass them and override ``make``."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _CLIENTS = (
 _KEYS = ("w", "layers/0/weight", "ключ 🔑", "k" * 300)
 _SIZES = (0, 1, 4096, 5 << 20, _GIB, 1 << 50)
 
-# Seconds by which clocks are put forward: so close that any alternation is seen. And what
-# random.random() returns meanwhile.
+# Seconds by which clocks are set forward, so close together that any alternation is detected; and
+# the results of random.random() at these times.
 _LATER = tuple(0.3 * 1.5**n for n in range(46))
-_SHARE = 29  # of all questions, those that are asked then
+_SHARE = 29  # one in so many questions is asked at each of these times
 _NUMBERS = (0.0, 0.999, 0.5, 0.25, 0.75)
-# A counter that changes the answer now and then shows within so many answers, or so many seconds.
+# A strategy that counts its calls is given this many calls, or seconds, to change an answer.
 _ANSWERS, _ANSWERS_S = 30_000, 2.0
 
-# What another process answers: with another hash seed and process id, the last question first, and
-# without torch.
+# A program that prints the answers of another process, which has another hash seed and process id,
+# asks the last question first, and must not import torch.
 _ELSEWHERE = """
 import importlib, json, os, sys
 name, fields, (module, cls), pid = json.loads(sys.stdin.read())
@@ -73,7 +73,7 @@ class _Question(NamedTuple):
 
 
 def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[VolumeFacts, ...]:
-    """``count`` volumes over some hosts; ``lost`` and ``full`` are masks of indices."""
+    """``count`` volumes on ``hosts`` hosts; ``lost`` and ``full`` are bit masks of indices."""
     return tuple(
         VolumeFacts(
             f"store-{at}",
@@ -88,7 +88,7 @@ def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[V
 
 
 def questions(strategy: Strategy) -> Iterator[_Question]:
-    """What a controller may ask: any size, one volume to eight, lost and full ones among them."""
+    """Calls that a controller may make: any size, one to eight volumes, some lost or full."""
     batches: Sequence[Sequence[str]] = [_KEYS, _KEYS[:1], ()]
     if strategy.by_key:
         batches = [(key,) for key in _KEYS]
@@ -104,7 +104,7 @@ def questions(strategy: Strategy) -> Iterator[_Question]:
 
 
 def _choices() -> Iterator[tuple[ClientFacts, Sequence[VolumeFacts]]]:
-    """Readers, and copies that they may read: some of four volumes in any order, or eight."""
+    """Readers, and the copies they can read: on some of four volumes in any order, or on eight."""
     for client in _CLIENTS:
         for count in range(1, 5):
             for copies in itertools.permutations(_volumes(4, 2), count):
@@ -113,10 +113,10 @@ def _choices() -> Iterator[tuple[ClientFacts, Sequence[VolumeFacts]]]:
 
 
 def answers(strategy: Strategy, step: int = 1) -> tuple[list[list[int]], list[int], list[str]]:
-    """What it says to all questions and choices, and the environment variables that it read.
+    """A strategy's answers to all questions and choices, and the environment variables it has read.
 
     Args:
-        step: -1 asks the last question first; the order of the answers is the same.
+        step: -1 asks the last question first; the order of the results is the same.
     """
     read: set[str] = set()
     environ = type(os.environ)
@@ -136,7 +136,7 @@ def answers(strategy: Strategy, step: int = 1) -> tuple[list[list[int]], list[in
 
 
 def _importing() -> bool:
-    """Whether the caller is (called by) a module that is being imported: that is another matter."""
+    """Whether this is called during the import of a module, which is not the strategy's doing."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -146,7 +146,7 @@ def _importing() -> bool:
 
 
 def own_registry(cls: type[Strategy]) -> Registry:
-    """The installed plug-ins, and ``cls`` under its tag, installed or not."""
+    """The installed plug-ins, and ``cls`` under its tag, whether it is installed or not."""
 
     class Own(Registry):
         def strategy(self, name: str) -> type[Strategy]:
@@ -158,8 +158,8 @@ def own_registry(cls: type[Strategy]) -> Registry:
 def _put_clocks_on(
     patch: pytest.MonkeyPatch, cls: type[Strategy], seconds: float, number: float
 ) -> None:
-    """Other times and random numbers, for whoever asks the standard library; also where a module
-    of the strategy's classes has such a function by ``from time import ...``.
+    """Change the times and random numbers that the standard library returns, also in modules of the
+    strategy's classes that have imported such a function by ``from time import ...``.
     """
 
     class Later(datetime.datetime):
@@ -210,7 +210,7 @@ def _where(client: ClientFacts, copies: Sequence[VolumeFacts]) -> str:
 
 
 class StrategyConformance:
-    """Subclass it, with a name that pytest collects, in a test module of your package::
+    """Subclass this, under a name that pytest collects, in a test module of your package::
 
         from torchstore_core.testing import StrategyConformance
 
@@ -219,16 +219,17 @@ class StrategyConformance:
                 return Mine(size=3)
 
     Attributes:
-        installed: whether the strategy's package is installed, so that stores find it by its name.
-        uses_all: whether a put is tried on every volume before it fails; False for one that
-            restricts itself on purpose, and then its keys may have nowhere to go after a loss.
+        installed: whether the strategy's package is installed, so that stores find it by name.
+        uses_all: whether a put is tried on every volume before it fails. Set this to False for a
+            strategy that deliberately restricts itself; if volumes are lost, there may then be no
+            volume for some of its keys.
     """
 
     installed: ClassVar[bool] = True
     uses_all: ClassVar[bool] = True
 
     def make(self) -> Strategy:
-        """A strategy to test; a new, equal one at every call."""
+        """The strategy to test; every call must return a new, equal one."""
         pytest.fail(f"{type(self).__name__} must define make(), which returns your strategy")
 
     # ---- data -----------------------------------------------------------------------------
@@ -307,7 +308,7 @@ class StrategyConformance:
         self._ask(check)
 
     def test_it_names_enough_volumes(self) -> None:
-        """Enough that live for all copies, and all of them if it uses all."""
+        """It names enough live volumes for all copies, and all live volumes if it uses all."""
         strategy = self.make()
 
         def check(question: _Question, answer: list[Any]) -> None:
@@ -325,7 +326,7 @@ class StrategyConformance:
         self._ask(check)
 
     def test_the_same_question_has_the_same_answer(self) -> None:
-        """Pure: no clock, no random numbers, no counters."""
+        """A strategy is a pure function: no clock, no random numbers, no counters."""
         first, second = self.make(), self.make()
         for question in questions(first):
             answers = [list(first.place(*question)) for _ in range(2)]
@@ -340,7 +341,7 @@ class StrategyConformance:
             )
 
     def test_the_answer_is_the_same_later(self) -> None:
-        """After many other questions, at other times of day, with other random numbers."""
+        """Ask again after many other questions, at other times, and with other random numbers."""
         strategy = self.make()
         asked = list(questions(strategy))
         first = [list(strategy.place(*question)) for question in asked]
@@ -376,13 +377,13 @@ class StrategyConformance:
             )
 
     def test_it_reads_no_environment_variable(self) -> None:
-        """The server that asks it has another environment."""
+        """The server that calls the strategy has another environment."""
         _, _, read = answers(self.make())
         _check_not_read(read)
 
     def test_another_process_gives_the_same_answers(self) -> None:
-        """With another hash seed (``hash()`` of a str differs) and process id, asked in another
-        order (so that nothing is remembered), and without importing torch.
+        """The other process has another hash seed (``hash()`` of a str differs) and process id,
+        is asked in another order (so that remembered answers show), and must not import torch.
         """
         strategy = self.make()
         cls = type(strategy)

@@ -1,1 +1,1 @@
-"""Nested dicts of tensors, put and fetched as one version."""
+"""State dicts: nested dicts of tensors that are put and fetched as one version."""

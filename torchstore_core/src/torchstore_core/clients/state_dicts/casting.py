@@ -1,4 +1,4 @@
-"""Which dtype the entries of a state dict are stored in."""
+"""The dtypes in which the entries of a state dict are stored."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torchstore_core.errors import ConfigurationError
 
 __all__ = ["CastPlan", "Casts"]
 
-#: What ``transfer_dtype`` may be.
+#: The type of the ``transfer_dtype`` argument.
 Casts = torch.dtype | Mapping[str, torch.dtype | None] | None
 _WILDCARD = re.compile(r"[*?]|\[.[^]]*\]")
 
 
 class CastPlan:
-    """Which dtype an entry is stored in."""
+    """Determines the dtype that each entry is stored in."""
 
     def __init__(self, wanted: Casts) -> None:
         self._all: torch.dtype | None = None
@@ -30,7 +30,7 @@ class CastPlan:
                 if not isinstance(pattern, str):
                     raise ConfigurationError(f"transfer_dtype: a pattern is a str, not {pattern!r}")
                 self._patterns.append((pattern, None if dtype is None else _floating(dtype)))
-            # The most literal characters first.
+            # The pattern with the most literal characters comes first.
             self._patterns.sort(key=lambda item: -len(_WILDCARD.sub("", item[0])))
         elif wanted is not None:
             raise ConfigurationError(
@@ -38,7 +38,7 @@ class CastPlan:
             )
 
     def of(self, name: str) -> torch.dtype | None:
-        """The dtype of an entry; None: its own."""
+        """The dtype to store an entry in; None: its own dtype."""
         for pattern, dtype in self._patterns:
             if fnmatchcase(name, pattern):
                 return dtype

@@ -1,4 +1,4 @@
-"""State dicts: what a participant puts of one, and how a reader gets one version of it."""
+"""State dicts: putting the part of one participant, and getting one consistent version."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ log = logging.getLogger(__name__)
 
 
 class PendingPut:
-    """A state dict whose values may be changed again, while its commit is under way.
+    """A put of a state dict that is still committing, but whose values may be changed again.
 
-    Awaiting it gives the ``ObjectRef``, or raises what went wrong. One that is never awaited
-    still commits, if its event loop lives long enough; it logs what went wrong.
+    Awaiting it returns the ``ObjectRef``, or raises the error of the commit. If it is never
+    awaited, it still commits, provided that its event loop lives long enough; an error is logged.
     """
 
     def __init__(self, key: str, putting: Putting | None) -> None:
@@ -73,7 +73,7 @@ class PendingPut:
         self._task: asyncio.Task[ObjectRef] | None = None
         if putting is not None:
             self._task = asyncio.create_task(self._commit(putting))
-            # Not in the task: one that is cancelled before it begins would undo nothing.
+            # Not inside the task: a task that is cancelled before it starts would undo nothing.
             self._task.add_done_callback(putting.__exit__)
             putting.undo_with(self._task)
             putting.clock.outlives_call = True
@@ -81,7 +81,7 @@ class PendingPut:
 
     @classmethod
     def finished(cls, ref: ObjectRef) -> PendingPut:
-        """One with nothing left to do."""
+        """A put that is already complete."""
         made = cls(ref.key, None)
         made._ref = ref
         return made
@@ -90,7 +90,7 @@ class PendingPut:
         return f"<PendingPut of {self.key!r}, {'done' if self.done() else 'committing'}>"
 
     def done(self) -> bool:
-        """Whether the commit has ended, one way or the other."""
+        """Whether the commit has ended, successfully or not."""
         return self._task is None or self._task.done()
 
     def __await__(self) -> Generator[Any, None, ObjectRef]:
@@ -114,7 +114,7 @@ class PendingPut:
         if task.cancelled():
             clock.end(asyncio.CancelledError())
             return
-        self._task = None  # it refers to its event loop, which may never be closed
+        self._task = None  # the task refers to its event loop, which may never be closed
         self._error = task.exception()
         clock.end(self._error)
         if self._error is None:
@@ -135,11 +135,11 @@ def plan_put(
     anonymous: str,
     allow_pickle: bool,
 ) -> tuple[list[Source], m.Publication | None]:
-    """Look at every entry once: what is to be stored, and as part of what; None: of nothing, for
-    this rank is in no mesh of its DTensors.
+    """Inspect every entry once. Returns the sources to store and the publication that they belong
+    to; None instead of a publication if this rank is in no mesh of its DTensors.
 
     Args:
-        anonymous: who this process is if it has no rank.
+        anonymous: how to identify this process if it has no rank.
 
     Raises:
         ConfigurationError, UnsupportedValueError, LayoutMismatchError, UnsafeObjectError
@@ -159,7 +159,7 @@ def plan_put(
     leaves = nesting.flatten(key, state_dict) if packed is None else packed.leaves()
     ranks: frozenset[int] = frozenset()
     outside = False
-    places: dict[tuple[int, ...], tuple[int, ...]] = {}  # of TensorShards: mesh, place in it
+    places: dict[tuple[int, ...], tuple[int, ...]] = {}  # of TensorShards: coordinates by mesh
     ties = Ties()
     sources: list[Source] = []
     casts = CastPlan(transfer_dtype)
@@ -215,7 +215,7 @@ def plan_put(
         participants = len(ranks) or max([math.prod(mesh) for mesh in places], default=1)
     if participants == 1 and not partial:
         _check_alone(key, sources)
-    who = ""  # one that is alone needs no name: whoever puts next makes the next version
+    who = ""  # a single participant needs no name: every put makes the next version
     if participants > 1:
         who = str(participant) if participant is not None else this_rank()
         mesh = max(places, key=math.prod, default=())
@@ -226,7 +226,7 @@ def plan_put(
 
 
 def _check_alone(key: str, sources: Sequence[Source]) -> None:
-    """Who says that nobody else puts must have all of every tensor."""
+    """Check that a sole participant puts every tensor as a whole."""
     for source in sources:
         part = source.part
         if part is not None and tuple(part.local_shape) != tuple(part.global_shape):
@@ -248,14 +248,14 @@ def _global_nbytes(source: Source) -> int:
 
 
 def _digest(sources: Sequence[Source]) -> str:
-    """Tells participants without a rank apart that hold different entries, or other shards."""
+    """A digest that distinguishes participants without a rank by their entries and shards."""
     places = ((s.key, "" if s.part is None else s.part.offsets) for s in sources)
     names = "\0".join(f"{name} {place}" for name, place in places)
     return hashlib.sha1(names.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:8]
 
 
 def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
-    """How the entry would be stored."""
+    """The metadata with which the entry would be stored."""
     if isinstance(value, TensorShard):
         shape, own = value.tensor_slice.global_shape, value.tensor.dtype
     else:
@@ -270,12 +270,12 @@ def _meta_with(value: Any, dtype: torch.dtype | None) -> TensorMeta:
 
 @dataclass
 class StateDictReport:
-    """What did not match between a stored state dict and the one to fill.
+    """The differences between a stored state dict and the one to fill.
 
     Args:
         missing: entries to fill that are not stored.
-        unexpected: entries that are stored, but that there is nothing to fill for.
-        mismatched: why an entry does not fit, by name.
+        unexpected: stored entries that have no destination.
+        mismatched: for each entry that does not fit, by name, the reason.
         version: the version that was read.
     """
 
@@ -299,12 +299,12 @@ class StateDictReport:
 
 
 class Wanted(NamedTuple):
-    """A reader's state dict, looked at once.
+    """A reader's state dict, inspected once.
 
     Args:
-        asks: what to ask for; mostly one for each leaf, several for one in several pieces.
-        places: which leaf each of them is for.
-        same_as: leaves that share the memory of an earlier one, and which.
+        asks: the requests: usually one for each leaf; several for a leaf in several pieces.
+        places: for each request, the position of its leaf.
+        same_as: leaves that share the memory of an earlier leaf, with the position of that leaf.
     """
 
     state_dict: Any
@@ -315,7 +315,7 @@ class Wanted(NamedTuple):
 
 
 def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
-    """What to ask for to fill a state dict; None: for everything.
+    """Plan the requests that fill a state dict; None: request everything.
 
     Raises:
         UnsupportedValueError, LayoutMismatchError: a destination that contradicts itself.
@@ -327,7 +327,7 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
     same_as: dict[int, int] = {}
     asks: list[Want] = []
     places: list[int] = []
-    if are_apart([leaf.value for leaf in leaves]):  # the usual case, of many
+    if are_apart([leaf.value for leaf in leaves]):  # the usual case, with many entries
         asks = [Want(leaf.name, 0, leaf.value, None) for leaf in leaves]
         return Wanted(user_state_dict, leaves, asks, list(range(len(leaves))), same_as)
     for at, leaf in enumerate(leaves):
@@ -348,7 +348,7 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
 
 
 class Filling(NamedTuple):
-    """How a reader wants it; see ``Client.get_state_dict``."""
+    """Options of a get; see ``Client.get_state_dict``."""
 
     strict: bool = True
     cast: bool = False
@@ -357,7 +357,7 @@ class Filling(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a get gave."""
+    """The result of a get."""
 
     state_dict: Any
     entries: int
@@ -373,11 +373,12 @@ async def fetch(
     clock: Clock,
     how: Filling,
 ) -> Fetched:
-    """One message, one lease, one batch of copies; again, if a volume cannot be reached and there
-    are copies elsewhere.
+    """Fetch a version with one message, one lease and one batch of copies. This is repeated if a
+    volume cannot be reached and there are copies on other volumes.
 
     Raises:
-        LayoutMismatchError: ``how.strict`` and something does not match; nothing was written.
+        LayoutMismatchError: ``how.strict`` is set and something does not match; nothing was
+            written.
     """
     reach = Reach()
     while True:
@@ -409,7 +410,7 @@ async def _fetch(
     try:
         reply = await channel.call(request, m.Fetched, clock.left())
         starts = leasing.granted(reply.entries, reply.leased)
-    except MessageTooLargeError:  # very many names: ask for all entries, and choose here
+    except MessageTooLargeError:  # very many names: request all entries, and select here
         request = msgspec.structs.replace(request, id=channel.next_id(), wants=None)
         reply = await channel.call(request, m.Fetched, clock.left())
         starts = leasing.granted(reply.entries, reply.leased)
@@ -442,7 +443,7 @@ async def _fetch(
 
 
 def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.Fetched, list[int]]:
-    """Of a reply with all entries, what the server would have answered to the asks."""
+    """From a reply with all entries, make the reply that the requests would have had."""
     at = {name: i for i, name in enumerate(reply.names)}
     found = [at.get(ask.key) for ask in wanted.asks]
     asked = {ask.key for ask in wanted.asks}
@@ -457,7 +458,7 @@ def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.
 
 
 def _whole(reply: m.Fetched, starts: Sequence[int]) -> tuple[list[Target], list[Plain]]:
-    """Targets for all entries, as new tensors and objects; tied ones once."""
+    """Targets for all entries, as new tensors and objects; tied weights only once."""
     tied = {i for i, _ in reply.same_as}
     entries = [None if at in tied else entry for at, entry in enumerate(reply.entries)]
     nothing: list[None] = [None] * len(entries)
@@ -488,14 +489,14 @@ def _matching(
     *,
     cast: bool,
 ) -> tuple[list[Target], list[Plain]]:
-    """Targets for the entries that match; what does not, goes into the report.
+    """Targets for the entries that match. Entries that do not are added to the report.
 
-    Destinations that share their memory are filled once, from the first of them that is stored.
+    Destinations that share memory are filled once, from the first of their entries that is stored.
     """
     leaves = wanted.leaves
     report.mismatched = {}
     report.unexpected = reply.names
-    if reply.names:  # a leaf of which no piece is here was not asked for
+    if reply.names:  # a leaf with no piece on this rank was not requested
         absent = {leaves[at].name for at in set(range(len(leaves))) - set(wanted.places)}
         report.unexpected = [name for name in reply.names if name not in absent]
     targets: list[Target] = []
@@ -553,7 +554,7 @@ def _check_kind(leaf: Leaf, ask: Want, entry: m.Entry) -> None:
 
 
 def _filled(wanted: Wanted, targets: Sequence[Target], values: dict[int, Any]) -> Any:
-    """The reader's state dict with the values that are no tensors of its own."""
+    """The reader's state dict, with new values for the leaves that are not its own tensors."""
     new = {target.key: values[target.at] for target in targets if target.tensor is None}
     if not new:
         return wanted.state_dict

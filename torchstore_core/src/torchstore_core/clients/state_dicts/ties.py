@@ -1,4 +1,4 @@
-"""Tied weights: tensors that are the same elements in memory."""
+"""Tied weights: tensors that consist of the same elements in memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torchstore_core.clients.values.sharding import TensorShard, is_dtensor
 
 __all__ = ["PLAIN", "Ties", "are_apart", "shared"]
 
-#: Tensors that have bytes of their own.
+#: Types of tensors that have bytes of their own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_TYPES = frozenset(PLAIN)
 
 
 class Ties:
-    """Finds tensors that are the same elements in memory as an earlier one."""
+    """Finds tensors that consist of the same elements in memory as an earlier one."""
 
     def __init__(self) -> None:
-        # By address the only one there; or what lies there, by what it is.
+        # By address: the only tensor at it, or a dict of all tensors at it by their identity.
         self._found: dict[int, tuple[Any, int] | dict[object, int]] = {}
 
     def find(self, value: Any, mark: int) -> int | None:
-        """The mark of the first such tensor; None, and ``mark`` is remembered, if it is new."""
+        """The mark of the first such tensor. If there is none, store ``mark`` and return None."""
         tensor = value
         if type(value) not in PLAIN:
             if isinstance(value, TensorShard):
@@ -50,27 +50,27 @@ class Ties:
 
 
 def shared(addresses: Sequence[int]) -> Collection[int]:
-    """Those that come more than once: only there can plain tensors (``values.plain``) be tied."""
+    """Addresses that occur more than once: only these can have tied plain tensors."""
     if len(set(addresses)) == len(addresses):
         return ()
     return {address for address, times in Counter(addresses).items() if times > 1}
 
 
 def are_apart(values: Sequence[Any]) -> bool:
-    """Whether all are tensors with bytes of their own, each at another address, so that none of
-    them can be tied; False if it takes a closer look to say.
+    """Whether all are tensors with bytes of their own, each at a different address, so that none
+    of them can be tied. Returns False if a closer look is needed to decide.
     """
     if not _PLAIN_TYPES.issuperset(map(type, values)):
         return False
     try:
         addresses = set(map(torch.Tensor.data_ptr, values))
-    except RuntimeError:  # no strided tensor
+    except RuntimeError:  # not a strided tensor
         return False
     return len(addresses) == len(values) and 0 not in addresses
 
 
 def _identity(value: Any) -> object:
-    """Equal, and hashable, for tensors at one address if they are the same elements."""
+    """A hashable value that is equal for tensors at one address with the same elements."""
     if isinstance(value, TensorShard):
         return _identity(value.tensor), repr(value.tensor_slice)
     if is_dtensor(value):

@@ -1,1 +1,1 @@
-"""How the bytes of a put and of a get move."""
+"""Moving the bytes of puts and gets."""

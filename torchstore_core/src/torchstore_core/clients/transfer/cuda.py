@@ -1,6 +1,6 @@
-"""CUDA tensors: copies to and from segments, page-locked where the driver allows, on a side stream.
+"""Copies between CUDA tensors and segments, on a side stream, page-locked if the driver allows.
 
-Never executed where torch has no CUDA; its tests carry the ``gpu`` mark.
+Never executed where torch has no CUDA; its tests carry the ``gpu`` marker.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torchstore_core.machine.virtual_memory import before_unmap
 
 __all__ = ["transfer"]
 
-# Memory is page-locked by aligned blocks of this many bytes, counted from the window's
-# start, once for the life of the process.
+# Memory is page-locked in aligned blocks of this many bytes, counted from the start of the
+# window, and each block only once in the life of the process.
 _BLOCK = 16 << 20
 
 _lock = threading.Lock()
@@ -31,22 +31,22 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 
 async def transfer(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], window: Window) -> None:
-    """Copy ``(target, source)`` pairs, one of each on a device, the other inside ``window``.
+    """Copy ``(target, source)`` pairs: one tensor is on a device, the other inside ``window``.
 
-    On return the bytes are there. Work that the caller's current streams have queued on the
-    tensors comes first.
+    When this returns, the copies are complete. They run after any work that is already queued on
+    the caller's current streams.
     """
     ready: dict[torch.device, torch.cuda.Event] = {}
     for target, source in pairs:
         device = (target if target.is_cuda else source).device
         if device not in ready:
             ready[device] = torch.cuda.current_stream(device).record_event()
-    # To the end even if cancelled: the memory must not be given back under a running copy.
+    # Run to the end even if cancelled: the memory must not be released during a running copy.
     await finished(asyncio.create_task(in_thread(lambda: _copy(pairs, window, ready))))
 
 
 async def finished(task: asyncio.Task[None]) -> None:
-    """Wait for ``task`` to end, also when the waiter is cancelled; then pass the cancel on."""
+    """Wait for ``task`` to end, even if the caller is cancelled; then re-raise the cancellation."""
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -70,7 +70,7 @@ def _copy(
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 for to, of in _pinned_parts(target, source, window):
                     to.copy_(of, non_blocking=True)
-    finally:  # also after a failure: the copies before it may still run
+    finally:  # after a failure as well: earlier copies may still be running
         for stream in used:
             stream.synchronize()
 
@@ -78,7 +78,7 @@ def _copy(
 def _pinned_parts(
     target: torch.Tensor, source: torch.Tensor, window: Window
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs that each lie within one page-locked block (a copy must not span two of them)."""
+    """Split a pair so that each part lies in one page-locked block (no copy may span two)."""
     plain = target.is_contiguous() and source.is_contiguous() and target.dtype is source.dtype
     if not plain or not target.numel():
         return [(target, source)]
@@ -97,8 +97,8 @@ def _pinned_parts(
 
 
 def _pin(block: int, nbytes: int) -> None:
-    """Page-lock one block; a refusal (memlock limit, end of mapping) is said once, then lived
-    with: the copy is slower, not wrong.
+    """Page-lock one block. A failure (memlock limit, end of mapping) only causes one warning:
+    copies are slower without page-locking, but still correct.
     """
     global _pinning_works
     with _lock:
@@ -119,11 +119,11 @@ def _pin(block: int, nbytes: int) -> None:
 
 
 def _unpin(address: int, nbytes: int) -> None:
-    """Before a window is unmapped: another one may be mapped at its address."""
-    # No lock: in a forked child a thread that does not exist there may hold it. Nobody pins a
-    # window that is being closed.
+    """Unlock a window before it is unmapped: another one may later be mapped at its address."""
+    # Without the lock: in a forked child, it may be held by a thread that does not exist there.
+    # No other thread pins a window that is being closed.
     for block in [b for b in _pinned if address <= b < address + nbytes]:
-        if _pinned.pop(block, None) == os.getpid():  # the locks are the parent's, not a child's
+        if _pinned.pop(block, None) == os.getpid():  # only the process that locked it
             torch.cuda.cudart().cudaHostUnregister(block)
 
 

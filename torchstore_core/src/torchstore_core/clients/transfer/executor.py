@@ -1,8 +1,8 @@
-"""Carries out plans: the one place where bytes of values are moved.
+"""Executes transfer plans: the only place where the bytes of values are moved.
 
-It owns staging, copy threads, streams of devices, and what runs at the same time. A link with a
-window is memory that is copied to and from here; any other link only takes batches of contiguous
-copies.
+This module is responsible for staging, copy threads, device streams and concurrency. If a link has
+a window, this process copies directly to and from that memory; any other link only accepts batches
+of contiguous copies.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = ["Moved", "by_link", "execute", "together"]
 
 T = TypeVar("T")
 
-# Up to this many bytes the volumes of this host have their turn one after the other: a task for
-# each would take longer.
+# Up to this many bytes, the volumes of this host are processed one after another: creating a task
+# for each would take longer.
 _ONE_BY_ONE = 1 << 20
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """What has become of a batch.
+    """The outcome of a batch.
 
     Args:
-        transport: its name; empty if the volume was lost meanwhile: the server knows what that
-            means for a put.
-        mappings: what was mapped of it instead of being copied.
+        transport: the name of the transport that moved it. Empty if the volume was lost in the
+            meantime; the server decides what that means for a put.
+        mappings: the parts that were mapped instead of copied.
     """
 
     batch: Batch
@@ -56,13 +56,13 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 async def execute(session: Session, batches: Sequence[Batch]) -> list[Moved]:
-    """Move all batches, those of different volumes at the same time.
+    """Move all batches; those of different volumes move concurrently.
 
-    When it raises, cancellation included, no byte moves any more.
+    If this raises, or is cancelled, no transfer is still running afterwards.
 
     Raises:
-        TransportError: no link could move one of them.
-        UnsupportedValueError: a tensor has changed meanwhile.
+        TransportError: no link could move one of the batches.
+        UnsupportedValueError: a tensor has changed in the meantime.
     """
     if len(batches) == 1:
         return [await _execute(session, batches[0])]
@@ -74,8 +74,9 @@ async def execute(session: Session, batches: Sequence[Batch]) -> list[Moved]:
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """At the same time; when one fails, or the caller is cancelled, all have stopped. (A TaskGroup
-    of Python 3.11 loses the caller's cancellation when one fails while the others stop.)
+    """Run coroutines concurrently. If one fails, or the caller is cancelled, all have stopped when
+    this raises. (The TaskGroup of Python 3.11 loses the caller's cancellation if a task fails while
+    the others are stopping.)
     """
     tasks = [asyncio.ensure_future(one) for one in work]
     cancelled = False
@@ -96,7 +97,7 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _execute(session: Session, batch: Batch) -> Moved:
-    """Move a batch by the best link; by the next one, if it fails."""
+    """Move a batch over the best link; if that fails, over the next best."""
     links = session.volumes[batch.volume]
     last: TransportError | None = None
     try:
@@ -129,7 +130,7 @@ async def _by_candidate(
 
 
 async def by_link(link: Link, batch: Batch) -> Sequence[mapping.Mapped]:
-    """Move a batch over a link, by the best way that it has."""
+    """Move a batch over a link, in the best way that the link supports."""
     mapped: Sequence[mapping.Mapped] = ()
     if isinstance(batch, GetBatch):
         if isinstance(link, SupportsMap):
@@ -147,8 +148,8 @@ async def by_link(link: Link, batch: Batch) -> Sequence[mapping.Mapped]:
 
 
 async def _by_window(link: SupportsWindow, batch: Batch) -> None:
-    """Copy between memory and the segment: contiguous bytes in chunks over the copy threads, rows
-    as such, the rest by torch; what is on a device on its side stream.
+    """Copy between memory and the segment. The copy threads copy contiguous bytes in chunks, rows
+    as rows, and everything else with torch; tensors on a device are copied on its side stream.
     """
     device: list[tuple[torch.Tensor, torch.Tensor]] = []
     await copying.run(_tasks(link, batch, device), batch.nbytes)
@@ -159,7 +160,7 @@ async def _by_window(link: SupportsWindow, batch: Batch) -> None:
 def _tasks(
     link: SupportsWindow, batch: Batch, device: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> Iterator[copying.Task]:
-    """What the copy threads do. Pairs of tensors with one on a device are left to the caller."""
+    """Tasks for the copy threads. Pairs with a tensor on a device go into ``device`` instead."""
     window = link.window(batch.segment)
     base, into = window.address, batch.into_segment
     stream = batch.nbytes >= copying.STREAM_MIN
@@ -193,7 +194,7 @@ def _chunks(
     rows: Sequence[Rows],
     size: int,
 ) -> Iterator[copying.Task]:
-    """Runs and rows as tasks of about ``size`` bytes."""
+    """Divide runs and rows into tasks of about ``size`` bytes."""
     stream = batch.nbytes >= copying.STREAM_MIN
     if batch.into_segment:
         grids = [
@@ -219,8 +220,8 @@ def _run_task(
     nbytes = sum([nbytes for _, _, nbytes in chunk])
 
     def task() -> None:
-        # A batch mostly lies in one run, in order, so that a chunk is one range; when it is not,
-        # faults do the work.
+        # A batch usually is one contiguous run, in order, so that a chunk is one range. If it is
+        # not, the pages are faulted in as they are touched.
         if 0 < high - low <= nbytes + nbytes // 2:
             link.prepare(segment, low, high - low, fresh=into)
         copying.copy_runs(chunk, base, into=into, stream=stream)
@@ -238,7 +239,7 @@ def _row_task(
     nbytes = sum([grid[2] * grid[3] for grid in grids])
 
     def task() -> None:
-        # Shards of columns touch every page of the rows that they are part of.
+        # Column shards touch every page of the rows that they belong to.
         if 0 < high - low <= 8 * nbytes:
             link.prepare(segment, low, high - low, fresh=into)
         copying.copy_grids(grids, stream=stream)
@@ -247,7 +248,7 @@ def _row_task(
 
 
 def _pair(move: TensorMove, base: int, into: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target and source of a move, as tensors of one shape."""
+    """The target and source of a move, as tensors of the same shape."""
     tensor = move.tensor
     stored = tensor_at(base + move.offset, move.shape, move.dtype)
     if move.box is not None:
@@ -263,7 +264,7 @@ def _pair(move: TensorMove, base: int, into: bool) -> tuple[torch.Tensor, torch.
 
 
 async def _by_copies(link: Link, batch: Batch) -> None:
-    """One batch of contiguous copies; what is not contiguous here goes through memory that is."""
+    """Use one batch of contiguous copies; tensors that are not contiguous here are staged."""
     segment = batch.segment
     copies: list[Copy] = []
     staged: list[tuple[TensorMove, torch.Tensor]] = []
@@ -284,7 +285,7 @@ async def _by_copies(link: Link, batch: Batch) -> None:
         return
     await link.read(copies)
     for move, packed in staged:
-        address_of(move.key, move.tensor)  # it may have changed meanwhile
+        address_of(move.key, move.tensor)  # it may have changed in the meantime
         if move.tensor.dtype is packed.dtype:
             byte_like(move.tensor).copy_(byte_like(packed))
         else:
@@ -292,11 +293,11 @@ async def _by_copies(link: Link, batch: Batch) -> None:
 
 
 def _packed(move: TensorMove) -> torch.Tensor:
-    """What is to be stored, in contiguous memory of this process."""
+    """The value to store, in contiguous memory of this process."""
     packed = move.tensor.cpu().to(move.dtype)
     return packed if packed.is_contiguous() else byte_like(packed).contiguous()
 
 
 def _empty(move: TensorMove) -> torch.Tensor:
-    """Memory for what is to be read."""
+    """Contiguous memory to read a value into."""
     return torch.empty(tuple(move.tensor.shape), dtype=move.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""The steps of a get, on an open session and channel."""
+"""The steps of a get, over an open session and channel."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["Leasing", "Reach", "Want", "asks_of", "get_asks"]
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):
-    """One value that is wanted, or a ``part`` of it. ``tensor``: to be filled; until
-    :func:`asks_of` it may be sharded.
+    """A request for one value, or for a ``part`` of it. ``tensor`` is the destination, if there is
+    one; it may be sharded until :func:`asks_of` has split it.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     part: TensorSlice | None
 
     def wire(self) -> m.Want:
-        """As a message says it."""
+        """The form that is sent in a message."""
         part = self.part
         if part is None:
             return m.Want(self.key, self.version)
@@ -50,7 +50,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> Want:
-        if type(what) is str and part is None:  # the usual case, many times
+        if type(what) is str and part is None:  # the usual case, very often
             return cls(check_key(what), 0, tensor, None)
         if part is not None and not isinstance(part, TensorSlice):
             raise UnsupportedValueError(
@@ -69,7 +69,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
 
 
 def asks_of(want: Want) -> list[Want]:
-    """What to ask of the server: one for each piece of a sharded destination, else the want itself.
+    """Split a request: one for each piece of a sharded destination, otherwise the request itself.
 
     Raises:
         LayoutMismatchError, UnsupportedValueError: a destination that contradicts itself.
@@ -90,7 +90,7 @@ def asks_of(want: Want) -> list[Want]:
 
 
 def _exact(key: str, version: int) -> int:
-    """A version that may exist: 0 would ask the server for the newest."""
+    """Check an explicit version: to the server, 0 would mean the newest one."""
     if not isinstance(version, int):
         raise UnsupportedValueError(f"a version is an int, not a {type(version).__qualname__}")
     if not 0 < version < 1 << 63:
@@ -101,10 +101,11 @@ def _exact(key: str, version: int) -> int:
 async def get_asks(
     session: Session, channel: Channel, asks: Sequence[Want], clock: Clock, allow_pickle: bool
 ) -> tuple[dict[int, Any], list[m.Entry]]:
-    """Locate and lease, check everything, then move bytes; give back what is not mapped.
+    """Locate and lease the values, check everything, then move the bytes; release what is not
+    mapped.
 
     Returns:
-        The values by position of their ask, and the entries.
+        The values by the position of their request, and the entries.
     """
     if not asks:
         return {}, []
@@ -144,11 +145,11 @@ async def get_asks(
 
 
 class Reach:
-    """Which volumes a get could not read from: it asks again, for copies elsewhere. Each try is a
-    ``with`` block.
+    """Keeps track of the volumes that a get could not read from, so that it can retry with copies
+    on other volumes. Each attempt is a ``with`` block.
 
     Attributes:
-        avoid: those volumes.
+        avoid: the volumes that failed.
     """
 
     __slots__ = ("_errors", "avoid")
@@ -161,7 +162,7 @@ class Reach:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """One try has ended. A volume that fails for the first time is noted, not raised."""
+        """End an attempt. The first failure of a volume is recorded and its error suppressed."""
         if not isinstance(error, TransportError):
             return False
         volume = error.details.get("volume")
@@ -172,7 +173,7 @@ class Reach:
         return True
 
     def check(self, entries: Sequence[m.Entry | None]) -> None:
-        """Raises the error of a volume that entries still name: there is no copy elsewhere."""
+        """Raise the error of a failed volume that entries still name: there is no other copy."""
         if not self._errors:
             return
         for entry in entries:
@@ -185,7 +186,7 @@ class Reach:
 
 
 class Leasing:
-    """A lease under way: left, what is not mapped is given back."""
+    """A lease during a get. On exit, everything that is not mapped is released."""
 
     def __init__(self, session: Session, channel: Channel, clock: Clock) -> None:
         self._session = session
@@ -200,7 +201,7 @@ class Leasing:
         return self
 
     def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
-        """The server has answered; the position of each entry's first value in the lease."""
+        """Record the reply; returns the position of each entry's first value in the lease."""
         self._leased = leased
         starts: list[int] = []
         count = 0
@@ -214,8 +215,8 @@ class Leasing:
     async def read(
         self, targets: Sequence[Target], allow_pickle: bool, plain: Sequence[Plain] = ()
     ) -> dict[int, Any]:
-        """Move the bytes; the values by position of their target. What was mapped keeps its part of
-        the lease until its tensors die.
+        """Move the bytes; returns the values by the position of their target. Mapped values keep
+        their part of the lease until their tensors are garbage-collected.
         """
         measured = self._clock.measured
         results = Results()
@@ -248,7 +249,7 @@ class Leasing:
 
 
 def _release(session: Session, channel: Channel, lease: int, mapped: set[int], count: int) -> None:
-    """Give back the lease, or all of it but what lives on in mapped tensors."""
+    """Release the lease, except for the positions that mapped tensors still use."""
     rest = [at for at in range(count) if at not in mapped] if mapped else None
     message = m.Release([lease]) if rest is None else m.Release([], [(lease, rest)])
     try:

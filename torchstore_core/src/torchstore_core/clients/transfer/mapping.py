@@ -1,4 +1,4 @@
-"""Zero-copy gets: what is large and contiguous is mapped instead of being copied."""
+"""Zero-copy gets: large, contiguous values are mapped instead of copied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchstore_core.errors import TransportError
 
 __all__ = ["Mapped", "map_runs"]
 
-# Mappable values whose gap is at most this many bytes share one mapping and one lease.
+# Mappable values that are at most this many bytes apart share one mapping and one lease.
 _GROUP_GAP = 1 << 20
 
 
@@ -27,8 +27,8 @@ class Mapped(NamedTuple):
 
 
 def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetBatch]:
-    """Map what is large and contiguous, one mapping for neighbours: what was put together lies
-    together. Returns the mappings, and what is left to be copied.
+    """Map large, contiguous values. Neighbours share a mapping, as values that were put together
+    lie next to each other. Returns the mappings, and a batch of what is left to be copied.
     """
     rest: list[tuple[Target, Piece]] = []
     mappable: list[tuple[int, Target]] = []

@@ -1,8 +1,8 @@
 """Plans: which bytes move between this process's memory and the segments of volumes.
 
-Pure functions of what is put or wanted and of where it lies. A plan is a :class:`Batch` for each
-segment; its moves are made as they are asked for, so that copies can run while the rest of a large
-batch is still being planned. :mod:`.executor` carries them out.
+These are pure functions of the values to put or get and of their locations. A plan is a
+:class:`Batch` for each segment. Its moves are generated lazily, so that copies can run while the
+rest of a large batch is still being planned. :mod:`.executor` executes them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ __all__ += ["contiguous_start", "get_batches", "put_batches"]
 
 T = TypeVar("T")
 
-#: Contiguous bytes: their address here, their offset in the segment, and how many there are.
+#: Contiguous bytes: their address in this process, their offset in the segment, and their number.
 Run = tuple[int, int, int]
-#: Rows of bytes: address, offset, bytes of a row, number of rows, and the bytes from one row to
-#: the next, here and in the segment.
+#: Rows of bytes: address, offset, bytes per row, number of rows, and the stride in bytes between
+#: rows, in this process and in the segment.
 Rows = tuple[int, int, int, int, int, int]
 
 
 class TensorMove(NamedTuple):
-    """What torch has to move: rows too short to be worth it, another dtype, or a device.
+    """A move that torch must do: its rows are too short, its dtype differs, or it is on a device.
 
     Args:
-        tensor: in this process's memory, any strides.
-        offset, shape, dtype: of the stored value in its segment, where it is row-major.
-        box: the part of the stored value; None: all of it.
+        tensor: in this process's memory, with any strides.
+        offset, shape, dtype: those of the stored value in its segment, where it is row-major.
+        box: the part of the stored value that is moved; None: all of it.
     """
 
     key: str
@@ -55,25 +55,25 @@ class TensorMove(NamedTuple):
     box: Box | None = None
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Offset and bytes of each contiguous run of it in the segment, in row-major order."""
+        """Offset and length in bytes of each contiguous run in the segment, in row-major order."""
         itemsize = self.dtype.itemsize
         box = boxes.whole(self.shape) if self.box is None else self.box
         for start, length in boxes.contiguous_runs(box, self.shape):
             yield self.offset + start * itemsize, length * itemsize
 
 
-#: What is one run comes in a list: of many, or alone.
+#: Contiguous runs come in lists, of one run or of many.
 Move = list[Run] | Rows | TensorMove
 
 
 class Batch(ABC):
-    """What moves between this process and one segment of one volume.
+    """The bytes to move between this process and one segment of one volume.
 
     Attributes:
         volume, segment: their indices.
-        nbytes: of all moves.
-        into_segment: a put; else a get.
-        on_device: some of the tensors lie on a device.
+        nbytes: total of all moves.
+        into_segment: True for a put, False for a get.
+        on_device: whether any of the tensors is on a device.
     """
 
     volume: int
@@ -84,20 +84,20 @@ class Batch(ABC):
 
     @abstractmethod
     def moves(self, room: int | None) -> Iterator[Move]:
-        """The moves, in order, planned as they are asked for.
+        """The moves, in order, generated lazily.
 
         Args:
-            room: bytes of the segment, if its memory is addressable here; None: it is not, so
-                that what is strided here comes as a :class:`TensorMove`.
+            room: size of the segment in bytes if its memory is addressable in this process; None
+                if it is not, in which case every strided tensor becomes a :class:`TensorMove`.
 
         Raises:
-            TransportError: a value would lie outside of the segment.
+            TransportError: a value would lie outside the segment.
             UnsupportedValueError: a tensor has changed since it was looked at.
         """
 
 
 class PutBatch(Batch):
-    """Values on their way into the places that were granted for them."""
+    """Values to be written to the places that were granted for them."""
 
     into_segment = True
 
@@ -118,7 +118,7 @@ class PutBatch(Batch):
     def moves(self, room: int | None) -> Iterator[Move]:
         plain, offsets = self._plain, self._offsets
         looked = look([source.tensor for source in plain])
-        # Whose ``.data`` is replaced meanwhile keeps the memory that is being copied.
+        # If the ``.data`` of a tensor is replaced during the copy, its memory must stay alive.
         self._memory = list(looked.storages)
         runs, changed = _same(looked, [source.meta for source in plain], offsets)
         if _are_inside(runs, room):
@@ -153,7 +153,7 @@ class PutBatch(Batch):
 
 
 def put_batches(granted: Iterable[tuple[Source, m.Grant | None]]) -> Sequence[PutBatch]:
-    """The plan of a put. A source whose grant is None is not written."""
+    """The plan of a put. Sources whose grant is None are not written."""
     return [PutBatch(*place, *there) for place, there in _by_place(granted).items()]
 
 
@@ -162,7 +162,7 @@ Job = tuple[Target, Piece]
 
 
 class GetBatch(Batch):
-    """Pieces on their way from a segment to where they are wanted."""
+    """Pieces to be read from a segment into their destinations."""
 
     into_segment = False
 
@@ -234,7 +234,7 @@ class GetBatch(Batch):
 def get_batches(
     targets: Iterable[Target], results: Results, plain: Sequence[Plain] = ()
 ) -> Sequence[GetBatch]:
-    """The plan of a get, but for what comes inside the reply."""
+    """The plan of a get, except for values that are contained in the reply."""
     pieces = [((target, piece), piece.grant) for target in targets for piece in target.pieces]
     jobs = _by_place(pieces)
     whole = _by_place(zip(plain, [one.entry.grant for one in plain], strict=True))
@@ -248,8 +248,8 @@ def get_batches(
 def _by_place(
     granted: Iterable[tuple[T, m.Grant | None]],
 ) -> dict[tuple[int, int], tuple[list[T], list[int]]]:
-    """What lies in the same volume and segment together, and the offset of each. (Two lists: the
-    garbage collector would look at every pair, in the middle of a large transfer.)
+    """Group items by volume and segment, each with its offset. (Two lists instead of a list of
+    pairs: the garbage collector would visit every pair, in the middle of a large transfer.)
     """
     found: dict[tuple[int, int], tuple[list[T], list[int]]] = {}
     volume = segment = -1
@@ -269,8 +269,8 @@ def _by_place(
 def _same(
     looked: Looked, metas: Sequence[ValueMeta], offsets: Sequence[int]
 ) -> tuple[list[Run], Sequence[int]]:
-    """The runs of plain tensors, as far as they still are what they were when they were looked at;
-    and which are not: one by one, it is found out what has become of them.
+    """The runs of the plain tensors that have not changed since they were inspected, and the
+    positions of those that have: the caller handles these one by one.
     """
     runs = list(zip(looked.addresses, offsets, looked.sizes, strict=True))
     if looked.metas == metas:
@@ -281,7 +281,7 @@ def _same(
 
 
 def _are_inside(runs: Sequence[Run], room: int | None) -> bool:
-    """Whether all runs lie inside of a segment of ``room`` bytes (None: it is not known)."""
+    """Whether all runs lie inside a segment of ``room`` bytes (None: its size is not known)."""
     if room is None or not runs:
         return True
     ends = [offset + nbytes for _, offset, nbytes in runs]
@@ -289,7 +289,7 @@ def _are_inside(runs: Sequence[Run], room: int | None) -> bool:
 
 
 def contiguous_start(piece: Piece, itemsize: int) -> int | None:
-    """Byte offset of the wanted part in its segment if it is one run there, else None."""
+    """Byte offset of the requested part in its segment if it is one run there, else None."""
     if piece.grant is None:
         return None
     start = _first_if_run(piece.box, piece.shape)
@@ -299,9 +299,9 @@ def contiguous_start(piece: Piece, itemsize: int) -> int | None:
 def _rows(
     piece: Piece, address: int, steps: Sequence[int], offset: int, itemsize: int
 ) -> list[Rows] | None:
-    """How to copy a piece into its place, in a result at ``address``, by rows. In plain numbers:
-    an operation of torch lets go of the interpreter lock, and while copy threads run it takes long
-    to get it back.
+    """How to copy a piece row by row into its place in a result at ``address``. This computes with
+    plain numbers: a torch operation releases the GIL, and while copy threads are running it takes
+    long to reacquire it.
     """
     if piece.into is not None:
         ahead = sum([o * step for o, step in zip(piece.into.offset, steps, strict=True)])
@@ -312,9 +312,9 @@ def _rows(
     return copying.grids(shape, itemsize, address, steps, offset, stored_steps)
 
 
-@lru_cache(maxsize=4096)  # layers repeat, and so do steps
+@lru_cache(maxsize=4096)  # layers of a model repeat, and so do training steps
 def _row_major(shape: tuple[int, ...], box: Box | None) -> tuple[int, list[int]]:
-    """The first element of a box (None: of all) in a row-major tensor, and its strides."""
+    """Index of the first element of a box (None: everything) in a row-major tensor; its strides."""
     steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     if box is None:
         return 0, steps
@@ -323,7 +323,7 @@ def _row_major(shape: tuple[int, ...], box: Box | None) -> tuple[int, list[int]]
 
 @lru_cache(maxsize=4096)
 def _first_if_run(box: Box | None, shape: tuple[int, ...]) -> int | None:
-    """The first element of a box in a row-major tensor if the box is one run of it."""
+    """Index of the first element of a box in a row-major tensor, if the box is one run."""
     if box is None:
         return 0
     if box.is_empty or not boxes.is_contiguous(box, shape):

@@ -1,4 +1,4 @@
-"""The steps of a put, on an open session and channel."""
+"""The steps of a put, over an open session and channel."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ async def put_sources(
     version: int = 0,
     group: m.Publication | None = None,
 ) -> list[int]:
-    """One message for small puts; else begin, write, commit. Undone if anything goes wrong.
+    """Put with one message if it is small; otherwise begin, write and commit. If anything fails,
+    the put is undone.
 
     Returns:
-        The versions, by source; of a state dict one.
+        The version of each source; for a state dict, a single one.
     """
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [source.item(inline_bytes(source)) for source in sources]
@@ -52,7 +53,7 @@ async def put_sources(
 
 
 class Putting:
-    """A put in steps; left without a commit, it is undone."""
+    """A put in steps. If the ``with`` block exits without a commit, the put is undone."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Putting:
         return self
 
     async def begin(self) -> None:
-        """Memory is granted."""
+        """Have the server grant memory for the values."""
         items = [
             m.PutItem(source.key, source.meta, source.nbytes, None, None, source.path)
             if source.plain
@@ -90,9 +91,9 @@ class Putting:
         self.clock.phase("plan")
 
     async def write(self) -> None:
-        """Move the bytes. Afterwards the sources may be changed."""
+        """Move the bytes. Afterwards, the caller may change the sources."""
         placed = [source for source in self._sources if source.nbytes]
-        if len(self._grants) > len(placed):  # a part as long as the first for each further copy
+        if len(self._grants) > len(placed):  # each further copy has as many grants as the first
             placed *= len(self._grants) // len(placed)
         pairs = zip(placed, self._grants, strict=True)
         work = executor.execute(self._session, put_batches(pairs))
@@ -104,7 +105,7 @@ class Putting:
         self.clock.phase("copy")
 
     async def commit(self) -> list[int]:
-        """Make it visible; the versions."""
+        """Make the values visible to readers; returns their versions."""
         commit = m.Commit(self._channel.next_id(), self._txn)
         quick = len(self._grants) <= QUICK_ENTRIES
         done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
@@ -113,12 +114,12 @@ class Putting:
         return done.versions
 
     def undo_with(self, owner: object) -> None:
-        """It is over when ``owner`` dies: a task whose event loop has closed never ends."""
+        """Undo the put when ``owner`` is collected: the task of a closed event loop never ends."""
         weakref.finalize(owner, self._session.abort_if_unfinished, self._txn).atexit = False
 
     def __exit__(self, *_: object) -> None:
         if not self._done:
-            # Unknown ids are ignored, so this is right whether or not the server has begun it.
+            # The server ignores unknown ids, so this is right whether or not it has begun the put.
             try:
                 self._channel.send(m.Abort([self._txn]))
             except TorchStoreError:
@@ -129,7 +130,7 @@ class Putting:
 async def _begin(
     session: Session, channel: Channel, put: m.Put, expect: type[R], clock: Clock
 ) -> R:
-    """Send a Put; a second time if tensors that died here just now held the room it lacks."""
+    """Send a Put. Retry once if tensors that just died in this process held the missing space."""
     quick = expect is m.Committed and len(put.items) <= QUICK_ENTRIES
     try:
         return await channel.call(put, expect, clock.left(), quick=quick)

@@ -1,4 +1,4 @@
-"""What is put: values, looked at once, as bytes to be moved or to ride in the message."""
+"""The values of a put, inspected once: their bytes are moved, or are sent inside the message."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ += ["prepare_all", "prepare_tensor"]
 class Source(msgspec.Struct, frozen=True, gc=False):
     """One value to put: a tensor (detached, any strides), or the bytes of an object.
 
-    ``meta`` describes the whole tensor, in the dtype that it is stored in, of which ``tensor`` is
-    ``part``; ``nbytes`` are those that are stored. ``cast``: the dtype that it is stored in, if
-    that is not its own. ``plain``: the tensor is plain (see ``values.plain``) and the user's own
-    object. For the rest see ``messages.PutItem``.
+    ``meta`` describes the whole tensor in its stored dtype; ``tensor`` is the ``part`` of it that
+    is put here. ``nbytes`` is the number of bytes that are stored. ``cast`` is the stored dtype if
+    it differs from the dtype of ``tensor``. ``plain`` means that the tensor is plain (see
+    ``values.plain``) and is the user's own object. For the other fields see ``messages.PutItem``.
     """
 
     key: str
@@ -51,11 +51,11 @@ class Source(msgspec.Struct, frozen=True, gc=False):
     plain: bool = False
 
     def item(self, data: bytes | None) -> m.PutItem:
-        """What the server is told."""
+        """The description that is sent to the server."""
         return m.PutItem(self.key, self.meta, self.nbytes, data, self.part, self.path, self.same_as)
 
     def address(self) -> int:
-        """Where its bytes begin, if it still is what it was when it was looked at.
+        """The address of the first byte, if the value has not changed since it was inspected.
 
         Raises:
             UnsupportedValueError: the tensor was resized, or its storage freed.
@@ -77,10 +77,10 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 def prepare(
     key: str, value: Any, *, allow_pickle: bool, dtype: torch.dtype | None = None
 ) -> list[Source]:
-    """Look at a value once: what it is, how many bytes it has. One source for each shard.
+    """Inspect a value once: what it is and how many bytes it has. Returns a source for each shard.
 
     Args:
-        dtype: store floating-point tensors in this one; None: in their own.
+        dtype: the dtype to store floating-point tensors in; None: their own.
 
     Raises:
         UnsupportedValueError, UnsafeObjectError, LayoutMismatchError: it cannot be stored.
@@ -103,8 +103,8 @@ def prepare(
 
 
 def prepare_tensor(key: str, value: torch.Tensor, path: bytes = b"") -> Source:
-    """:func:`prepare` of a tensor as it is, under a key that was checked: the usual case, many
-    times.
+    """:func:`prepare` for a tensor that is stored in its own dtype, under a key that was already
+    checked. This is the usual case, and is called very often.
     """
     tensor = storable(key, value)
     return Source(key, describe(tensor), tensor.nbytes, tensor, None, None, path)
@@ -113,14 +113,14 @@ def prepare_tensor(key: str, value: torch.Tensor, path: bytes = b"") -> Source:
 def plain_source(
     key: str, meta: TensorMeta, nbytes: int, value: torch.Tensor, path: bytes = b""
 ) -> Source:
-    """:func:`prepare` of a tensor that was found to be plain, under a key that was checked."""
+    """:func:`prepare` for a tensor known to be plain, under a key that was already checked."""
     return Source(key, meta, nbytes, value, None, None, path, -1, None, True)
 
 
 def prepare_all(
     items: Collection[tuple[str, Any]], *, allow_pickle: bool
 ) -> tuple[list[Source], list[int] | None]:
-    """:func:`prepare` of many: all sources, and how many each value has; None if each has one."""
+    """:func:`prepare` for many values: all sources, and their number per value (None: one each)."""
     sources: list[Source] = []
     counts: list[int] = []
     one_each = True
@@ -154,8 +154,8 @@ def _part(key: str, local: LocalPart, dtype: torch.dtype | None) -> Source:
 
 
 def inline_bytes(source: Source) -> bytes:
-    """The value's bytes, row-major. For callers that have looked at it in this turn of the event
-    loop, see :func:`look_again`.
+    """The value's bytes, in row-major order. The caller must have inspected the value since it last
+    yielded to the event loop; see :func:`look_again`.
     """
     if source.data is not None:
         return source.data
@@ -164,7 +164,7 @@ def inline_bytes(source: Source) -> bytes:
         return b""
     if source.cast is None and tensor.is_cpu and tensor.is_contiguous():
         address = tensor.data_ptr()
-        if address < LOWEST_ADDRESS:  # one that is said to be zeros, without memory
+        if address < LOWEST_ADDRESS:  # one of torch's zero tensors, which have no memory
             address = address_of(source.key, tensor)
         return ctypes.string_at(address, source.nbytes)
     if not tensor.is_cpu:
@@ -177,7 +177,7 @@ def inline_bytes(source: Source) -> bytes:
 
 
 def look_again(sources: Iterable[Source]) -> None:
-    """Others have had their turn since these were prepared.
+    """Check sources again after other tasks may have run since they were prepared.
 
     Raises:
         UnsupportedValueError: a tensor was resized, or its storage freed.

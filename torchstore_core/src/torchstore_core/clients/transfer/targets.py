@@ -1,4 +1,4 @@
-"""What is wanted: entries of a reply, checked, and the values that they become."""
+"""The targets of a get: the checked entries of a reply, and the values made from them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["MAP_MIN", "Piece", "Plain", "Results", "Target", "narrow", "plain_targets", "resolve"]
 
-#: New tensors from this size, in bytes, are mapped where that can be done; smaller ones are copied
-#: out (a mapping costs about as much as copying this much, and a process has some 65,000 of them).
+#: New tensors of at least this size, in bytes, are mapped if possible; smaller ones are copied (a
+#: mapping costs about as much as copying this much, and a process can have some 65,000 of them).
 MAP_MIN = 64 << 10
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Where some of a target comes from, and where in it it goes.
+    """A part of a target: which stored value it comes from, and where in the target it belongs.
 
     Args:
-        position: of the stored value in the lease.
-        data, grant: its bytes, or where they lie.
-        shape: its shape.
-        box: the part of it that is wanted; None: all.
-        into: the place of that part in the target; None: it is all of the target.
-        nbytes: bytes of the wanted part.
+        position: the position of the stored value in the lease.
+        data, grant: the bytes of the stored value, or their location.
+        shape: the shape of the stored value.
+        box: the requested part of the stored value; None: all of it.
+        into: the place of that part in the target; None: the part is the whole target.
+        nbytes: size of the requested part.
     """
 
     position: int
@@ -59,13 +59,14 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class Target(msgspec.Struct, frozen=True, gc=False):
-    """What one entry becomes: a tensor, or an object (``codec``).
+    """The value that an entry is turned into: a tensor, or an object if there is a ``codec``.
 
     Args:
         at: position among the targets.
-        dtype: as stored. ``tensor`` may have another floating-point one: it is cast then.
-        tensor: the user's tensor to fill; None: make one.
-        nbytes: bytes that are moved, or mapped: those of the pieces.
+        dtype: the stored dtype. ``tensor`` may have another floating-point dtype, in which case the
+            values are cast.
+        tensor: the user's tensor to fill; None: create one.
+        nbytes: number of bytes that are moved or mapped: the total of the pieces.
     """
 
     at: int
@@ -78,13 +79,13 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
 
     def address(self, result: torch.Tensor) -> int:
-        """Where the tensor begins that its bytes go into, if it still is what it was when it was
-        looked at.
+        """The address of the tensor that the bytes are written to, if it has not changed since it
+        was inspected.
 
         Raises:
-            UnsupportedValueError: it was resized, or its storage freed.
+            UnsupportedValueError: the tensor was resized, or its storage freed.
         """
-        if self.tensor is None:  # it was made here
+        if self.tensor is None:  # it was created here
             return result.data_ptr()
         address = address_of(self.key, result)
         if result.shape != self.shape:
@@ -97,13 +98,14 @@ class Target(msgspec.Struct, frozen=True, gc=False):
 
 
 class Plain(msgspec.Struct, frozen=True, gc=False):
-    """A whole value that goes as it is from one place into one plain tensor, see ``values.plain``.
+    """A whole value that is copied unchanged from one place into one plain tensor (see
+    ``values.plain``).
 
     Args:
-        at, position, key, tensor: see :class:`Target` and :class:`Piece`. A new tensor is a small
-            one: others may be mapped.
-        entry: as it came in the reply; it has a grant.
-        meta: what the entry and the tensor are.
+        at, position, key, tensor: see :class:`Target` and :class:`Piece`. A new tensor is always
+            small, as larger ones may be mapped.
+        entry: the entry of the reply; it has a grant.
+        meta: describes both the entry and the tensor.
     """
 
     at: int
@@ -114,7 +116,7 @@ class Plain(msgspec.Struct, frozen=True, gc=False):
     tensor: torch.Tensor | None
 
     def target(self) -> Target:
-        """The same, if the tensor is not plain any more."""
+        """The equivalent target, for when the tensor is no longer plain."""
         entry, meta, tensor = self.entry, self.meta, self.tensor
         nbytes, dtype = entry.nbytes, dtype_of(meta, self.key)
         piece = Piece(self.position, None, entry.grant, meta.shape, None, None, nbytes)
@@ -129,13 +131,13 @@ def plain_targets(
     tensors: list[Any],
     parts: Sequence[TensorSlice | None],
 ) -> list[Plain | None]:
-    """The entries that are whole plain tensors, by position; None for those that are left to
+    """The entries that are whole plain tensors, by position; None for those that need
     :func:`resolve`.
 
     Args:
         starts: positions of the entries' first values in the lease.
-        tensors: destinations; None for new tensors. Anything else is left alone, too.
-        parts: what is wanted of the entries; None: all.
+        tensors: destinations; None for new tensors. Any other object needs :func:`resolve`, too.
+        parts: the requested parts of the entries; None: everything.
     """
     looked = look(tensors)
     kinds: dict[ValueMeta, tuple[TensorMeta, int]] = {}  # of new tensors
@@ -160,7 +162,7 @@ def plain_targets(
 
 
 def _new_kind(meta: ValueMeta) -> tuple[TensorMeta, int]:
-    """What a new tensor is, and its bytes: -1 if it would not be plain, or may be mapped."""
+    """Metadata and size of a new tensor; size -1 if it would not be plain, or may be mapped."""
     if not isinstance(meta, TensorMeta):
         return TensorMeta("", ()), -1
     if min(meta.shape, default=1) < 1:
@@ -182,10 +184,10 @@ def resolve(
     *,
     cast: bool = False,
 ) -> Target:
-    """Check an entry against what the reader wants, before anything is written.
+    """Check an entry against what the reader requested, before anything is written.
 
     Args:
-        position: of the entry's first value in the lease.
+        position: the position of the entry's first value in the lease.
 
     Raises:
         LayoutMismatchError: the destination or the slice does not fit.
@@ -199,7 +201,7 @@ def resolve(
             raise LayoutMismatchError(
                 f"{key!r} is {what}, but {given} was given; nothing was written", key=key
             )
-        if isinstance(meta, StateDictMeta):  # whose entries are fetched by themselves
+        if isinstance(meta, StateDictMeta):  # its entries are fetched separately
             return Target(at, key, None, torch.uint8, (0,), None, (), 0)
         only = (entry.nbytes,)
         piece = Piece(position, entry.data, entry.grant, only, None, None, entry.nbytes)
@@ -207,7 +209,7 @@ def resolve(
     dtype = dtype_of(meta, key)
     shape = meta.shape
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != entry.nbytes:
-        # Whoever put it is no client of ours: reading on would read what is not the value's.
+        # No client of ours can have put this: reading on would read beyond the value's bytes.
         raise ProtocolError(
             f"{key!r} is described as {dtype} {list(shape)}, but has {entry.nbytes} bytes; "
             "it was put by a broken client, delete it",
@@ -235,7 +237,7 @@ def resolve(
 def _gather(
     position: int, key: str, parts: Sequence[m.Part], target: Box, itemsize: int
 ) -> Iterator[Piece]:
-    """Which boxes of which shards make ``target``; each byte comes once."""
+    """Find the boxes of the shards that make up ``target``, each byte exactly once."""
     sources = tuple([Box(part.offset, part.shape) for part in parts])
     cuts, numel = _cuts(target, sources)
     if numel != target.numel:
@@ -255,10 +257,10 @@ def _gather(
 Cut = tuple[int, Box | None, Box | None, int]
 
 
-@lru_cache(maxsize=4096)  # layers repeat, and so do steps
+@lru_cache(maxsize=4096)  # layers of a model repeat, and so do training steps
 def _cuts(target: Box, sources: tuple[Box, ...]) -> tuple[list[Cut], int]:
-    """The read plan: source, box in it (None: all), place in the target (None: all of it) and
-    number of elements of each piece; and of all.
+    """The read plan: for each piece the source, the box in it (None: all of it), the place in the
+    target (None: all of it) and the number of elements; and the total number of elements.
     """
     if len(sources) == 1 and sources[0].contains(target):
         plan = [boxes.Piece(0, target)]
@@ -277,15 +279,15 @@ def _cuts(target: Box, sources: tuple[Box, ...]) -> tuple[list[Cut], int]:
 
 
 class Results:
-    """The values that targets become: each is made when the first of its bytes is to be moved."""
+    """The values of the targets. Each is created when its first byte is about to be moved."""
 
     def __init__(self) -> None:
-        self.values: dict[int, Any] = {}  # by position of the target
-        self.waited = False  # whether others have had their turn since the targets were checked
+        self.values: dict[int, Any] = {}  # by the position of the target
+        self.waited = False  # whether other tasks may have run since the targets were checked
         self._buffers: dict[int, bytearray] = {}  # the bytes of objects
 
     def tensor(self, target: Target) -> torch.Tensor:
-        """What a target's bytes go into."""
+        """The tensor that a target's bytes are written to."""
         made: torch.Tensor | None = self.values.get(target.at)
         if made is None:
             if target.codec is not None:
@@ -299,10 +301,10 @@ class Results:
         return made
 
     def tensors(self, plain: Sequence[Plain]) -> list[torch.Tensor]:
-        """New tensors for their bytes. Those of a kind are made after the first: it takes half the
-        time.
+        """Create the new tensors. All tensors of one kind are created like the first one, which
+        takes half the time.
         """
-        if plain and plain[0].at in self.values:  # another link is tried
+        if plain and plain[0].at in self.values:  # a retry over another link
             return [self.values[one.at] for one in plain]
         found: list[torch.Tensor] = []
         add, empty_like = found.append, torch.empty_like
@@ -323,7 +325,7 @@ class Results:
         return found
 
     def filled(self, plain: Iterable[Plain]) -> None:
-        """The destinations among them have been written to."""
+        """Record that the destinations among these have been written to."""
         tensors = [one.tensor for one in plain if one.tensor is not None]
         self.values.update([(one.at, one.tensor) for one in plain if one.tensor is not None])
         # Tell autograd, which did not see the writes.
@@ -331,8 +333,8 @@ class Results:
         torch.autograd.graph.increment_version(seen)
 
     def finish(self, targets: Iterable[Target], *, allow_pickle: bool) -> dict[int, Any]:
-        """All values, when everything has been moved: with what came inside the reply, and with
-        objects rebuilt.
+        """All values, once everything has been moved: adds the bytes that the reply contained, and
+        decodes objects.
         """
         for target in targets:
             if target.codec is None:
@@ -345,7 +347,7 @@ class Results:
         return self.values
 
     def _complete(self, target: Target) -> None:
-        """Add the pieces of a tensor that came inside the reply."""
+        """Add the pieces of a tensor that the reply contained."""
         at, tensor = target.at, target.tensor
         for piece in target.pieces:
             if piece.grant is not None:
@@ -374,7 +376,7 @@ class Results:
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view of a part."""
+    """A view of the part that ``box`` describes."""
     for dim, (start, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
         if extent != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, extent)

@@ -1,4 +1,4 @@
-"""Copies inside of this process, by the same copy threads."""
+"""Copies within this process, by the same copy threads as transfers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["copy_tensors"]
 
 
 async def copy_tensors(key: str, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy ``(target, source)`` pairs of CPU tensors, each of one shape and dtype, over the copy
-    threads, while the event loop goes on.
+    """Copy ``(target, source)`` pairs of CPU tensors with the copy threads, without blocking the
+    event loop. The tensors of a pair have the same shape and dtype.
 
     Raises:
         UnsupportedValueError: the storage of one of them was freed; the error names ``key``.

@@ -1,4 +1,4 @@
-"""Nested state dicts as flat names, and back."""
+"""Flattening nested state dicts into named entries, and rebuilding them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torchstore_core.errors import LayoutMismatchError, ProtocolError, Unsupport
 __all__ = ["Leaf", "flatten", "replace", "unflatten"]
 
 _MAX_DEPTH = 64
-# Names tell paths apart, so what is in two places has two sets of entries, and that doubles with
-# every level. At most so many entries may come of that.
+# Every path has its own name, so a container that is in two places yields two sets of entries, and
+# that doubles with every level. This is the limit for the entries that result from such repetition.
 _MAX_AGAIN = 1 << 16
 _LIST, _TUPLE = 0, 1
-# One step into a nested value: a dict's key, or the kind of a sequence and the index in it.
+# One step into a nested value: the key of a dict, or the kind of a sequence and an index in it.
 Step = str | int | tuple[int, int]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Step])
 
 
 class Leaf(msgspec.Struct, frozen=True, gc=False):
-    """One entry: its name, its encoded path (empty if that is only the name), its value."""
+    """One entry: its name, its encoded path (empty if that is just the name), and its value."""
 
     name: str
     path: bytes
@@ -37,12 +37,12 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
 def flatten(key: str, state_dict: Any) -> list[Leaf]:
     """Every entry of a state dict, in order.
 
-    Dicts are followed; lists and tuples only if there are tensors in them, otherwise they are one
-    value, like everything else. Names join keys and indices with dots.
+    Dicts are flattened. Lists and tuples are flattened only if they contain tensors; otherwise they
+    are a single value, like everything else. Names are the keys and indices, joined with dots.
 
     Raises:
-        UnsupportedValueError: no dict, two entries of one name, a key that is no str or int, or too
-            many entries because containers are in several places.
+        UnsupportedValueError: not a dict, two entries with the same name, a key that is neither str
+            nor int, or too many entries because containers are in several places.
 
     >>> [leaf.name for leaf in flatten("k", {"a": {"w": 1}, "b": [torch.zeros(1)], "c": [2]})]
     ['a.w', 'b.0', 'c']
@@ -56,12 +56,12 @@ def flatten(key: str, state_dict: Any) -> list[Leaf]:
     known = _Known()
     direct = 0
     for name, value in state_dict.items():
-        if type(name) is str and type(value) in _TENSORS:  # the usual case, many times
+        if type(name) is str and type(value) in _TENSORS:  # the usual case, very often
             leaves.append(Leaf(name, b"", value))
             direct += 1
         else:
             leaves.extend(_leaves(key, value, (_step(key, name),), known))
-    if direct == len(leaves) and "" not in state_dict:  # the names of a dict are different
+    if direct == len(leaves) and "" not in state_dict:  # the keys of a dict are unique
         return leaves
     names = {leaf.name for leaf in leaves}
     if len(names) < len(leaves):
@@ -76,8 +76,8 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Known:
-    """Containers that were looked at, once each (keeping them keeps their ids theirs), and whether
-    they are followed.
+    """Containers that were inspected, once each, and whether they are flattened. (Keeping them
+    alive keeps their ids from being reused.)
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def _leaves(key: str, value: Any, path: tuple[Step, ...], known: _Known) -> Iter
         raise UnsupportedValueError(f"{key!r}: nested deeper than {_MAX_DEPTH}", key=key)
     steps: Sequence[tuple[Step, Any]] | None = None
     if is_sharded(value):
-        pass  # also if it is a list
+        pass  # even if it is a list
     elif isinstance(value, Mapping):
         if known.follows(key, value):
             steps = [(_step(key, k), inner) for k, inner in value.items()]
@@ -127,10 +127,10 @@ def _leaves(key: str, value: Any, path: tuple[Step, ...], known: _Known) -> Iter
 
 
 def _has_names(value: Any) -> bool:
-    """Whether it is a dict of nothing but names."""
+    """Whether a value is a non-empty dict in which all keys are valid names."""
     if not isinstance(value, Mapping):
         return False
-    for name in value:  # a loop, for there may be many: quicker than all() of a generator
+    for name in value:  # a loop is faster than all() with a generator, and there may be many
         if type(name) is not str and type(name) is not int:
             return False
     return len(value) > 0
@@ -138,7 +138,7 @@ def _has_names(value: Any) -> bool:
 
 def _step(key: str, name: object) -> Step:
     if isinstance(name, str):
-        return str.__str__(name)  # what an enum's member is equal to, not what it shows
+        return str.__str__(name)  # the value of an enum member, not its representation
     if type(name) is int:
         return name
     raise UnsupportedValueError(
@@ -147,7 +147,7 @@ def _step(key: str, name: object) -> Step:
 
 
 def _holds_tensors(value: Any, seen: set[int], depth: int) -> bool:
-    """``seen``: containers without tensors, or under way; each is looked into once."""
+    """Whether a value contains tensors. Containers in ``seen`` have none, or are being searched."""
     if isinstance(value, torch.Tensor | TensorShard):
         return True
     if not isinstance(value, Mapping | list | tuple) or depth > _MAX_DEPTH or id(value) in seen:
@@ -158,14 +158,14 @@ def _holds_tensors(value: Any, seen: set[int], depth: int) -> bool:
 
 
 def unflatten(key: str, entries: Iterator[tuple[str, bytes, Any]]) -> dict[str, Any]:
-    """The nested dict that ``(name, path, value)`` entries come from.
+    """Rebuild the nested dict that ``(name, path, value)`` entries were flattened from.
 
-    Puts of several participants, and partial ones, come together here: an empty container that one
-    has gives way to what others have in it.
+    The entries may come from several participants, and from partial puts: if a container is empty
+    in one of them, the entries that others have in it take precedence.
 
     Raises:
-        LayoutMismatchError: entries that contradict each other.
-        ProtocolError: paths that are none.
+        LayoutMismatchError: entries contradict each other.
+        ProtocolError: a path is malformed.
     """
     root = _Node(None)
     for name, path, value in entries:
@@ -206,7 +206,7 @@ def _contradiction(key: str, name: str) -> LayoutMismatchError:
 
 
 class _Node(dict[Any, Any]):
-    """A container that is being built (``kind``: of a sequence), as opposed to a value."""
+    """A container under construction, as opposed to a value. ``kind`` is None unless a sequence."""
 
     def __init__(self, kind: int | None) -> None:
         self.kind = kind
@@ -226,8 +226,8 @@ def _built(value: Any) -> Any:
 
 
 def replace(state_dict: Any, leaves: Sequence[Leaf], new: Callable[[str, Any], Any]) -> Any:
-    """Put ``new(name, value)`` in the place of every leaf; containers stay the same objects, but
-    for those that cannot be changed. ``leaves``: as :func:`flatten` gave them.
+    """Replace the value of every leaf by ``new(name, value)``. Containers stay the same objects,
+    except for immutable ones. ``leaves`` are those that :func:`flatten` returned.
     """
     changes = _Node(None)
     for leaf in leaves:

@@ -1,10 +1,10 @@
-"""Looking at many values at once: which are plain tensors, what they are, and where they lie.
+"""Inspecting many values at once: which are plain tensors, their metadata and their addresses.
 
-A tensor is *plain* if its bytes are all there is to it: a ``torch.Tensor`` or ``Parameter`` itself,
-with at least one element, contiguous, in CPU memory that its storage still holds; neither complex
-nor quantized, nor a negative view. What is plain goes through columns, one list for each thing that
-is to be known of it. Everything else is looked at one by one, in :mod:`.tensors`, which also knows
-what to say of a tensor that cannot be stored.
+A tensor is *plain* if it is fully described by its bytes: it is a ``torch.Tensor`` or ``Parameter``
+itself, not a subclass; it has at least one element, is contiguous, and lies in CPU memory that its
+storage still holds; and it is neither complex nor quantized, nor a negative view. Plain tensors are
+handled in columns, one list for each property. All other values are inspected one by one in
+:mod:`.tensors`, which also raises the errors for tensors that cannot be stored.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _compiled: Callable[..., Any] | None = _native_look
 __all__ = ["MANY", "Looked", "look"]
 
 _MAX_KINDS = 4096
-#: Fewer values than this are looked at one by one all the same: it takes less time.
+#: Fewer values than this are always inspected one by one, because that takes less time.
 MANY = 4
 
 
 class Looked(NamedTuple):
-    """Of each value: what it is, how many bytes it has, and where the first one lies; or None, 0
-    and 0, if it is not plain. While ``storages`` are kept, so is the memory, unless it is resized.
+    """For each value its metadata, its size in bytes and its address; or None, 0 and 0 if it is not
+    plain. Keeping ``storages`` keeps the memory alive, unless a storage is resized.
     """
 
     metas: list[TensorMeta | None]
@@ -43,9 +43,9 @@ class Looked(NamedTuple):
 
 
 def look(values: list[Any]) -> Looked:
-    """Look at every value. Never raises: a value that torch cannot describe counts as not plain.
-    Less than :data:`MANY` values are left to be looked at one by one, as if none of them were
-    plain.
+    """Inspect every value. Never raises: a value that torch cannot describe counts as not plain.
+    If there are fewer than :data:`MANY` values, all of them count as not plain, so that they are
+    inspected one by one.
 
     >>> look([torch.zeros(3, 2).t(), "x", None, [1]]).sizes
     [0, 0, 0, 0]
@@ -54,8 +54,8 @@ def look(values: list[Any]) -> Looked:
 
 
 def _nothing(values: list[Any]) -> Looked:
-    """Without the compiled module, or without what it needs of torch: all go one by one, as looking
-    at columns of them in Python would take longer.
+    """Used without the compiled module, or without the interface of torch that it needs. All values
+    are then inspected one by one, as building the columns in Python would take longer.
     """
     none: list[Any] = [None] * len(values)
     zeros = [0] * len(values)
@@ -63,7 +63,7 @@ def _nothing(values: list[Any]) -> Looked:
 
 
 def _best() -> Callable[[list[Any]], Looked]:
-    """The compiled look, if it is there and this torch lets C code look at its tensors."""
+    """The compiled function, if it was built and this torch lets C code inspect its tensors."""
     api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if _compiled is None or api is None:
         return _nothing

@@ -1,4 +1,4 @@
-"""Between torch tensors and plain memory: what can be stored, where its bytes are, and back."""
+"""Tensors as plain memory: what can be stored, where its bytes are, and how to rebuild it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def _dtypes() -> dict[str, torch.dtype]:
-    """Every dtype of this torch under its canonical name (aliases such as ``half`` fold)."""
+    """Every dtype of this torch by its canonical name (without aliases such as ``half``)."""
     found = (getattr(torch, name) for name in dir(torch))
     return {str(d).removeprefix("torch."): d for d in found if isinstance(d, torch.dtype)}
 
@@ -53,14 +53,15 @@ _BYTES_LIKE = {
     16: torch.complex128,
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Their bytes say nothing without scales, and of some several elements share a byte, whatever
-# ``element_size()`` says. All other dtypes, also those of a few bits, have bytes of their own.
+# Their bytes are meaningless without scales, and in some of them several elements share a byte,
+# whatever ``element_size()`` returns. In all other dtypes, even those of a few bits, every element
+# has bytes of its own.
 _QUANTIZED = frozenset(d for name, d in _BY_NAME.items() if name.startswith(("qint", "quint")))
-# Those that need a closer look.
+# Dtypes that need a closer look.
 _ODD = _QUANTIZED | {dtype for dtype in _NAMES if dtype.is_complex}
-# No memory of a process lies below (tensors that are only said to be zeros have no address).
+# No memory of a process lies below this (torch's zero tensors have neither storage nor address).
 LOWEST_ADDRESS = 4096
-# What torch.frombuffer is sure to take directly; everything else goes through an integer view.
+# torch.frombuffer certainly accepts these directly; other dtypes go through an integer view.
 _BUFFER_DTYPES = frozenset(
     (
         torch.uint8,
@@ -78,10 +79,10 @@ _BUFFER_DTYPES = frozenset(
 
 
 def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A detached strided tensor with the same values, on CPU or CUDA; no copy if it is one.
+    """A detached strided tensor with the same values, on CPU or CUDA; copied only if needed.
 
     Raises:
-        UnsupportedValueError: names what the tensor is and what to do instead.
+        UnsupportedValueError: explains what the tensor is and what to do instead.
     """
     kind = type(tensor)
     if (
@@ -91,7 +92,7 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
         and tensor.dtype not in _ODD
         and not (tensor.is_nested or tensor.is_neg())
         and _has_storage(tensor)
-    ):  # The usual case, on the path of every small put: as few calls into torch as will do.
+    ):  # The usual case, in every small put: as few calls into torch as possible.
         return tensor.detach() if tensor.requires_grad else tensor
     if kind not in _PLAIN and _is_wrapper(kind):
         raise _refused(key, f"a {kind.__module__}.{kind.__qualname__}", "unwrap it")
@@ -113,7 +114,7 @@ def storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if device not in ("cpu", "cuda"):
         tensor = tensor.cpu()
-    # Conjugate and negative views are flags on someone else's bytes.
+    # Conjugate and negative views are only flags on the bytes of another tensor.
     return tensor.resolve_conj().resolve_neg()
 
 
@@ -123,12 +124,12 @@ def _is_wrapper(kind: type[torch.Tensor]) -> bool:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in its storage, which may have been freed or shrunk: FSDP does that
-    to parameters between their uses.
+    """Whether the tensor's elements lie inside its storage, which may have been freed or shrunk:
+    FSDP does that to parameters between uses.
     """
     try:
         there = tensor.untyped_storage().nbytes()
-    except NotImplementedError:  # inside of torch.func's transforms
+    except NotImplementedError:  # inside torch.func transforms
         return False
     offset = tensor.storage_offset()
     if tensor.is_contiguous():
@@ -143,7 +144,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def check_storage(key: str, tensor: torch.Tensor) -> None:
-    """Raises UnsupportedValueError if its storage does not hold its elements."""
+    """Raise UnsupportedValueError if the storage of a tensor does not hold all its elements."""
     if not _has_storage(tensor):
         raise _without_storage(key, tensor)
 
@@ -158,11 +159,13 @@ def _without_storage(key: str, tensor: torch.Tensor) -> UnsupportedValueError:
 
 
 def address_of(key: str, tensor: torch.Tensor) -> int:
-    """Where its first element lies; all others do, too, by its strides. Nobody else takes the
-    address of memory to be read or written: since :func:`storable`, others may have had their turn.
+    """The address of the first element, after checking that the storage holds all elements.
+
+    Memory to be read or written must get its address from here: other tasks may have run, and
+    changed the tensor, since :func:`storable` checked it.
 
     Raises:
-        UnsupportedValueError: its storage does not hold its elements.
+        UnsupportedValueError: the storage does not hold all elements.
     """
     address = tensor.data_ptr()
     if not _has_storage(tensor) or (address < LOWEST_ADDRESS and tensor.numel()):
@@ -175,13 +178,13 @@ def _refused(key: str, what: str, hint: str) -> UnsupportedValueError:
 
 
 def describe(tensor: torch.Tensor) -> TensorMeta:
-    """Dtype name and shape."""
+    """The dtype name and shape of a tensor."""
     return TensorMeta(_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 def dtype_of(meta: TensorMeta, key: str) -> torch.dtype:
-    """The dtype of a stored tensor; UnsupportedValueError if this torch does not have it, or if it
-    is not one that can be stored.
+    """The dtype of a stored tensor. Raises UnsupportedValueError if this torch does not have it, or
+    if it cannot be stored.
     """
     dtype = _BY_NAME.get(meta.dtype)
     if dtype in _QUANTIZED:
@@ -199,19 +202,19 @@ def dtype_of(meta: TensorMeta, key: str) -> torch.dtype:
 
 
 def byte_like(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under an integer dtype of the same width: copies keep every bit, for every
-    dtype, and every dtype has a copy kernel.
+    """The same memory viewed as a dtype of the same width: copies of it keep every bit of any
+    dtype, and it always has a copy kernel.
     """
     return tensor.view(_BYTES_LIKE[tensor.element_size()])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The canonical name, as in TensorMeta."""
+    """The canonical name of a dtype, as in TensorMeta."""
     return _NAMES[dtype]
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Raw memory, which the caller keeps alive, as a :func:`byte_like` tensor. At least one
+    """Raw memory, which the caller must keep alive, as a :func:`byte_like` tensor with at least one
     element.
     """
     numel = 1
@@ -225,7 +228,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 def from_buffer(
     buffer: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor on a writable buffer from byte ``offset``; it keeps the buffer alive."""
+    """A tensor on a writable buffer, from byte ``offset`` on. It keeps the buffer alive."""
     numel = 1
     for extent in shape:
         numel *= extent
@@ -240,7 +243,7 @@ def from_buffer(
 
 
 def check_cast(key: str, of: torch.dtype, to: torch.dtype) -> None:
-    """Raises UnsupportedValueError if torch cannot convert one dtype to the other."""
+    """Raise UnsupportedValueError if torch cannot convert one dtype to the other."""
     if not _casts(of, to):
         raise UnsupportedValueError(
             f"{key!r}: torch {torch.__version__} cannot cast {of} to {to}", key=key
@@ -259,13 +262,13 @@ def _casts(of: torch.dtype, to: torch.dtype) -> bool:
 def check_destination(
     key: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, cast: bool
 ) -> torch.Tensor:
-    """The destination, detached, if it can take a value of ``shape`` and ``dtype``; with ``cast``
-    also of another floating-point dtype.
+    """The destination, detached, if a value of ``shape`` and ``dtype`` can be written to it; with
+    ``cast``, its dtype may be a different floating-point one.
 
     Raises:
         LayoutMismatchError: wrong shape or dtype, or memory that overlaps itself.
-        UnsupportedValueError: not a tensor one can write into (meta, sparse, DTensor, ...), or a
-            cast that torch does not have.
+        UnsupportedValueError: a tensor that cannot be written to (meta, sparse, DTensor, ...), or a
+            cast that torch does not support.
     """
     if not isinstance(tensor, torch.Tensor):
         raise LayoutMismatchError(
@@ -300,9 +303,11 @@ def check_destination(
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie at one place: a stride that steps into what smaller ones span.
+    """Whether two elements may share memory: some stride is no longer than the span of the smaller
+    ones.
 
-    No view of a tensor without overlap does, short of ``as_strided`` with interleaved rows.
+    Views of a tensor without overlap are never reported, except for ``as_strided`` views with
+    interleaved rows.
     """
     if tensor.is_contiguous():
         return False
@@ -316,10 +321,10 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
 
 
 def plain_slice(key: str, part: TensorSlice) -> TensorSlice:
-    """The same slice in tuples of int, as a message carries it.
+    """The same slice as tuples of int, in the form that messages carry.
 
     Raises:
-        LayoutMismatchError: it has something that is no whole number, or none that fits.
+        LayoutMismatchError: it contains something that is not an integer, or one that is too large.
     """
     plain = []
     for numbers in msgspec.structs.astuple(part):
@@ -336,10 +341,10 @@ def plain_slice(key: str, part: TensorSlice) -> TensorSlice:
 
 
 def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Box:
-    """The box that a slice names in a stored tensor of ``shape``.
+    """The box that a slice describes in a stored tensor of ``shape``.
 
     Raises:
-        LayoutMismatchError: another global shape, or outside of it.
+        LayoutMismatchError: the slice has another global shape, or lies outside it.
     """
     offset, local = tuple(wanted.offsets), tuple(wanted.local_shape)
     fits = (
@@ -360,7 +365,7 @@ def slice_box(key: str, wanted: TensorSlice, shape: tuple[int, ...]) -> boxes.Bo
 def split_rows(
     a: torch.Tensor, b: torch.Tensor, chunk: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut two tensors of one shape alike, into pieces of about ``chunk`` bytes."""
+    """Split two tensors of one shape in the same way, into pieces of about ``chunk`` bytes."""
     nbytes = a.numel() * a.element_size()
     if nbytes <= chunk or a.dim() == 0:
         return [(a, b)]
@@ -370,8 +375,8 @@ def split_rows(
 
 
 def rows_of(a: torch.Tensor, b: torch.Tensor) -> list[copying.Grid] | None:
-    """How to copy ``b`` into ``a``, of one shape, by rows; None if that is no good way, and torch
-    must do it: rows too short, another dtype, a device.
+    """How to copy ``b`` into ``a``, which has the same shape, row by row. None if torch should do
+    it instead: the rows are too short, the dtypes differ, or one of them is on a device.
     """
     if a.dtype is not b.dtype or not (a.is_cpu and b.is_cpu):
         return None
@@ -381,13 +386,13 @@ def rows_of(a: torch.Tensor, b: torch.Tensor) -> list[copying.Grid] | None:
 
 
 def strided_copy(a: torch.Tensor, b: torch.Tensor, *, stream: bool) -> Callable[[], None]:
-    """A task that copies ``b`` into ``a``, of one shape, bit for bit if they have one dtype. Both
-    were looked at by :func:`address_of` just before.
+    """A task that copies ``b`` into ``a``, which has the same shape; bit for bit if the dtypes are
+    the same. The caller must have checked both with :func:`address_of` immediately before.
     """
     rows = rows_of(a, b)
 
     def by_torch() -> None:
-        with torch.inference_mode():  # nowhere else may its tensors be written to
+        with torch.inference_mode():  # the only place where inference tensors may be written to
             a.copy_(b)
 
     def by_rows() -> None:

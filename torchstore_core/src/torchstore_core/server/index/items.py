@@ -1,4 +1,4 @@
-"""The items of a put, checked, and the grants that answer it. Pure functions."""
+"""Pure functions that check the items of a put, and that make the grants of its reply."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["MOST_BYTES", "check_item", "check_key", "checked_box", "grants_of", "unusual"]
 
-# Of a tensor, or of a mesh: more than torch has.
+# Maximum number of dimensions of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
-#: No value has so many bytes.
+#: No value is this large, in bytes.
 MOST_BYTES = 1 << 60
 
 
 def check_key(item: m.PutItem) -> None:
-    """It has one, not too long; ``ProtocolError`` if not."""
+    """Check that an item has a key that is not too long; raises ``ProtocolError`` otherwise."""
     if not 0 < len(item.key) <= m.MAX_KEY:
         raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
 
 
 def check_item(item: m.PutItem) -> None:
-    """An item to store makes sense by itself.
+    """Check that an item to store is consistent in itself.
 
     Raises:
-        ProtocolError: it does not.
+        ProtocolError: it is not.
     """
     check_key(item)
     if type(item.meta) is StateDictMeta:
@@ -44,7 +44,7 @@ def check_item(item: m.PutItem) -> None:
 
 
 def unusual(items: Sequence[m.PutItem]) -> list[m.PutItem]:
-    """Those that are not, at the first glance, whole tensors that :func:`check_item` accepts."""
+    """The items that are not obviously whole tensors that :func:`check_item` accepts."""
     return [
         item
         for item in items
@@ -58,10 +58,10 @@ def unusual(items: Sequence[m.PutItem]) -> list[m.PutItem]:
 
 
 def checked_box(item: m.PutItem) -> Box | None:
-    """The shard that an item is; None if it is the whole value.
+    """The box of an item that is a shard; None if it is the whole value.
 
     Raises:
-        ProtocolError: it is not inside the tensor, or no tensor.
+        ProtocolError: the shard is not inside the tensor, or the value is not a tensor.
     """
     part = item.part
     if part is None:
@@ -92,7 +92,7 @@ def checked_box(item: m.PutItem) -> Box | None:
 
 
 def grants_of(values: Sequence[Value | None]) -> list[m.Grant | None]:
-    """Where the bytes of values go, see ``messages.Granted``."""
+    """The places for the bytes of the values; see ``messages.Granted``."""
     grants = [None if v is None else m.Grant(v.volume, 0, v.offset) for v in values]
     for at in range(max([len(v.more) for v in values if v is not None], default=0)):
         grants += [

@@ -1,7 +1,7 @@
-"""Places byte ranges in one segment: lowest address first, so that warm pages are used again.
+"""Allocates byte ranges in one segment, lowest address first, so that warm pages are reused.
 
-Pure bookkeeping; knows nothing of memory. Free ranges are kept whole (merged with their
-neighbours) and filed by power-of-two size, each file a heap by address.
+This is pure bookkeeping and never touches memory. Free ranges are merged with their neighbours and
+filed by power-of-two size; each file is a heap, ordered by address.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 __all__ = ["ALIGNMENT", "Allocator", "rounded"]
 
-#: Every range starts and ends at a multiple of it: one cache line, enough for any dtype.
+#: Every range starts and ends at a multiple of this: one cache line, enough for any dtype.
 ALIGNMENT = 64
 
 
@@ -39,38 +39,38 @@ class Allocator:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity & -ALIGNMENT
         self.used = 0
-        #: End of the highest range ever given out.
+        #: End of the highest range that was ever allocated.
         self.high_water = 0
         self._by_start: dict[int, int] = {}  # start -> size of a free range
         self._by_end: dict[int, int] = {}  # end -> start
         # File k: starts of free ranges of 2**k <= size < 2**(k+1). Entries may be stale; a start
-        # is current if _by_start files it there.
+        # is current if its size in _by_start belongs to file k.
         self._files: list[list[int]] = [[] for _ in range(64)]
         if self.capacity:
             self._insert(0, self.capacity)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not given out (maybe in pieces)."""
+        """Bytes that are not allocated (possibly fragmented)."""
         return self.capacity - self.used
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest range that one allocation can get."""
+        """Size in bytes of the largest range that a single allocation can get."""
         return max(self._by_start.values(), default=0)
 
     @property
     def pieces(self) -> int:
-        """How many free ranges there are."""
+        """The number of free ranges."""
         return len(self._by_start)
 
     @property
     def used_end(self) -> int:
-        """End of the highest range that is given out now."""
+        """End of the highest range that is currently allocated."""
         return self._by_end.get(self.capacity, self.capacity)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Offset of a fresh range of ``rounded(nbytes)`` bytes; None if no free range fits."""
+        """Allocate ``rounded(nbytes)`` bytes; returns the offset, or None if no free range fits."""
         size = max(rounded(nbytes), ALIGNMENT)
         if size > self.capacity - self.used:
             return None
@@ -90,7 +90,7 @@ class Allocator:
         return best
 
     def take_tail(self) -> tuple[int, int] | None:
-        """Give out the whole free range that ends at the capacity, as ``(offset, nbytes)``.
+        """Allocate the whole free range that ends at the capacity, as ``(offset, nbytes)``.
 
         >>> a = Allocator(256)
         >>> a.allocate(64), a.take_tail(), a.take_tail()
@@ -104,11 +104,11 @@ class Allocator:
         return start, size
 
     def free(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Take back ``(offset, nbytes)`` ranges: whole allocations or any aligned part of one."""
+        """Free ``(offset, nbytes)`` ranges: whole allocations or any aligned part of one."""
         start = end = -1
         for offset, nbytes in sorted(ranges):
             size = (nbytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
-            if offset == end:  # what was put together dies together: merge before filing
+            if offset == end:  # values that were put together are freed together: merge first
                 end += size
                 continue
             if end > start:
@@ -156,7 +156,7 @@ class Allocator:
         return file[0] if file else None
 
     def _exact_file(self, size: int) -> int | None:
-        """Lowest start in the file where some ranges are too small for ``size``."""
+        """The lowest start that fits, in the file where some ranges are too small for ``size``."""
         k = size.bit_length() - 1
         top = self._top(k)
         if top is None or self._by_start[top] >= size:

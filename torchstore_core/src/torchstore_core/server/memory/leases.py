@@ -1,4 +1,4 @@
-"""Giving readers the bytes of what is stored, or the right to read them."""
+"""Giving readers the bytes of stored values, or the right to read them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Leases"]
 
 
 class Leases:
-    """What keeps memory as it is while somebody reads it.
+    """Keeps memory unchanged while it is being read.
 
     Args:
-        strategy: says which copy to read.
+        strategy: chooses the copy to read.
     """
 
     def __init__(self, volumes: Sequence[VolumeRecord], strategy: Strategy) -> None:
@@ -36,12 +36,12 @@ class Leases:
         inline_max: int,
         avoid: Collection[int] = (),
     ) -> tuple[list[m.Entry], bool]:
-        """Reply entries for what was found, leased unless all of it comes inside the reply.
+        """Reply entries for the values that were found, leased unless the reply contains them all.
 
-        ``avoid``: volumes to name only if there is no copy elsewhere.
+        ``avoid``: volumes to use only if there is no copy on another one.
         """
-        values: list[Value] = []  # of all of them, one after the other
-        parts_of: list[Value] = []  # of those in parts
+        values: list[Value] = []  # all values, in order
+        parts_of: list[Value] = []  # the values of stored tensors in parts
         counts: list[int] = []
         for (stored, _), box in zip(found, boxes, strict=True):
             if type(stored) is Value:
@@ -68,7 +68,7 @@ class Leases:
         if leased and len(self.volumes) > 1:
             choice = _Choice(self.strategy, self.volumes, session.facts, avoid)
             for value in values:
-                if value.more:  # now: a strategy may fail, and then nothing must be held
+                if value.more:  # choose now: if the strategy fails, nothing may be held
                     choice.of(value)
         read = iter(contents or ())
         held: list[Value | None] = []
@@ -104,7 +104,7 @@ class Leases:
         return entries, leased
 
     def _read(self, values: Sequence[Value]) -> list[bytes] | None:
-        """The bytes of those that lie in segments; None if the controller cannot read some."""
+        """The bytes of values in segments; None if the controller cannot read some of them."""
         found: list[bytes] = []
         for value in values:
             if value.data is None:
@@ -131,13 +131,13 @@ class Leases:
         return None, self._pin(value, choice)
 
     def _pin(self, value: Value, choice: _Choice | None) -> m.Grant:
-        """One lease more."""
+        """Add a lease of a value."""
         value.pins += 1
         if value.pins == 1:
             nbytes = (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
             self.volumes[value.volume].leased += nbytes
             if choice is not None:
-                for at, _ in value.more:  # a lease keeps every copy as it is
+                for at, _ in value.more:  # a lease keeps every copy unchanged
                     self.volumes[at].leased += nbytes
         if choice is None or not value.more:
             return m.Grant(value.volume, 0, value.offset)
@@ -145,7 +145,7 @@ class Leases:
         return m.Grant(volume, 0, offset)
 
     def unpin(self, value: Value) -> bool:
-        """One lease less; whether nobody holds the value any more."""
+        """Remove a lease of a value; returns whether the value is no longer held at all."""
         value.pins -= 1
         if value.pins == 0:
             nbytes = rounded(value.nbytes)
@@ -158,7 +158,7 @@ class Leases:
 
 
 class _Choice:
-    """Which copy a reader is told of."""
+    """Chooses the copies that a reader is to read."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _Choice:
         self._chosen: dict[tuple[int, ...], int] = {}
 
     def of(self, value: Value) -> tuple[int, int]:
-        """Volume and offset of a copy; all copies live."""
+        """Volume and offset of the chosen copy; all copies are on live volumes."""
         places = value.places
         volumes = tuple([at for at, _ in places])
         chosen = self._chosen.get(volumes)

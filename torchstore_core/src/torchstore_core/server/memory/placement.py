@@ -1,4 +1,4 @@
-"""Placing the items of a put, and the errors that say why not. Pure functions."""
+"""Pure functions that place the items of a put, and that explain why a put does not fit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ += ["sizes_of", "values_in_runs"]
 
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
-    """Bytes a session leases, and bytes of its unfinished puts."""
+    """The bytes that a session leases, and the bytes of its unfinished puts."""
     held = (v for some in session.leases.values() for v in some if v is not None)
     leased = sum(v.nbytes * len(v.places) for v in held)
     return leased, sum(txn.nbytes for txn in session.txns.values())
 
 
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
-    """:func:`sizes_of` them, after a :func:`check_item` of each."""
+    """:func:`sizes_of` the items, after each has passed :func:`check_item`."""
     placed = inline = 0
     sizes: list[int] = []
     for item in items:
@@ -48,7 +48,7 @@ def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
 
 
 def sizes_of(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
-    """Bytes to place (rounded), bytes inline, and the sizes to place, in order."""
+    """Bytes to place (rounded), inline bytes, and the sizes of the values to place, in order."""
     sizes = [item.nbytes for item in items if item.data is None]
     inline = 0
     if len(sizes) < len(items):
@@ -64,9 +64,9 @@ def _check_total(placed: int) -> None:
 
 
 def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] | None:
-    """One run for all sizes if there is room for it, else a piece for each: in their order, so that
-    they lie together as far as it goes, or, if some do not fit then, the largest first. None if
-    that does not do, either.
+    """Allocate one contiguous run for all sizes if there is room for it, else a piece for each. The
+    pieces are allocated in order, so that they lie together as far as possible; if some do not
+    fit, the largest are allocated first. Returns None if that fails, too.
     """
     if not sizes:
         return []
@@ -86,7 +86,7 @@ def allocate(volume: VolumeRecord, placed: int, sizes: list[int]) -> list[int] |
 
 
 def _allocate_each(allocator: Allocator, sizes: Sequence[int]) -> list[int] | None:
-    """A range for each; None, with nothing changed, if there is none for some."""
+    """Allocate a range for each size. Returns None and changes nothing if one does not fit."""
     pieces: list[int] = []
     for at, size in enumerate(sizes):
         offset = allocator.allocate(size)
@@ -98,11 +98,11 @@ def _allocate_each(allocator: Allocator, sizes: Sequence[int]) -> list[int] | No
 
 
 class Run(msgspec.Struct, frozen=True, gc=False):
-    """Values that lie together, once in each of some volumes.
+    """Values that are placed together, with one copy in each of one or more volumes.
 
     Args:
         members: positions of the items.
-        copies: volumes, and an offset for each size in each of them. The first has inline values.
+        copies: the volumes, each with an offset for every size. Inline values are in the first.
         placed, inline: bytes (of one copy).
     """
 
@@ -113,7 +113,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Group:
-    """What must lie together, and where, best first."""
+    """Items that must be placed together, and the volumes for them, best first."""
 
     __slots__ = ("inline", "members", "order", "placed", "sizes")
 
@@ -134,15 +134,15 @@ def find_place(
     inline: int,
     sizes: list[int],
 ) -> list[Run] | None:
-    """Volumes of the strategy's order that live and have room, as many as there are to be copies,
-    and an offset for each size; None if there is not that much room.
+    """Find live volumes with room, in the strategy's order, as many as there should be copies, and
+    an offset for each size; None if there is not enough room.
 
     Args:
-        prefix: what comes before the keys of the items, in the strategy's eyes.
+        prefix: prepended to the keys of the items that are passed to the strategy.
 
     Raises:
-        PluginError: the strategy names no volume, or one that is not there, or fails.
-        StoreFullError: all that it names are lost.
+        PluginError: the strategy fails, or names no volume or one that does not exist.
+        StoreFullError: all volumes that it names are lost.
     """
     if len(volumes) == 1:
         volume = volumes[0]
@@ -166,7 +166,7 @@ def find_place(
         if not any(not known[at].lost for at in group.order):
             raise _all_lost(strategy, volumes, group.order)
     copies = strategy_calls.copies(strategy)
-    limits: dict[int, int] = {}  # volumes whose free memory is in pieces: too small for such sizes
+    limits: dict[int, int] = {}  # fragmented volumes: sizes for which they have no room
     while True:
         assigned = _assign(groups, known, copies, limits)
         if assigned is None:
@@ -183,7 +183,7 @@ def _groups(
     items: Sequence[m.PutItem],
     keys: Sequence[str],
 ) -> list[_Group]:
-    """One for each key; an item's own memory in them."""
+    """One group for each key, with the memory that its items need."""
     by_key: dict[str, list[int]] = {}
     for at, key in enumerate(keys):
         by_key.setdefault(key, []).append(at)
@@ -208,7 +208,7 @@ def _groups(
 def _assign(
     groups: Sequence[_Group], known: Sequence[VolumeFacts], copies: int, limits: Mapping[int, int]
 ) -> dict[tuple[int, ...], list[_Group]] | None:
-    """The groups by the volumes that they go to; None if there is no room for all."""
+    """Assign the groups to volumes; None if there is not enough room for all of them."""
     room = {v.index: v.free_bytes for v in known if not v.lost}
     found: dict[tuple[int, ...], list[_Group]] = {}
     for group in groups:
@@ -234,8 +234,8 @@ def _allocated(
     volumes: Sequence[VolumeRecord],
     limits: dict[int, int],
 ) -> list[Run] | None:
-    """Memory for all of them; None if a volume has no range that is large enough: ``limits`` says
-    which.
+    """Allocate memory for all groups. Returns None if a volume has no range that is large enough;
+    that volume is added to ``limits``.
     """
     runs: list[Run] = []
     taken: list[tuple[VolumeRecord, list[int], list[int]]] = []
@@ -263,7 +263,7 @@ def _allocated(
 def values_in_runs(
     items: Sequence[m.PutItem], facts: ClientFacts, runs: Sequence[Run]
 ) -> tuple[list[Value], dict[int, int]]:
-    """A value for each item, held by the put that makes it, and the bytes granted by volume."""
+    """A value for each item, held by the put that creates it, and the bytes granted per volume."""
     granted: dict[int, int] = {}
     for run in runs:
         run.copies[0][0].inline += run.inline
@@ -280,11 +280,11 @@ def values_in_runs(
 
 
 def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Value]:
-    """The members of a run, which are ``items``."""
+    """The values of a run whose members are ``items``."""
     volume, offsets = run.copies[0]
     others = run.copies[1:]
     index = volume.index
-    if not others and len(offsets) == len(items):  # the usual case, of many
+    if not others and len(offsets) == len(items):  # the usual case, with many items
         return [
             Value(item.key, item.meta, item.nbytes, index, None, offset, facts, uses=1)
             for item, offset in zip(items, offsets, strict=True)
@@ -321,7 +321,7 @@ def _all_lost(
 
 
 def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
-    """Bytes that no put can have more of, however much is deleted."""
+    """The largest put that could ever fit, in bytes, however much is deleted."""
     capacities = [v.info.capacity_bytes for v in volumes if not v.lost]
     return sum(capacities) if strategy_calls.by_key(strategy) else max(capacities, default=0)
 
@@ -329,7 +329,7 @@ def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
 def _fits_spread(
     requested: int, volumes: Sequence[VolumeRecord], items: Sequence[m.PutItem]
 ) -> bool:
-    """Whether it is too large for every volume, but would fit if each key went its own way."""
+    """Whether a put exceeds every volume, but would fit if its keys were placed separately."""
     rooms = [v.info.capacity_bytes - v.used for v in volumes]
     keys: dict[str, int] = {}
     for item in items:
@@ -339,7 +339,7 @@ def _fits_spread(
 
 
 def _needs_one_volume(requested: int, strategy: Strategy | None, items: Sequence[m.PutItem]) -> int:
-    """Bytes of a put that have to lie in one volume: of a key, if each goes its own way."""
+    """The bytes of a put that need one volume: those of one key if keys are placed separately."""
     if strategy is None or not strategy_calls.by_key(strategy):
         return requested
     keys: dict[str, int] = {}
@@ -350,7 +350,7 @@ def _needs_one_volume(requested: int, strategy: Strategy | None, items: Sequence
 
 
 def _in_pieces(requested: int, volumes: Sequence[VolumeRecord], sizes: Sequence[int]) -> bool:
-    """Whether there would be room if the free memory of a volume were in one piece."""
+    """Whether there would be room if the free memory of a volume were not fragmented."""
     if not sizes:
         return False
     if requested <= sum(v.free for v in volumes):
@@ -376,12 +376,12 @@ def full_error(
     strategy: Strategy | None = None,
     items: Sequence[m.PutItem] = (),
 ) -> StoreFullError:
-    """The error of a put that does not fit: who holds what.
+    """The error of a put that does not fit, with the holders of the memory.
 
     Args:
-        requested: bytes, of one copy.
-        waiting: bytes in versions that are not whole yet, by key.
-        strategy, items: of the put, to say so when the strategy is what is in the way.
+        requested: bytes (of one copy).
+        waiting: bytes in versions that are not complete yet, by key.
+        strategy, items: those of the put, to report when the strategy is what prevents it.
     """
     volumes = [v for v in volumes if not v.lost]
     capacity = sum(v.info.capacity_bytes for v in volumes)
@@ -395,7 +395,7 @@ def full_error(
     leased = sum(v.leased for v in volumes)
     unfinished = sum(v.unfinished for v in volumes)
     free = max(0, capacity - used)
-    # Inline values take none of the segment, but of the capacity.
+    # Inline values use no memory of the segment, but count towards the capacity.
     largest_free = max((min(v.free, v.allocator.largest_free) for v in volumes), default=0)
     largest_volume = max((v.info.capacity_bytes for v in volumes), default=0)
     copies = 1

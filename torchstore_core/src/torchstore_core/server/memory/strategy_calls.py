@@ -1,7 +1,7 @@
-"""Asks the store's strategy, which is foreign code: whatever goes wrong in it is a PluginError.
+"""Calls the store's strategy, which is third-party code: any failure in it becomes a PluginError.
 
-Also what ends a process, or a task, otherwise: a strategy that says ``sys.exit()`` is broken, the
-store is not.
+This includes exceptions that would otherwise end a process or a task: a strategy that calls
+``sys.exit()`` is broken, but the store is not.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["by_key", "choice", "copies", "order"]
 
 T = TypeVar("T")
 
-# Of each volume, how often an answer may name it, before it is taken for endless.
+# A result with more entries per volume than this, on average, is taken to be endless.
 _MENTIONS = 8
 _MAX_TEXT = 500
 
 
 def by_key(strategy: Strategy) -> bool:
-    """Whether a place belongs to a key; ``PluginError`` if it cannot say."""
+    """Whether each key is placed separately. Raises ``PluginError`` if the strategy fails."""
     answer = _asked(strategy, "say by_key", lambda: strategy.by_key)
     if type(answer) is not bool:
         _refuse(strategy, f"says by_key is {_text(answer)}, which is no bool")
@@ -31,7 +31,7 @@ def by_key(strategy: Strategy) -> bool:
 
 
 def copies(strategy: Strategy) -> int:
-    """How many volumes a value goes to, at least 1; ``PluginError`` if it cannot say."""
+    """The number of copies of a value, at least 1. Raises ``PluginError`` if the strategy fails."""
     answer = _asked(strategy, "say how many copies it wants", lambda: strategy.copies)
     if type(answer) is not int or answer < 1:
         _refuse(strategy, f"wants {_text(answer)} copies, which is no int above 0")
@@ -45,10 +45,10 @@ def order(
     nbytes: int,
     keys: Sequence[str],
 ) -> list[int]:
-    """The volumes that it names for a put, best first, each once.
+    """The volumes that the strategy names for a put, best first, each once.
 
     Raises:
-        PluginError: it fails, names none, one that is not there, or does not come to an end.
+        PluginError: it fails, names no volume or one that does not exist, or does not terminate.
     """
     what = f"place {keys[0]!r}" if keys else "place a put without values"
     most = _MENTIONS * len(volumes)
@@ -68,10 +68,10 @@ def order(
 
 
 def choice(strategy: Strategy, client: ClientFacts, among: Sequence[VolumeFacts]) -> int:
-    """Position of the copy that it tells a reader to read.
+    """The position of the copy that the strategy chooses for a reader.
 
     Raises:
-        PluginError: it fails, or chooses one that is not there.
+        PluginError: it fails, or chooses a copy that does not exist.
     """
     answer = _asked(strategy, "choose a copy", lambda: strategy.choose(client, among))
     if type(answer) is not int or not 0 <= answer < len(among):
@@ -82,7 +82,7 @@ def choice(strategy: Strategy, client: ClientFacts, among: Sequence[VolumeFacts]
 def _asked(strategy: Strategy, what: str, question: Callable[[], T]) -> T:
     try:
         return question()
-    except BaseException as error:  # foreign code
+    except BaseException as error:  # third-party code
         raise PluginError(
             f"strategy {type(strategy).__name__} cannot {what}: {_text(error)}"
         ) from error
@@ -93,10 +93,10 @@ def _refuse(strategy: Strategy, why: str) -> NoReturn:
 
 
 def _text(thing: object) -> str:
-    """Its repr, which may be foreign, too; of a length and in characters that can be sent."""
+    """The repr of an object (third-party code, too), limited to a length and characters to send."""
     try:
         text = repr(thing)
-    except BaseException:  # noqa: BLE001 - it has another error to tell of
+    except BaseException:  # noqa: BLE001 - another error is being reported
         text = f"a {type(thing).__name__}"
     if len(text) > _MAX_TEXT:
         text = text[:_MAX_TEXT] + "..."
