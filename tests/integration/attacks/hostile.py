@@ -132,8 +132,9 @@ class Target:
     def _has_only_its_neighbour(self) -> bool:
         with Raw(self.address) as raw:
             raw.send(encode(HELLO), encode(m.Status(2)))
-            _, status = raw.finish()
-        assert isinstance(status, m.StatusReply)
+            _, reply = raw.finish()
+        assert isinstance(reply, m.StatusReply)
+        status = reply.status
         assert {s.pid for s in status.sessions} == {os.getpid()}
         (volume,) = status.volumes
         return (

@@ -226,8 +226,8 @@ def test_what_dead_participants_leave_behind_goes_with_the_next_version(target: 
     def used() -> int:
         with Raw(target.address) as raw:
             raw.send(encode(HELLO), encode(m.Status(2)))
-            _, status = raw.finish()
-            return int(status.volumes[0].used_bytes)
+            _, reply = raw.finish()
+            return int(reply.status.volumes[0].used_bytes)
 
     leave()
     with target.unharmed():
@@ -243,7 +243,7 @@ def test_what_dead_participants_leave_behind_goes_with_the_next_version(target: 
                 *map(encode, last), encode(m.Stat(3, "fuzz/dead")), encode(m.Stat(4, "fuzz/dead-t"))
             )
             *_, state_dict, tensor = raw.finish()
-        assert state_dict.pending == tensor.pending == []
+        assert state_dict.found.pending == tensor.found.pending == []
         assert used() < 4 * Neighbour.LARGE
         delete_all(target)
 

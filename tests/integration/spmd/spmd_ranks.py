@@ -128,6 +128,7 @@ async def cannot_start() -> None:
         except ts.TorchStoreError as error:
             say("error", code=error.code, message=str(error))
     os.environ.pop("XDG_RUNTIME_DIR", None)
+    await told()
     await ts.initialize_spmd(**SMALL)  # and the next one can
     await exchange()
     await ts.shutdown()

@@ -5,6 +5,7 @@ reply to a request, and the server cannot write it any more.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import threading
@@ -12,10 +13,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import uvloop
+from tests.support import until
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy, VolumeFacts
 from torchstore_core.machine import topology
+from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.server import Server, ServerOptions
+from torchstore_core.server.serving.connection import Connection
+from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, decode_reply, encode
@@ -105,3 +110,31 @@ def test_an_abort_that_was_sent_before_the_connection_was_closed_is_heard(
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(serve())
+
+
+@pytest.mark.quick
+async def test_what_a_connection_held_is_free_without_the_collector() -> None:
+    """Its session, its puts and what waited for it: not when the collector comes by."""
+    server = Server(ServerOptions(capacity=64 * MB, prefault=0))
+    path = (await server.start()).partition(":")[2]
+
+    def come_and_go() -> None:
+        sock, _ = connected(path, b"")
+        sock.sendall(encode(m.Wait(2, ["never"], 1)) + a_put(3))
+        assert isinstance(received(sock), m.Granted)
+        sock.close()
+
+    def left() -> int:
+        kinds = Connection, Conversation, SessionRecord
+        return sum(isinstance(one, kinds) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = left()
+        for _ in range(3):
+            await asyncio.to_thread(come_and_go)
+        await until(lambda: not server.connections and left() == before)
+    finally:
+        gc.enable()
+        await server.close()

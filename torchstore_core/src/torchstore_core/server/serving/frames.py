@@ -132,6 +132,7 @@ class ClientSocket(FrameProtocol):
         self.left_behind(bodies)
         if self._watch is not None:
             self._watch.close()
+            self._watch = None  # it refers to this: what was held is free at once
         before_close = self._host.before_close
         if before_close is None or not self.pid:
             self.ended()
