@@ -126,7 +126,7 @@ async def test_what_a_connection_held_is_free_without_the_collector() -> None:
 
     def left() -> int:
         kinds = Connection, Conversation, SessionRecord
-        return sum(isinstance(one, kinds) for one in gc.get_objects())
+        return sum(type(one) in kinds for one in gc.get_objects())
 
     gc.collect()
     gc.disable()
