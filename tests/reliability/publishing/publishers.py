@@ -24,7 +24,7 @@ from tests.support import turn
 
 import torchstore_core as ts
 from torchstore_core.clients.calls.clock import Clock
-from torchstore_core.clients.state_dicts.state_dicts import plan_put
+from torchstore_core.clients.state_dicts.putting import plan_put
 from torchstore_core.clients.transfer.puts import Putting
 from torchstore_core.clients.transfer.sources import Source, prepare
 from torchstore_core.wire import messages as m

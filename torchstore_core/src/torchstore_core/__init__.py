@@ -69,7 +69,8 @@ if TYPE_CHECKING:
     )
     from torchstore_core.clients.client import Client
     from torchstore_core.clients.packed.packed import TensorReference, TorchStoreStateDict
-    from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
+    from torchstore_core.clients.state_dicts.getting import StateDictReport
+    from torchstore_core.clients.state_dicts.putting import PendingPut
     from torchstore_core.clients.stores.discovery import RunningStore, stores
     from torchstore_core.clients.values.sharding import TensorShard
     from torchstore_core.contracts.ranks import SPMDEnv
@@ -135,10 +136,10 @@ __all__ = [
 
 _HOMES = {
     "Client": "clients.client",
-    "PendingPut": "clients.state_dicts.state_dicts",
+    "PendingPut": "clients.state_dicts.putting",
     "RunningStore": "clients.stores.discovery",
     "SPMDEnv": "contracts.ranks",
-    "StateDictReport": "clients.state_dicts.state_dicts",
+    "StateDictReport": "clients.state_dicts.getting",
     "TensorReference": "clients.packed.packed",
     "TensorShard": "clients.values.sharding",
     "TorchStoreStateDict": "clients.packed.packed",

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import torch
 
     from torchstore_core.clients.packed.packed import TorchStoreStateDict
-    from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
+    from torchstore_core.clients.state_dicts.getting import StateDictReport
+    from torchstore_core.clients.state_dicts.putting import PendingPut
 
 __all__ = [
     "address",

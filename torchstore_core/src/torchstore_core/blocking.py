@@ -32,7 +32,7 @@ from torchstore_core.clients import client as async_client
 from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.packed import packed
-from torchstore_core.clients.state_dicts import state_dicts
+from torchstore_core.clients.state_dicts import getting, putting
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.values import sharding
 from torchstore_core.contracts import ranks
@@ -117,7 +117,7 @@ ObjectRef = values.ObjectRef
 Request = values.Request
 TensorSlice = values.TensorSlice
 TensorShard = sharding.TensorShard
-StateDictReport = state_dicts.StateDictReport
+StateDictReport = getting.StateDictReport
 TensorReference = packed.TensorReference
 SPMDEnv = ranks.SPMDEnv
 TorchStoreStateDict = packed.TorchStoreStateDict
@@ -155,7 +155,7 @@ def _opening(call: Callable[P, Coroutine[Any, Any, async_client.Client]]) -> Cal
 
 
 def _putting(
-    call: Callable[P, Coroutine[Any, Any, ObjectRef | state_dicts.PendingPut]],
+    call: Callable[P, Coroutine[Any, Any, ObjectRef | putting.PendingPut]],
 ) -> Callable[P, ObjectRef | PendingPut]:
     """The same of ``put_state_dict``."""
 
@@ -185,7 +185,7 @@ def _method(
 def _putting_method(
     call: Callable[
         Concatenate[async_client.Client, P],
-        Coroutine[Any, Any, ObjectRef | state_dicts.PendingPut],
+        Coroutine[Any, Any, ObjectRef | putting.PendingPut],
     ],
 ) -> Callable[Concatenate[Client, P], ObjectRef | PendingPut]:
     """The same of the method ``put_state_dict``."""
@@ -239,10 +239,10 @@ class PendingPut:
 
 
 async def _in_background(
-    put: Coroutine[Any, Any, ObjectRef | state_dicts.PendingPut],
+    put: Coroutine[Any, Any, ObjectRef | putting.PendingPut],
 ) -> ObjectRef | PendingPut:
     made = await put
-    if not isinstance(made, state_dicts.PendingPut):
+    if not isinstance(made, putting.PendingPut):
         return made
     ref: futures.Future[ObjectRef] = futures.Future()
     ref.set_running_or_notify_cancel()
@@ -260,16 +260,16 @@ async def _in_background(
     return PendingPut(made.key, ref)
 
 
-async def _awaited(pending: state_dicts.PendingPut) -> ObjectRef:
+async def _awaited(pending: putting.PendingPut) -> ObjectRef:
     return await pending
 
 
 async def _put_state_dict(
-    put: Coroutine[Any, Any, ObjectRef | state_dicts.PendingPut], blocking: object
+    put: Coroutine[Any, Any, ObjectRef | putting.PendingPut], blocking: object
 ) -> ObjectRef | PendingPut:
     if blocking:
         made = await put
-        return await made if isinstance(made, state_dicts.PendingPut) else made
+        return await made if isinstance(made, putting.PendingPut) else made
     # What is still to be committed needs a loop that goes on running.
     handed = asyncio.run_coroutine_threadsafe(_in_background(put), thread_loops.background())
     return await asyncio.wrap_future(handed)

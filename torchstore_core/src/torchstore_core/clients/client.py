@@ -12,8 +12,9 @@ from torchstore_core.clients.packed import packed
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.session import Session
-from torchstore_core.clients.state_dicts import state_dicts
-from torchstore_core.clients.state_dicts.state_dicts import PendingPut, StateDictReport
+from torchstore_core.clients.state_dicts import getting
+from torchstore_core.clients.state_dicts.getting import StateDictReport
+from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
 from torchstore_core.clients.transfer.gets import Want, asks_of, get_asks
 from torchstore_core.clients.transfer.puts import Putting, put_sources
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare_all
@@ -158,7 +159,7 @@ class Client(KeyOperations):
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version)
         session, channel = self._here(clock) or await self._join(clock)
-        planned = state_dicts.plan_put(
+        planned = plan_put(
             value, check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
         )
         return await _publish(session, channel, key, planned, clock, exact)
@@ -319,7 +320,7 @@ class Client(KeyOperations):
         with self._watch("put_state_dict", timeout, key) as clock:
             clock.version = exact = check_version(version)
             session, channel = self._here(clock) or await self._join(clock)
-            planned = state_dicts.plan_put(
+            planned = plan_put(
                 state_dict,
                 check_key(key),
                 participants=participants,
@@ -389,12 +390,12 @@ class Client(KeyOperations):
             check_min_version(min_version)
             if exact and min_version is not None and min_version > exact:
                 raise ConfigurationError(f"version {exact} is below min_version {min_version}")
-            wanted = state_dicts.plan_get(check_key(key), user_state_dict)
+            wanted = getting.plan_get(check_key(key), user_state_dict)
             if min_version is not None:
                 await self._wait([key], min_version, clock)
-            how = state_dicts.Filling(strict, cast, report, pickle_too)
+            how = getting.Filling(strict, cast, report, pickle_too)
             session, channel = self._here(clock) or await self._join(clock)
-            result = await state_dicts.fetch(session, channel, key, exact, wanted, clock, how)
+            result = await getting.fetch(session, channel, key, exact, wanted, clock, how)
             clock.entries, clock.version = result.entries, result.version
             return result.state_dict
 
@@ -421,16 +422,16 @@ async def _publish(
 
 async def _get_dict(
     session: Session, channel: Channel, want: Want, version: int, clock: Clock, allow_pickle: bool
-) -> state_dicts.Fetched:
+) -> getting.Fetched:
     """Get the state dict of a key that turned out to be one."""
-    how = state_dicts.Filling(allow_pickle=allow_pickle)
+    how = getting.Filling(allow_pickle=allow_pickle)
     try:
-        return await state_dicts.fetch(session, channel, want.key, version, None, clock, how)
+        return await getting.fetch(session, channel, want.key, version, None, clock, how)
     except VersionGoneError:
         if want.version:
             raise
         # A newer version replaced it after the first request.
-        return await state_dicts.fetch(session, channel, want.key, 0, None, clock, how)
+        return await getting.fetch(session, channel, want.key, 0, None, clock, how)
 
 
 def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:
