@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from pathlib import Path
 
 import pytest
 from tests.processes import run_script
 from tests.support import free_port
-
-from torchstore_core.contracts.engine import Engine
-from torchstore_monarch.plugin import torchstore_runtime
 
 # As if torchstore-monarch were not installed: its entry points are not found.
 _WITHOUT = """
@@ -111,17 +106,30 @@ def test_descriptors_do_not_import_monarch() -> None:
         assert not [line for line in lines if line.startswith(("import monarch", "from monarch"))]
 
 
-def test_the_functions_of_the_descriptor_are_those_of_the_contract() -> None:
-    """Names and order of their parameters; what is awaited, and what is not."""
-    spec = torchstore_runtime()
-    for name in ("find", "end", "rank", "spmd"):
-        promised = getattr(Engine, name)
-        module, _, function = str(getattr(spec, name)).partition(":")
-        ours = getattr(importlib.import_module(module), function)
-        assert inspect.iscoroutinefunction(ours) == inspect.iscoroutinefunction(promised), name
-        wanted = list(inspect.signature(promised).parameters.values())[1:]
-        there = list(inspect.signature(ours).parameters.values())
-        assert [(p.name, p.kind) for p in there[: len(wanted)]] == [
-            (p.name, p.kind) for p in wanted
-        ], name
-        assert all(p.default is not p.empty for p in there[len(wanted) :]), name
+async def test_the_functions_of_the_descriptor_are_those_of_the_contract() -> None:
+    """Names and order of their parameters; what is awaited, and what is not. In a process of its
+    own: importing Monarch makes it the default.
+    """
+    printed = await run_script(
+        """
+        import importlib, inspect
+        from torchstore_core.contracts.engine import Engine
+        from torchstore_monarch.plugin import torchstore_runtime
+
+        spec = torchstore_runtime()
+        for name in ("find", "end", "rank", "spmd"):
+            promised = getattr(Engine, name)
+            module, _, function = str(getattr(spec, name)).partition(":")
+            ours = getattr(importlib.import_module(module), function)
+            assert inspect.iscoroutinefunction(ours) == inspect.iscoroutinefunction(promised), name
+            wanted = list(inspect.signature(promised).parameters.values())[1:]
+            there = list(inspect.signature(ours).parameters.values())
+            assert [(p.name, p.kind) for p in there[: len(wanted)]] == [
+                (p.name, p.kind) for p in wanted
+            ], name
+            assert all(p.default is not p.empty for p in there[len(wanted) :]), name
+        print("checked")
+        """,
+        fresh=True,
+    )
+    assert printed.split() == ["checked"]
