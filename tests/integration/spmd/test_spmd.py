@@ -155,6 +155,15 @@ async def all_go_on(ranks: Job) -> None:
         ranks.tell(index)
 
 
+async def cannot_start(ranks: Job) -> list[dict[str, Any]]:
+    """Two ranks fail together, and come again together; what they said."""
+    await all_go_on(ranks)
+    said = [await ranks.line(index) for index in (0, 1)]
+    for index in (0, 1):
+        ranks.tell(index)
+    return said + await ranks.end()
+
+
 async def use(ranks: Job) -> None:
     """They have joined; now they use the store, and leave it."""
     for index in range(len(ranks.processes)):
@@ -202,8 +211,7 @@ async def test_ranks_come_again_to_a_rendezvous_that_stays() -> None:
         assert {line["pid"] for line in said} == {said[0]["pid"]} != {before["pid"]}
         await use(ranks)
     with job("cannot_start", port=port, **agent) as ranks:  # what failed then does not fail now
-        await all_go_on(ranks)
-        assert [line["say"] for line in await ranks.end()].count("done") == 2
+        assert [line["say"] for line in await cannot_start(ranks)].count("done") == 2
     with job("meet", port=port, **agent) as ranks:
         assert await ranks.line() != await ranks.line(1)
         await use(ranks)
@@ -268,11 +276,7 @@ async def test_what_is_no_environment_is_refused() -> None:
 async def test_all_ranks_are_told_why_the_server_does_not_start() -> None:
     started = time.monotonic()
     with job("cannot_start") as ranks:
-        await all_go_on(ranks)
-        said = [await ranks.line(index) for index in (0, 1)]
-        for index in (0, 1):  # one that came when rank 0 tries again would see no failure
-            ranks.tell(index)
-        said += await ranks.end()
+        said = await cannot_start(ranks)
     assert time.monotonic() - started < 25
     errors = {line["rank"]: line for line in said if line["say"] == "error"}
     assert [errors[rank]["code"] for rank in (0, 1)] == ["configuration"] * 2
