@@ -78,6 +78,10 @@ class Connection(ClientSocket):
             self._hello_timer.cancel()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:
+        """The client sends nothing more, but may go on reading: long replies come to their end."""
+        return self._conversation.when_sent(self.close)
+
     def left_behind(self, bodies: list[bytes]) -> None:
         """Take back what the client gave back before it left."""
         for body in [*self._backlog, *bodies]:

@@ -62,6 +62,7 @@ class Conversation:
         self.send = self._sender.send
         self.pause = self._sender.pause
         self.resume = self._sender.resume
+        self.when_sent = self._sender.when_sent
         self.end = end
         self._via = via
         self._process = process

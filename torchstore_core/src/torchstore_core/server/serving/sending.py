@@ -22,13 +22,14 @@ class Sender:
         write: sends a whole frame.
     """
 
-    __slots__ = ("_long", "_paused", "_scheduled", "_write")
+    __slots__ = ("_long", "_paused", "_scheduled", "_then", "_write")
 
     def __init__(self, write: Callable[[bytearray], None]) -> None:
         self._write = write
         self._long: deque[tuple[int, Iterator[bytearray]]] = deque()
         self._paused = False
         self._scheduled = False
+        self._then: Callable[[], None] | None = None
 
     def send(self, message: m.Message) -> None:
         """Send a message, or begin to."""
@@ -52,9 +53,18 @@ class Sender:
         self._paused = False
         self._schedule()
 
+    def when_sent(self, then: Callable[[], None]) -> bool:
+        """Call ``then`` after the last page that is still to be sent; False, and it is not called,
+        if there is none.
+        """
+        if self._long:
+            self._then = then
+        return bool(self._long)
+
     def close(self) -> None:
         """The connection is gone: send nothing any more."""
         self._long.clear()
+        self._then = None
         self._write = _to_nobody
 
     def _schedule(self) -> None:
@@ -72,6 +82,8 @@ class Sender:
             self._long.append(one)  # several long replies take turns
             self._write(frame)
         self._schedule()
+        if self._then is not None and not self._long:
+            self._then()
 
 
 def _to_nobody(frame: bytearray) -> None:
