@@ -91,6 +91,33 @@ async def test_a_shutdown_while_the_store_starts(others_job: Job, step: str) -> 
     await _is_as_before(others_job, before)
 
 
+async def _shut_down_before_it_is_joined() -> str:
+    from torchstore_core.clients.stores import joined
+
+    find_by = joined.find_by
+
+    async def shut_down_first(*args: Any) -> Any:
+        joined.find_by = find_by
+        await acts.shutdown("race")
+        return await find_by(*args)
+
+    joined.find_by = shut_down_first
+    try:
+        return await acts.initialize(RACE)
+    except ts.StoreClosedError as error:
+        return error.message
+    finally:
+        joined.find_by = find_by
+
+
+async def test_a_shutdown_between_the_start_and_the_first_session(others_job: Job) -> None:
+    """The store was complete, but `initialize` had not returned: the same error."""
+    before = _now(others_job)
+    said = await others_job.root(_shut_down_before_it_is_joined)
+    assert said == "store 'race' was shut down while it was being initialized"
+    await _is_as_before(others_job, before)
+
+
 async def _cancel_at(step: str) -> str:
     with _reaching(step) as reached:
         start = asyncio.ensure_future(acts.initialize(RACE))

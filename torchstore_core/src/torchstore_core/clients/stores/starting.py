@@ -14,7 +14,7 @@ from torchstore_core.clients.stores.joined import JoinedStore
 from torchstore_core.contracts.ranks import RankRuntime, SPMDEnv
 from torchstore_core.contracts.runtime import Runtime, StoreOptions
 from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.errors import ConfigurationError, PluginError
+from torchstore_core.errors import ConfigurationError, PluginError, StoreClosedError
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import RUNTIMES, Registry, load_class
 from torchstore_core.plugins.strategy_data import check_transport
@@ -45,15 +45,24 @@ async def start(
     timeout: float | None,
     allow_pickle: bool,
 ) -> Client:
-    """Start the server, join it, and make it findable."""
+    """Start the server, join it, and make it findable.
+
+    Raises:
+        StoreClosedError: somebody shut the store down meanwhile.
+    """
     where = await host.start(options, mesh)
     store = JoinedStore(options.store_name, where, policy, timeout, allow_pickle, host)
     try:
         await store.session(timeout)
         environment.publish(options.store_name, host.local_address or where)
-    except BaseException:
+    except BaseException as error:
         store.close()
         await host.stop(STOP_TIMEOUT_S)
+        if isinstance(error, StoreClosedError):
+            raise StoreClosedError(
+                f"store {options.store_name!r} was shut down while it was being initialized",
+                details=error.details,
+            ) from error
         raise
     table.add(store)
     return Client(store)
