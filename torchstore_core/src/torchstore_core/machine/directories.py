@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import os
 import shutil
 import socket
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["CONTROL", "PrivateDirectory", "remove_stale", "runtime_directory"]
+__all__ = ["CONTROL", "PrivateDirectory", "find_files", "remove_stale", "runtime_directory"]
 
 #: Name of the control socket in a private directory.
 CONTROL = "control.sock"
@@ -71,6 +73,17 @@ def runtime_directory() -> Path:
             f"{path} must be a directory of yours with mode 0700; remove it or set XDG_RUNTIME_DIR"
         )
     return path
+
+
+def find_files(base: Path, pattern: str) -> list[Path]:
+    """The files whose names match ``pattern`` (as in :mod:`fnmatch`) in the directories of ``base``,
+    sorted. Any of these directories may be removed at any moment, when its server ends.
+    """
+    found: list[Path] = []
+    for folder in base.iterdir():
+        with contextlib.suppress(OSError):
+            found += [folder / name for name in fnmatch.filter(os.listdir(folder), pattern)]
+    return sorted(found)
 
 
 def remove_stale(base: Path) -> None:

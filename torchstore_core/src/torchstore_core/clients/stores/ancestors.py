@@ -19,7 +19,7 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine import topology
-from torchstore_core.machine.directories import CONTROL, runtime_directory
+from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
 from torchstore_core.machine.processes import pid_namespace
 
 __all__ = ["find", "note", "parent"]
@@ -45,7 +45,7 @@ def note(store_name: str, address: str | None) -> None:
     if base is None:
         return
     if address is None:
-        for path in base.glob(f"*/{_PREFIX}{os.getpid()}-{_hex(store_name)}"):
+        for path in find_files(base, f"{_PREFIX}{os.getpid()}-{_hex(store_name)}"):
             path.unlink(missing_ok=True)
         return
     folder = Path(address.removeprefix("unix:")).parent
@@ -65,7 +65,7 @@ def find(store_name: str) -> str | None:
     """The address that the nearest ancestor has published, of those that live."""
     base = _base()
     notes: dict[int, str] = {}
-    for path in [] if base is None else base.glob(f"*/{_PREFIX}*-{_hex(store_name)}"):
+    for path in [] if base is None else find_files(base, f"{_PREFIX}*-{_hex(store_name)}"):
         noted = _read(path)
         if noted is None or noted.store_name != store_name:
             continue

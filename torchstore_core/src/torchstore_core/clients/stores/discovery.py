@@ -12,7 +12,7 @@ from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.session.handshake import client_facts, handshake
 from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
-from torchstore_core.machine.directories import CONTROL, runtime_directory
+from torchstore_core.machine.directories import CONTROL, find_files, runtime_directory
 from torchstore_core.wire import messages as m
 
 __all__ = ["ANSWER_S", "RunningStore", "look", "probe", "stores"]
@@ -60,7 +60,7 @@ async def stores(*, timeout: float | None = ANSWER_S) -> list[RunningStore]:
         ConfigurationError: the directory is not safe to use, or ``timeout`` is no time.
     """
     timeout = check_timeout(timeout)
-    sockets = sorted(runtime_directory().glob(f"*/{CONTROL}"))
+    sockets = find_files(runtime_directory(), CONTROL)
     found = await asyncio.gather(*(probe(f"unix:{path}", timeout) for path in sockets))
     return [store for store in found if store is not None]
 

@@ -1,0 +1,42 @@
+"""The directories of servers, which come and go while others look at them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+from torchstore_core.machine.directories import find_files
+
+
+def test_files_are_found_by_name(tmp_path: Path) -> None:
+    for folder in ("b", "a"):
+        (tmp_path / folder).mkdir()
+        for name in ("control.sock", "other", "note-1"):
+            (tmp_path / folder / name).touch()
+    (tmp_path / "control.sock").touch()  # no directory
+    found = find_files(tmp_path, "note-*")
+    assert found == [tmp_path / "a" / "note-1", tmp_path / "b" / "note-1"]
+    assert find_files(tmp_path, "control.sock") == [p.with_name("control.sock") for p in found]
+
+
+def test_directories_may_vanish_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "stays").mkdir()
+    (tmp_path / "stays" / "note").touch()
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            for i in range(20):
+                (tmp_path / f"d{i}").mkdir()
+            for i in range(20):
+                shutil.rmtree(tmp_path / f"d{i}")
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert find_files(tmp_path, "n*") == [tmp_path / "stays" / "note"]
+    finally:
+        done.set()
+        thread.join()
