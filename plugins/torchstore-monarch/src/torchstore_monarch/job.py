@@ -186,8 +186,9 @@ async def _find(store_name: str) -> str | None:
         relays = found.relays.get(here, ())
         there = [relay for relay in relays if _is_there(relay)]  # those whose process lives
         address = there[0] if there else await _own_relay(found, controller, volumes)
-    for control in [control for control in _volumes if not _is_there(f"unix:{control}")]:
-        del _volumes[control]
+    for control in list(_volumes):  # other threads change it meanwhile
+        if not _is_there(f"unix:{control}"):
+            _volumes.pop(control, None)
     _volumes[address.partition(":")[2]] = volumes
     return address
 
