@@ -368,6 +368,10 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
     assert agent.half.read([(0, 0, CHUNK)]) == b"\x05" * CHUNK
 
 
+async def _no_handshake(transport: str, data: bytes) -> bytes:
+    raise TransportUnavailableError("this transport has none")
+
+
 @pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")
 @pytest.mark.filterwarnings(
     r"ignore:unclosed <socket.socket fd=\d+, family=1, type=1, proto=0>:ResourceWarning"
@@ -380,7 +384,7 @@ async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> 
     info = m.VolumeInfo("v", 0, 0, HERE, SIZE, {"monarch-rpc": agent.offer})
     control = str(agent.directory / "control.sock")
     registry = Registry()
-    links = VolumeLinks(info, HERE, False, registry, Policy.make(), control)
+    links = VolumeLinks(info, HERE, False, registry, Policy.make(), control, _no_handshake)
     loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
     before = len(os.listdir("/proc/self/fd"))
 
@@ -389,7 +393,7 @@ async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> 
         with links.in_use():
             (candidate,) = links.candidates(CHUNK)
             link = await links.connect(candidate)
-            await links.until_lost(link.read([Copy(back.data_ptr(), 0, 0, CHUNK)]))
+            await links.until_lost(link.read([Copy(back.data_ptr(), 0, 0, CHUNK)]), 60.0)
 
     async def main() -> None:
         loops.append(weakref.ref(asyncio.get_running_loop()))

@@ -11,6 +11,7 @@ from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory.segment import SegmentMemory, open_memory
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.remote.attached import AttachedHalves
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_strategies import SingletonStrategy
@@ -99,7 +100,9 @@ def test_trim_gives_pages_back_from_there_on(memory):
 
 def make_controller(memory: SegmentMemory) -> Controller:
     info = m.VolumeInfo("v", 0, os.getpid(), probe(), memory.nbytes, {})
-    return Controller([VolumeRecord(info, memory)], SingletonStrategy())
+    return Controller(
+        [VolumeRecord(info, memory, AttachedHalves("v", lambda _: None))], SingletonStrategy()
+    )
 
 
 def put(controller: Controller, session, txn: int, nbytes: int) -> int:

@@ -32,7 +32,7 @@ def bid(latency_s: float, bytes_per_s: float) -> Bid:
 
 
 def ranked(*specs: TransportSpec, policy: Policy | None = None) -> Ranking:
-    return rank(specs, SAME, [s.name for s in specs], policy or Policy())
+    return rank(specs, SAME, {s.name: b"" for s in specs}, policy or Policy())
 
 
 def names(ranking: Ranking, nbytes: int, in_band: bool | None = None) -> list[str]:
@@ -171,7 +171,7 @@ def test_every_refusal_is_kept_with_its_reason() -> None:
         spec("elsewhere", Refusal("another host")),
         TransportSpec("fine", bid=lambda c: bid(0, 1), client="x:X", probe=lambda: None),
     ]
-    offers = ["blocked", "unusable", "elsewhere", "fine"]
+    offers = dict.fromkeys(("blocked", "unusable", "elsewhere", "fine"), b"")
     ranking = rank(specs, SAME, offers, Policy(block=("blocked",)))
     assert names(ranking, 5) == ["fine"]
     assert asked == []
@@ -218,10 +218,10 @@ def test_a_bid_is_made_from_the_facts_of_the_link() -> None:
         return bid(0, 1)
 
     context = LinkContext(HERE, ELSEWHERE, same_host=False, offered=False)
-    rank([TransportSpec("a", bid=look, client="x:X")], context, ["a", "z"], Policy())
-    rank([TransportSpec("in", bid=look, in_band=True)], context, [], Policy())
+    rank([TransportSpec("a", bid=look, client="x:X")], context, {"a": b"x", "z": b""}, Policy())
+    rank([TransportSpec("in", bid=look, in_band=True)], context, {}, Policy())
     offered, in_band = seen
-    assert offered == LinkContext(HERE, ELSEWHERE, same_host=False, offered=True)
+    assert offered == LinkContext(HERE, ELSEWHERE, same_host=False, offered=True, offer=b"x")
     assert in_band == context
 
 

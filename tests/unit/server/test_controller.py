@@ -33,6 +33,7 @@ from torchstore_core.server.memory.allocator import ALIGNMENT
 from torchstore_core.server.memory.placement import session_bytes
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.remote.attached import AttachedHalves
 from torchstore_core.server.serving import inspection
 from torchstore_core.values import ObjectMeta, TensorMeta
 from torchstore_core.wire import messages as m
@@ -58,7 +59,11 @@ def volumes(*capacities: int) -> Iterator[list[VolumeRecord]]:
     memories = [SegmentMemory(f"test-{i}", nbytes) for i, nbytes in enumerate(capacities)]
     try:
         yield [
-            VolumeRecord(m.VolumeInfo(f"test-{i}", i, os.getpid(), HERE, memory.nbytes, {}), memory)
+            VolumeRecord(
+                m.VolumeInfo(f"test-{i}", i, os.getpid(), HERE, memory.nbytes, {}),
+                memory,
+                AttachedHalves(f"test-{i}", lambda _: None),
+            )
             for i, memory in enumerate(memories)
         ]
     finally:

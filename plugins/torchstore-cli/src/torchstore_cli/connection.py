@@ -36,13 +36,13 @@ class StoreConnection:
     def __init__(self, address: str, welcome: m.Welcome, channel: Channel, timeout: float) -> None:
         self.address = address
         self.welcome = welcome
-        self._channel = channel
+        self.channel = channel
         self._timeout = timeout
 
     async def call(self, expect: type[R], request: type[m.Message], *args: object) -> R:
         """Send ``request(id, *args)`` and return the reply, or raise the error that comes."""
         make: type = request
-        return await self._channel.call(make(self._channel.next_id(), *args), expect, self._timeout)
+        return await self.channel.call(make(self.channel.next_id(), *args), expect, self._timeout)
 
 
 def given_address(address: str | None) -> str | None:

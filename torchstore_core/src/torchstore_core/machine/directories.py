@@ -76,7 +76,7 @@ def runtime_directory() -> Path:
 
 
 def find_files(base: Path, pattern: str) -> list[Path]:
-    """The files whose names match ``pattern`` (as in :mod:`fnmatch`) in the directories of ``base``,
+    """The files in the directories of ``base`` whose names match ``pattern``, as in :mod:`fnmatch`,
     sorted. Any of these directories may be removed at any moment, when its server ends.
     """
     found: list[Path] = []

@@ -215,10 +215,12 @@ def _answer(spec: TransportSpec, context: LinkContext) -> Bid | Refusal:
 
 
 def rank(
-    specs: Iterable[TransportSpec], context: LinkContext, offers: Iterable[str], policy: Policy
+    specs: Iterable[TransportSpec],
+    context: LinkContext,
+    offers: Mapping[str, bytes],
+    policy: Policy,
 ) -> Ranking:
     """Collect a bid or a refusal for one link from every transport."""
-    offered = set(offers)
     candidates: list[Candidate] = []
     refusals: dict[str, str] = {}
     for spec in specs:
@@ -228,10 +230,12 @@ def rank(
         if policy.force is not None and spec.name != policy.force:
             refusals[spec.name] = f"the store's strategy forces transport {policy.force!r}"
             continue
-        if spec.client is not None and spec.name not in offered:
+        if spec.client is not None and spec.name not in offers:
             refusals[spec.name] = "the volume does not offer it (not installed there, or refused)"
             continue
-        answer = _answer(spec, msgspec.structs.replace(context, offered=spec.name in offered))
+        offer = offers.get(spec.name)
+        seen = msgspec.structs.replace(context, offered=offer is not None, offer=offer or b"")
+        answer = _answer(spec, seen)
         if isinstance(answer, Refusal):
             refusals[spec.name] = answer.reason
         else:

@@ -29,11 +29,12 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.remote.attached import AttachedMemory
+from torchstore_core.server.remote.attached import AttachedHalves, AttachedMemory
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.serving import inspection, journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
+from torchstore_core.server.serving.handshakes import Handshakes
 from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.server.serving.members import Members, is_member
@@ -182,6 +183,7 @@ class Server:
 
     def _begin(self, volumes: list[VolumeRecord]) -> None:
         """All volumes are there."""
+        self.handshakes = Handshakes(volumes)
         self._controller = Controller(
             volumes,
             self._strategy,
@@ -242,7 +244,7 @@ class Server:
             directory,
         )
         self._volumes.append(volume)
-        return VolumeRecord(await volume.start(), volume.memory)
+        return VolumeRecord(await volume.start(), volume.memory, volume)
 
     def volume_attached(self, info: m.VolumeInfo, send: Callable[[m.Message], None]) -> None:
         """A volume in another process is there.
@@ -258,7 +260,7 @@ class Server:
         if not 4096 <= info.capacity_bytes < 1 << 60:
             raise StoreFullError(f"a volume cannot have {info.capacity_bytes} bytes")
         allocator = Allocator(info.capacity_bytes)
-        record = VolumeRecord(info, AttachedMemory(send, allocator))
+        record = VolumeRecord(info, AttachedMemory(send, allocator), AttachedHalves(info.id, send))
         record.allocator = allocator
         self._attached[info.index] = record
         if len(self._attached) == wanted:
@@ -298,8 +300,17 @@ class Server:
         if self._controller is not None:
             self._broadcast_warm()
 
+    def volume_replied(self, index: int, message: m.PeerReply) -> None:
+        """A volume in another process has answered a transport's client."""
+        halves = self._attached[index].halves
+        if isinstance(halves, AttachedHalves):
+            halves.replied(message)
+
     def volume_ended(self, index: int, why: str) -> None:
         """A volume in another process is gone, and what only it had is lost."""
+        halves = self._attached[index].halves
+        if isinstance(halves, AttachedHalves):
+            halves.lost(why)
         if self._controller is None:
             del self._attached[index]
             return

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from torchstore_core.wire.facts import Message, VolumeInfo
 
-__all__ = ["Attach", "Lost", "Prefault", "ProcessDied", "Trim", "Warm", "Warmed", "WatchProcess"]
+__all__ = ["Attach", "Lost", "PeerGone", "PeerHandshake", "PeerReply", "Prefault", "ProcessDied"]
+__all__ += ["Trim", "Warm", "Warmed", "WatchProcess"]
 
 
 class Attach(Message, frozen=True, tag="attach"):
     """First message of a volume in another process. Reply :class:`Done`.
 
-    Then the server sends :class:`Prefault`, :class:`Trim` and :class:`WatchProcess`, the volume
-    :class:`Warm` and :class:`ProcessDied`.
+    Then the server sends :class:`Prefault`, :class:`Trim`, :class:`WatchProcess`,
+    :class:`PeerHandshake` and :class:`PeerGone`, the volume :class:`Warm`, :class:`ProcessDied` and
+    :class:`PeerReply`.
     """
 
     id: int
@@ -64,6 +66,33 @@ class WatchProcess(Message, frozen=True, tag="watch"):
     session: bytes
     pid: int
     namespace: int
+
+
+class PeerHandshake(Message, frozen=True, tag="peer-handshake"):
+    """To a volume: what a client's half of a transport asks the volume's. It is answered by
+    :class:`PeerReply`.
+    """
+
+    id: int
+    peer: bytes
+    transport: str
+    data: bytes
+
+
+class PeerGone(Message, frozen=True, tag="peer-gone"):
+    """To a volume: see ``TransportServer.disconnect``. It is answered by :class:`PeerReply`."""
+
+    id: int
+    peer: bytes
+
+
+class PeerReply(Message, frozen=True, tag="peer-reply"):
+    """From a volume: the answer of a server half, or the ``code`` and ``message`` of its error."""
+
+    id: int
+    data: bytes = b""
+    code: str = ""
+    message: str = ""
 
 
 class Warmed(Message, frozen=True, tag="warmed"):

@@ -28,6 +28,9 @@ from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.memory import Attach as Attach
 from torchstore_core.wire.memory import Lost as Lost
+from torchstore_core.wire.memory import PeerGone as PeerGone
+from torchstore_core.wire.memory import PeerHandshake as PeerHandshake
+from torchstore_core.wire.memory import PeerReply as PeerReply
 from torchstore_core.wire.memory import Prefault as Prefault
 from torchstore_core.wire.memory import ProcessDied as ProcessDied
 from torchstore_core.wire.memory import Trim as Trim
@@ -35,7 +38,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 #: Largest frame, in bytes. A longer reply comes in pages (``wire.paging``); a request cannot be
 #: longer. 18,000 entries of a state dict need about 2 MB.
@@ -46,6 +49,8 @@ MAX_HELLO_FRAME = 64 << 10
 MAX_KEY = 4096
 #: Most bytes of values that one message carries inline.
 MAX_INLINE = 1 << 20
+#: Most bytes of one handshake of a transport, and of its answer.
+MAX_HANDSHAKE = 1 << 20
 #: Most entries of one Listing, and most characters of keys in it: keeps the reply at a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
@@ -265,6 +270,25 @@ class Status(Message, frozen=True, tag="status"):
     id: int
 
 
+class Handshake(Message, frozen=True, tag="handshake"):
+    """Ask the server half of a volume's transport. Reply :class:`Handshaken`."""
+
+    id: int
+    volume: int
+    transport: str
+    data: bytes
+
+
+class Settle(Message, frozen=True, tag="settle"):
+    """Have a volume's server halves end what they have under way for this session, because the
+    outcome of a write is uncertain. Reply :class:`Done`. Puts that are aborted meanwhile keep their
+    memory until then.
+    """
+
+    id: int
+    volume: int
+
+
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """End the server. Reply :class:`Done`, then every connection closes. From a member, see
     ``server.members``: leave. Reply :class:`Flags`, one: whether the server ends with it.
@@ -295,6 +319,9 @@ Request = (
     | Attach
     | Warm
     | ProcessDied
+    | PeerReply
+    | Handshake
+    | Settle
     | Shutdown
 )
 
@@ -407,6 +434,13 @@ class Fetched(Message, frozen=True, tag="fetched"):
     continued: bool = False
 
 
+class Handshaken(Message, frozen=True, tag="handshaken"):
+    """What the server half has answered."""
+
+    id: int
+    data: bytes
+
+
 class Deleted(Message, frozen=True, tag="deleted"):
     """How many keys were deleted."""
 
@@ -496,6 +530,7 @@ Reply = (
     | Committed
     | Located
     | Fetched
+    | Handshaken
     | Deleted
     | Flags
     | KeyList
@@ -508,6 +543,8 @@ Reply = (
     | Prefault
     | Trim
     | WatchProcess
+    | PeerHandshake
+    | PeerGone
     | Lost
     | Failure
 )

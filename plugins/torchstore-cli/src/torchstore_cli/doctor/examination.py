@@ -5,6 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import resource
@@ -21,7 +22,7 @@ import msgspec
 from torchstore_cli import reports
 from torchstore_cli.connection import given_address, open_store
 from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
-from torchstore_core.clients.session.handshake import socket_path
+from torchstore_core.clients.session.handshake import ask_volume, socket_path
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.stores import environment as stores
@@ -130,7 +131,7 @@ def _link_to_this_host(
         found.problems.append(error.message)
         specs = []
     there = msgspec.structs.replace(here, pid=0)
-    offers = [spec.name for spec in specs if spec.server is not None]
+    offers = {spec.name: b"" for spec in specs if spec.server is not None}
     ranking = rank(specs, LinkContext(here, there, same_host=True, offered=True), offers, policy)
     for (group, name), outcome in outcomes.items():
         reason = outcome.error or outcome.refusal
@@ -214,7 +215,8 @@ async def _store(
                 if info.lost:
                     continue
                 word = policy.with_transport(welcome.transport)
-                volume = VolumeLinks(info, here, same_host, registry, word, control)
+                ask = functools.partial(ask_volume, store.channel, info.index)
+                volume = VolumeLinks(info, here, same_host, registry, word, control, ask)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the refusals say it
                     await volume.connect_best()

@@ -1,10 +1,11 @@
-"""The handshake that opens every connection to a server. Torch-free."""
+"""The handshake that opens every connection to a server, and those of transports. Torch-free."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,6 +14,7 @@ from torchstore_core.errors import (
     ProtocolError,
     StoreClosedError,
     StoreTimeoutError,
+    TransportNotReadyError,
     from_wire,
     in_seconds,
 )
@@ -21,8 +23,13 @@ from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
-__all__ = ["Ranks", "client_facts", "handshake", "socket_path"]
+if TYPE_CHECKING:
+    from torchstore_core.clients.session.channel import Channel
 
+__all__ = ["HANDSHAKE_S", "Ranks", "ask_volume", "client_facts", "handshake", "socket_path"]
+
+#: Seconds in which a volume answers a handshake: a server half may start a process first.
+HANDSHAKE_S = 60.0
 _RECEIVE = 1 << 18
 Ranks = tuple[int | None, int | None]  # global rank, local rank
 
@@ -111,3 +118,20 @@ async def handshake(
         if not isinstance(reply, m.Welcome):
             raise ProtocolError(f"{address} answered a hello with {type(reply).__name__}")
     return sock, reply
+
+
+async def ask_volume(channel: Channel, volume: int, transport: str, data: bytes) -> bytes:
+    """Ask the server half of a volume's transport; see ``LinkContext.handshake``.
+
+    Raises:
+        TransportError: what the half has raised.
+        TransportNotReadyError: no answer within :data:`HANDSHAKE_S`.
+        StoreClosedError: the server is gone.
+    """
+    request = m.Handshake(channel.next_id(), volume, transport, data)
+    try:
+        return (await channel.call(request, m.Handshaken, HANDSHAKE_S)).data
+    except StoreTimeoutError as error:
+        raise TransportNotReadyError(
+            f"the volume did not answer a handshake within {HANDSHAKE_S:g} s"
+        ) from error

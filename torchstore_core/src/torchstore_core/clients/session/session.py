@@ -5,6 +5,7 @@ latest until the process dies. Torch-free.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -13,7 +14,14 @@ import time
 import weakref
 
 from torchstore_core.clients.session.channel import Channel
-from torchstore_core.clients.session.handshake import Ranks, client_facts, handshake, socket_path
+from torchstore_core.clients.session.handshake import (
+    HANDSHAKE_S,
+    Ranks,
+    ask_volume,
+    client_facts,
+    handshake,
+    socket_path,
+)
 from torchstore_core.clients.session.reclaimer import Reclaimer
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
@@ -57,6 +65,7 @@ class Session:
                 self.registry,
                 policy,
                 socket_path(address),
+                functools.partial(_handshake, weakref.ref(self), info.index),
             )
             for info in welcome.volumes
         ]
@@ -264,6 +273,20 @@ class Session:
             return False
         return await channel.wait_cancelled(done, timeout)
 
+    async def settle(self, volume: int, *, wait: bool) -> None:
+        """A write to that volume has an uncertain outcome: have the volume end it, so that its
+        memory can be used again. ``wait``: until it has.
+
+        Raises:
+            StoreClosedError: the server is gone.
+        """
+        channel = await self.channel(None)
+        request = m.Settle(channel.next_id(), volume)
+        if wait:
+            await channel.call(request, m.Done, None)
+        else:
+            channel.send(request)
+
     def keep_memory(self) -> None:
         """Must be called before pool memory is page-locked: see ``messages.Keep``."""
         if not self._keeps_memory:
@@ -351,6 +374,16 @@ class Session:
             volume.close_in_child()
         self._reclaimer.after_fork_in_child(lost=self.lost)
         self.lost = True
+
+
+async def _handshake(
+    session: weakref.ref[Session], volume: int, transport: str, data: bytes
+) -> bytes:
+    """See ``contracts.transport.LinkContext.handshake``."""
+    here = session()
+    if here is None:
+        raise StoreClosedError("this client was closed")
+    return await ask_volume(await here.channel(HANDSHAKE_S), volume, transport, data)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+import msgspec
 
 from torchstore_core.contracts.transport import Link, LinkContext, SupportsWindow
 from torchstore_core.errors import (
@@ -46,7 +49,7 @@ _TEMPORARY_ERRNOS = frozenset(
 
 
 class _Backoff:
-    """A transport that was not ready, and the time of its next retry."""
+    """A transport that was not ready or has failed, and the time of its next retry."""
 
     __slots__ = ("candidate", "due", "failures")
 
@@ -69,6 +72,7 @@ class VolumeLinks:
         here: the topology of this process.
         same_host: whether the volume is on this host; the caller has proven it.
         control: path of the Unix socket through which this process reached the store.
+        handshake: carries a request to the server half of the transport of that name.
     """
 
     def __init__(
@@ -79,15 +83,18 @@ class VolumeLinks:
         registry: Registry,
         policy: Policy,
         control: str,
+        handshake: Callable[[str, bytes], Awaitable[bytes]],
     ) -> None:
         self.info = info
         self.context = LinkContext(here, info.topology, same_host, offered=False, control=control)
+        self._handshake = handshake
         self.ranking: Ranking = rank(registry.transports(), self.context, info.offers, policy)
         self.ranking.refusals.update(registry.left_out("torchstore.transports"))
         self._links: dict[str, Link] = {}
         self._loop_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = (
             weakref.WeakKeyDictionary()
         )
+        self._retired: list[Link] = []
         self._backoffs: dict[str, _Backoff] = {}  # by name of the transport
         self._retries: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
         # Reentrant: the collector may end a transfer in a thread that already holds the lock.
@@ -107,17 +114,31 @@ class VolumeLinks:
         return order or [backoff.candidate for backoff in self._backoffs.values()]
 
     def failed(self, candidate: Candidate, error: TransportError) -> None:
-        """Handle a failed link: drop it with a warning, or retry it later if it only was not ready.
+        """Handle a failed transfer or connect: the transport is not used for a while, and then its
+        link is made anew. One that says that it cannot work from here is dropped for good.
 
         Raises:
             TransportError: ``error``, if the volume is lost.
         """
         if self.lost:
             raise error
-        if isinstance(error, TransportNotReadyError):
-            self._back_off(candidate, error)
-        else:
+        for links in self._all_links():
+            if (link := links.get(candidate.spec.name)) is not None:
+                self.retire(link)
+        if isinstance(error, TransportUnavailableError) and not isinstance(
+            error, TransportNotReadyError
+        ):
             self._drop(candidate, error)
+        else:
+            self._back_off(candidate, error)
+
+    def retire(self, link: Link) -> None:
+        """Use a link no more. It is closed when no transfer uses any link: another may be on it."""
+        with self._lock:
+            for links in self._all_links():
+                for name in [name for name, one in links.items() if one is link]:
+                    del links[name]
+                    self._retired.append(link)
 
     def unreachable_error(self, nbytes: int, last: TransportError | None) -> TransportError:
         """Return the error for when no candidate could move the bytes.
@@ -133,15 +154,16 @@ class VolumeLinks:
         none_left = self.ranking.unavailable(nbytes)
         return self._unreachable(none_left.message, none_left.details)
 
-    async def until_lost(self, work: Awaitable[T]) -> T:
+    async def until_lost(self, work: Awaitable[T], within: float) -> T:
         """Wait for a transfer to another host, but only until the volume is lost, because such a
-        transfer may never end once that host has died.
+        transfer may never end once that host has died; and at most ``within`` seconds.
 
         Raises:
             TransportUnavailableError: the volume is lost.
+            TransportError: the time is over.
         """
         try:
-            async with asyncio.timeout(None) as limit:
+            async with asyncio.timeout(within) as limit:
                 known = weakref.ref(limit), weakref.ref(asyncio.get_running_loop())
                 self._limits.add(known)
                 if self.lost:  # looked at only now: whoever marks it may not have seen the limit
@@ -150,9 +172,11 @@ class VolumeLinks:
                     return await work
                 finally:
                     self._limits.discard(known)
-        except TimeoutError:
-            if not (self.lost and limit.expired()):
+        except TimeoutError as error:
+            if not limit.expired():
                 raise
+            if not self.lost:
+                raise TransportError(f"it did not end within {within:.0f} s") from error
         raise self._unreachable(self.lost)
 
     def _unreachable(
@@ -240,7 +264,14 @@ class VolumeLinks:
             except PluginError as error:  # treat a broken plug-in as a failed link
                 raise TransportUnavailableError(error.message) from error
             try:
-                made = await cls.connect(self.info.offers[spec.name], self.context)
+                offer = self.info.offers[spec.name]
+                context = msgspec.structs.replace(
+                    self.context,
+                    offered=True,
+                    offer=offer,
+                    handshake=functools.partial(self._handshake, spec.name),
+                )
+                made = await cls.connect(offer, context)
             except TorchStoreError:
                 raise
             except Exception as error:
@@ -257,10 +288,11 @@ class VolumeLinks:
         return link
 
     def _back_off(
-        self, candidate: Candidate, error: TransportNotReadyError, *, quietly: bool = False
+        self, candidate: Candidate, error: TransportError, *, quietly: bool = False
     ) -> None:
         name = candidate.spec.name
-        self.ranking.drop(name, f"it is not ready and will be tried again: {error}")
+        what = "is not ready" if isinstance(error, TransportNotReadyError) else "failed"
+        self.ranking.drop(name, f"it {what} and will be tried again: {error}")
         backoff = self._backoffs.get(name)
         if backoff is not None:
             backoff.postpone()
@@ -271,7 +303,7 @@ class VolumeLinks:
             return
         order = [c.spec.name for c in self.ranking.order(1 << 20)]
         warnings.warn(
-            f"transport {name!r} to volume {self.info.id} is not ready: {error}. It is tried again "
+            f"transport {name!r} to volume {self.info.id} {what}: {error}. It is tried again "
             f"every now and then; until then there is {', '.join(order) or 'nothing else'}",
             RuntimeWarning,
             stacklevel=3,
@@ -303,7 +335,7 @@ class VolumeLinks:
         self.ranking.drop(name, f"its link failed: {error}")
         order = [c.spec.name for c in self.ranking.order(1 << 20)]
         warnings.warn(
-            f"transport {name!r} to volume {self.info.id} failed and is not used any more: "
+            f"transport {name!r} to volume {self.info.id} cannot be used from here: "
             f"{error}; what is left: {', '.join(order) or 'nothing'}",
             RuntimeWarning,
             stacklevel=2,
@@ -332,17 +364,23 @@ class VolumeLinks:
 
     def _close_if_idle(self) -> None:
         with self._lock:
-            idle = self._closed and not self._active
-        if idle:
+            if self._active:
+                return
+            retired, self._retired = self._retired, []
+        for link in retired:
+            link.close()
+        if self._closed:
             self._close_links()
 
     def _close_links(self) -> None:
-        with self._lock:
-            every = [self._links, *self._loop_links.values()]
-        for links in every:
+        for links in self._all_links():
             while links:
                 _, link = links.popitem()
                 link.close()
+
+    def _all_links(self) -> list[dict[str, Link]]:
+        with self._lock:
+            return [self._links, *self._loop_links.values()]
 
 
 def _expire(limit: asyncio.Timeout) -> None:

@@ -1,8 +1,7 @@
 """Executes transfer plans: the only place where the bytes of values are moved.
 
-This module is responsible for staging, copy threads, device streams and concurrency. If a link has
-a window, this process copies directly to and from that memory; any other link only accepts batches
-of contiguous copies.
+This module is responsible for copy threads, device streams and concurrency. If a link has a window,
+this process copies directly to and from that memory; for any other link see :mod:`.staging`.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ import torch
 
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.session.volume_links import VolumeLinks
-from torchstore_core.clients.transfer import cuda, mapping
+from torchstore_core.clients.transfer import cuda, mapping, staging
 from torchstore_core.clients.transfer.moves import Batch, GetBatch, Rows, Run, TensorMove
 from torchstore_core.clients.transfer.targets import narrow
 from torchstore_core.clients.values.tensors import (
-    address_of,
     byte_like,
     split_rows,
     strided_copy,
     tensor_at,
 )
-from torchstore_core.contracts.transport import Copy, Link, SupportsMap, SupportsWindow
+from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 from torchstore_core.machine.tasks import wait_ended
@@ -39,6 +37,12 @@ T = TypeVar("T")
 # Up to this many bytes, the volumes of this host are processed one after another: creating a task
 # for each would take longer.
 _ONE_BY_ONE = 1 << 20
+
+
+# The time that a transfer to another host may take, however long the operation's timeout is: a peer
+# that has been stopped says nothing.
+_LEAST_S = 60.0
+_SLOWEST_BYTES_PER_S = 1e6
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -108,7 +112,7 @@ async def _execute(session: Session, batch: Batch) -> Moved:
                         mapped = await _by_candidate(session, links, candidate, batch)
                     else:
                         work = _by_candidate(session, links, candidate, batch)
-                        mapped = await links.until_lost(work)
+                        mapped = await links.until_lost(work, _limit_s(batch))
                     return Moved(batch, candidate.spec.name, mapped)
                 except TransportError as error:
                     links.failed(candidate, error)
@@ -120,17 +124,32 @@ async def _execute(session: Session, batch: Batch) -> Moved:
     return Moved(batch, "")
 
 
+def _limit_s(batch: Batch) -> float:
+    return _LEAST_S + batch.nbytes / _SLOWEST_BYTES_PER_S
+
+
 async def _by_candidate(
     session: Session, links: VolumeLinks, candidate: Candidate, batch: Batch
 ) -> Sequence[mapping.Mapped]:
     link = await links.connect(candidate)
     if batch.on_device:
         session.keep_memory()
-    return await by_link(link, batch)
+    try:
+        return await by_link(link, batch, links.info.capacity_bytes)
+    except BaseException as error:
+        if batch.into_segment and link.unsettled:
+            # Whoever gets the memory next must not find bytes of this put arriving there.
+            links.retire(link)
+            await session.settle(batch.volume, wait=isinstance(error, TransportError))
+        raise
 
 
-async def by_link(link: Link, batch: Batch) -> Sequence[mapping.Mapped]:
-    """Move a batch over a link, in the best way that the link supports."""
+async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence[mapping.Mapped]:
+    """Move a batch over a link, in the best way that the link supports.
+
+    Args:
+        room: size of the segment in bytes, if it is known.
+    """
     mapped: Sequence[mapping.Mapped] = ()
     if isinstance(batch, GetBatch):
         if isinstance(link, SupportsMap):
@@ -140,7 +159,7 @@ async def by_link(link: Link, batch: Batch) -> Sequence[mapping.Mapped]:
     if isinstance(link, SupportsWindow):
         await _by_window(link, batch)
     else:
-        await _by_copies(link, batch)
+        await staging.by_copies(link, batch, room)
     return mapped
 
 
@@ -258,46 +277,3 @@ def _pair(move: TensorMove, base: int, into: bool) -> tuple[torch.Tensor, torch.
     else:
         stored = stored.view(move.dtype)
     return (stored, tensor) if into else (tensor, stored)
-
-
-# ---- other links --------------------------------------------------------------------------
-
-
-async def _by_copies(link: Link, batch: Batch) -> None:
-    """Use one batch of contiguous copies; tensors that are not contiguous here are staged."""
-    segment = batch.segment
-    copies: list[Copy] = []
-    staged: list[tuple[TensorMove, torch.Tensor]] = []
-    for move in batch.moves(None):
-        if isinstance(move, list):
-            copies += [Copy(run[0], segment, run[1], run[2]) for run in move]
-            continue
-        if not isinstance(move, TensorMove):
-            raise TypeError("rows are only for links with a window")
-        packed = _packed(move) if batch.into_segment else _empty(move)
-        staged.append((move, packed))
-        address = address_of(move.key, packed)
-        for offset, nbytes in move.runs():
-            copies.append(Copy(address, segment, offset, nbytes))
-            address += nbytes
-    if batch.into_segment:
-        await link.write(copies)
-        return
-    await link.read(copies)
-    for move, packed in staged:
-        address_of(move.key, move.tensor)  # it may have changed in the meantime
-        if move.tensor.dtype is packed.dtype:
-            byte_like(move.tensor).copy_(byte_like(packed))
-        else:
-            move.tensor.copy_(packed)
-
-
-def _packed(move: TensorMove) -> torch.Tensor:
-    """The value to store, in contiguous memory of this process."""
-    packed = move.tensor.cpu().to(move.dtype)
-    return packed if packed.is_contiguous() else byte_like(packed).contiguous()
-
-
-def _empty(move: TensorMove) -> torch.Tensor:
-    """Contiguous memory to read a value into."""
-    return torch.empty(tuple(move.tensor.shape), dtype=move.dtype, device="cpu")

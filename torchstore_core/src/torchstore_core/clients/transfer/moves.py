@@ -74,6 +74,7 @@ class Batch(ABC):
         nbytes: total of all moves.
         into_segment: True for a put, False for a get.
         on_device: whether any of the tensors is on a device.
+        prepared: what a transfer that has failed leaves for the next try.
     """
 
     volume: int
@@ -81,14 +82,14 @@ class Batch(ABC):
     nbytes: int
     into_segment: bool
     on_device: bool
+    prepared: object = None
 
     @abstractmethod
     def moves(self, room: int | None) -> Iterator[Move]:
         """The moves, in order, generated lazily.
 
         Args:
-            room: size of the segment in bytes if its memory is addressable in this process; None
-                if it is not, in which case every strided tensor becomes a :class:`TensorMove`.
+            room: size of the segment in bytes; None if it is not known.
 
         Raises:
             TransportError: a value would lie outside the segment.
@@ -141,13 +142,12 @@ class PutBatch(Batch):
                 if tensor.is_contiguous():
                     yield [(address, offset, nbytes)]
                     continue
-                if room is not None:
-                    shape, itemsize = tuple(tensor.shape), tensor.element_size()
-                    _, steps = _row_major(shape, None)
-                    rows = copying.grids(shape, itemsize, address, tensor.stride(), offset, steps)
-                    if rows is not None:
-                        yield from rows
-                        continue
+                shape, itemsize = tuple(tensor.shape), tensor.element_size()
+                _, steps = _row_major(shape, None)
+                rows = copying.grids(shape, itemsize, address, tensor.stride(), offset, steps)
+                if rows is not None:
+                    yield from rows
+                    continue
             dtype = source.cast or tensor.dtype
             yield TensorMove(source.key, tensor, offset, tuple(tensor.shape), dtype)
 
@@ -222,11 +222,10 @@ class GetBatch(Batch):
                     if start is not None and first is not None:
                         yield [(address + first * itemsize, start, nbytes)]
                         continue
-                if room is not None:
-                    rows = _rows(piece, address, result.stride(), grant.offset, itemsize)
-                    if rows is not None:
-                        yield from rows
-                        continue
+                rows = _rows(piece, address, result.stride(), grant.offset, itemsize)
+                if rows is not None:
+                    yield from rows
+                    continue
             part = result if piece.into is None else narrow(result, piece.into)
             yield TensorMove(target.key, part, grant.offset, piece.shape, target.dtype, piece.box)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -208,6 +209,10 @@ class SessionRecord(msgspec.Struct, eq=False):
     given_back: set[int] = set()
     keeps_memory: bool = False  # see messages.Keep
     lanes: int = 0
+    #: What transports know the client as, and the volumes whose server halves know it.
+    peer: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(8))
+    met: set[int] = set()
+    ending: bool = False
     opened: float = msgspec.field(default_factory=time.monotonic)
     closed: float | None = None
 

@@ -68,6 +68,8 @@ class SegmentMemory:
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.nbytes = nbytes
+        #: Where what transports have registered ends: no page before it is given back.
+        self.registered: Callable[[], int] = lambda: 0
         self.fd = open_memory(name, nbytes)
         self._lock = threading.Lock()
         self._warm = 0
@@ -105,7 +107,7 @@ class SegmentMemory:
 
         Nothing there may be allocated. Mappings of them read as zeros afterwards.
         """
-        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = -(-max(start, self.registered()) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             if self._closed or self._thread is not None or start >= self._warm:
                 return 0

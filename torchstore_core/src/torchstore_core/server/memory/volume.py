@@ -6,9 +6,15 @@ import logging
 import os
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
-from torchstore_core.errors import ConfigurationError, PluginError, TransportUnavailableError
+from torchstore_core.errors import (
+    ConfigurationError,
+    PluginError,
+    TransportError,
+    TransportUnavailableError,
+)
 from torchstore_core.machine import topology
 from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.server.memory.isolated import IsolatedServer
 from torchstore_core.server.memory.segment import SegmentMemory
 from torchstore_core.wire import messages as m
 
@@ -45,7 +51,8 @@ class Volume:
         self.memory = SegmentMemory(self.id, capacity)
         self._registry = registry
         self._context = ServerContext(store_name, self.id, directory, topology.probe())
-        self._halves: list[TransportServer] = []
+        self._halves: dict[str, TransportServer] = {}
+        self.memory.registered = self._registered
 
     async def start(self) -> m.VolumeInfo:
         """Start the transports' server halves, without those that are broken; what clients need to
@@ -59,9 +66,11 @@ class Volume:
             try:
                 if spec.probe is not None and spec.probe() is not None:
                     continue
-                half: TransportServer = load_class(spec.server)()
+                half: TransportServer = (
+                    IsolatedServer(spec.server) if spec.isolated else load_class(spec.server)()
+                )
                 offer: object = await half.start(self._context, [segment])
-                self._halves.append(half)
+                self._halves[spec.name] = half
                 if not isinstance(offer, bytes):
                     raise PluginError(f"its offer is a {type(offer).__qualname__}, not bytes")
                 offers[spec.name] = offer
@@ -74,10 +83,50 @@ class Volume:
 
     async def close(self) -> None:
         """Stop serving and release the memory; what clients have mapped stays. Idempotent."""
-        halves, self._halves = self._halves, []
-        for half in halves:
+        halves, self._halves = self._halves, {}
+        for half in halves.values():
             await half.close()
         self.memory.close()
+
+    async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
+        """What the half of a transport answers to a client; see ``contracts.transport``.
+
+        Raises:
+            TransportUnavailableError: there is no such half.
+            TransportError: what the half raises, whatever it is.
+        """
+        half = self._halves.get(transport)
+        if half is None:
+            raise TransportUnavailableError(f"volume {self.id} does not serve {transport!r}")
+        try:
+            answer: object = await half.handshake(peer, request)
+        except TransportError:
+            raise
+        except Exception as error:
+            log.warning("transport %s failed in a handshake", transport, exc_info=True)
+            raise TransportError(f"its server half failed: {error!r}") from error
+        if not isinstance(answer, bytes) or len(answer) > m.MAX_HANDSHAKE:
+            kind = type(answer).__qualname__
+            raise TransportError(
+                f"its server half answered a handshake with a {kind}, not with at most "
+                f"{m.MAX_HANDSHAKE} bytes"
+            )
+        return answer
+
+    async def disconnect(self, peer: bytes) -> None:
+        """Return when no half has anything under way for that client. One that cannot end it is
+        closed.
+        """
+        for name, half in list(self._halves.items()):
+            try:
+                await half.disconnect(peer)
+            except Exception as error:  # noqa: BLE001 - it may still write: it must not
+                log.warning("transport %s is not served any more: %r", name, error)
+                self._halves.pop(name, None)
+                await half.close()
+
+    def _registered(self) -> int:
+        return max([half.registered(0) for half in self._halves.values()], default=0)
 
 
 def default_capacity() -> int:

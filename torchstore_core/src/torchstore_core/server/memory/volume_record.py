@@ -12,7 +12,7 @@ from torchstore_core.contracts.strategy import VolumeFacts
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.wire import messages as m
 
-__all__ = ["SegmentView", "VolumeRecord"]
+__all__ = ["Halves", "SegmentView", "VolumeRecord"]
 
 
 class SegmentView(Protocol):
@@ -37,6 +37,19 @@ class SegmentView(Protocol):
         """
 
 
+class Halves(Protocol):
+    """The server halves of a volume's transports, see ``contracts.transport.TransportServer``.
+
+    Both methods raise TransportUnavailableError if the volume is gone.
+    """
+
+    async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
+        """What the half of that transport answers."""
+
+    async def disconnect(self, peer: bytes) -> None:
+        """Return when no half has anything under way for ``peer``."""
+
+
 class VolumeRecord:
     """One volume: its allocator and its accounts, in bytes.
 
@@ -46,6 +59,7 @@ class VolumeRecord:
 
     __slots__ = (
         "allocator",
+        "halves",
         "index",
         "info",
         "inline",
@@ -56,10 +70,11 @@ class VolumeRecord:
         "unfinished",
     )
 
-    def __init__(self, info: m.VolumeInfo, memory: SegmentView) -> None:
+    def __init__(self, info: m.VolumeInfo, memory: SegmentView, halves: Halves) -> None:
         self.info = info
         self.index = info.index
         self.memory = memory
+        self.halves = halves
         self.allocator = Allocator(info.capacity_bytes)
         self.inline = 0
         self.leased = 0

@@ -8,6 +8,7 @@ closes, both sides are done: the volume is lost to the server, and without a ser
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from torchstore_core.errors import (
     StoreClosedError,
     StoreTimeoutError,
     TorchStoreError,
+    TransportUnavailableError,
     from_wire,
     in_seconds,
 )
@@ -29,7 +31,7 @@ from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_reply, encode
 
-__all__ = ["AttachedMemory", "VolumeConnection"]
+__all__ = ["AttachedHalves", "AttachedMemory", "VolumeConnection"]
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,61 @@ class AttachedMemory:
             self._reserved = None
 
 
+class AttachedHalves:
+    """The server halves of a volume in another process, see ``memory.volume_record.Halves``.
+
+    Args:
+        volume_id: for errors.
+        send: takes messages for the volume.
+    """
+
+    def __init__(self, volume_id: str, send: Callable[[m.Message], None]) -> None:
+        self._volume_id = volume_id
+        self._send = send
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[bytes]] = {}
+        self._lost = ""
+
+    async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
+        """Ask the volume."""
+        return await self._ask(m.PeerHandshake(next(self._ids), peer, transport, request))
+
+    async def disconnect(self, peer: bytes) -> None:
+        """Have the volume do it."""
+        await self._ask(m.PeerGone(next(self._ids), peer))
+
+    def replied(self, reply: m.PeerReply) -> None:
+        """The volume has answered."""
+        pending = self._pending.get(reply.id)
+        if pending is None or pending.done():
+            return
+        if reply.code:
+            pending.set_exception(from_wire(reply.code, reply.message, None, {}))
+        else:
+            pending.set_result(reply.data)
+
+    def lost(self, why: str) -> None:
+        """The volume is gone: it answers nothing any more."""
+        self._lost = why or "it is gone"
+        for pending in self._pending.values():
+            if not pending.done():
+                pending.set_exception(self._gone())
+
+    async def _ask(self, message: m.PeerHandshake | m.PeerGone) -> bytes:
+        if self._lost:
+            raise self._gone()
+        pending: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._pending[message.id] = pending
+        try:
+            self._send(message)
+            return await pending
+        finally:
+            del self._pending[message.id]
+
+    def _gone(self) -> TransportUnavailableError:
+        return TransportUnavailableError(f"volume {self._volume_id} is gone: {self._lost}")
+
+
 class VolumeConnection(FrameProtocol):
     """A volume's connection to its server; made by :meth:`open`.
 
@@ -114,6 +171,7 @@ class VolumeConnection(FrameProtocol):
         self._loop = asyncio.get_running_loop()
         self._attached: asyncio.Future[None] = self._loop.create_future()
         self._watcher = ProcessWatches(self._send)
+        self._answers: set[asyncio.Task[None]] = set()
         self._wanted = False
         self._closing = False
 
@@ -200,8 +258,24 @@ class VolumeConnection(FrameProtocol):
                 self._tell(trimmed=True)
             case m.WatchProcess():
                 self._watcher.watch(message)
+            case m.PeerHandshake() | m.PeerGone():
+                task = self._loop.create_task(self._answer(message))
+                self._answers.add(task)
+                task.add_done_callback(self._answers.discard)
             case _:
                 log.debug("volume %s: nothing to do for %s", self._info.id, type(message).__name__)
+
+    async def _answer(self, message: m.PeerHandshake | m.PeerGone) -> None:
+        data = b""
+        try:
+            if isinstance(message, m.PeerGone):
+                await self._volume.disconnect(message.peer)
+            else:
+                data = await self._volume.handshake(message.peer, message.transport, message.data)
+        except TorchStoreError as error:
+            self._send(m.PeerReply(message.id, b"", error.code, error.message))
+        else:
+            self._send(m.PeerReply(message.id, data))
 
     def _fail(self, error: TorchStoreError) -> None:
         if not self._attached.done():

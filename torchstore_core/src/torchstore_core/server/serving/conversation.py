@@ -123,9 +123,10 @@ class Conversation:
         session = self._session
         if session is not None:
             self._server.died(session)
-            self._server.controller.end_session(session)
-            if session.facts.role:  # it reads nothing, so its forked children do not, either
-                self._server.controller.close_session(session)
+            controller = self._server.controller
+            # A process with a role reads nothing, so its forked children do not, either.
+            end = controller.close_session if session.facts.role else controller.end_session
+            self._server.handshakes.ended(session, lambda: end(session))
 
     def ended(self, why: str = "its connection has closed") -> None:
         """The connection has closed: undo what was held through it. Idempotent."""
@@ -152,8 +153,10 @@ class Conversation:
             self._server.volume_ended(self._volume, why)
         if self._session is not None:
             if self._liveness:
-                self._server.left(self._session, why)
-                close_session(self._session)
+                session = self._session
+                session.ending = True
+                self._server.left(session, why)
+                self._server.handshakes.ended(session, lambda: close_session(session))
             else:
                 self._session.lanes -= 1
 
@@ -169,12 +172,15 @@ class Conversation:
                     self._server.volume_warmed(self._volume, request)
                 case m.ProcessDied():
                     self._server.process_ended(request)
+                case m.PeerReply():
+                    self._server.volume_replied(self._volume, request)
                 case _:
                     raise ProtocolError(f"a volume does not send {type(request).__name__}")
             return
         if self._session is None:
             raise ProtocolError("the first message must be a Hello")
-        if self._session.token not in self._server.controller.sessions:
+        session = self._session
+        if session.ending or session.token not in self._server.controller.sessions:
             # The liveness connection is gone, and what the session held with it: nothing new may be
             # held.
             raise StoreClosedError("this session has ended")
@@ -258,7 +264,7 @@ class Conversation:
             case m.Release():
                 controller.release(session, request.leases, request.parts, remember=self._liveness)
             case m.Abort():
-                controller.abort(session, request.txns, remember=self._liveness)
+                self._abort(session, request)
             case m.Keep():
                 session.keeps_memory = True
             case m.Delete():
@@ -287,11 +293,25 @@ class Conversation:
                     controller.catalog, controller.volumes, request.prefix, request.after
                 )
                 return m.Listing(request.id, listed, more, pending)
+            case m.Handshake():
+                self._server.handshakes.answer(session, request, self.send)
+            case m.Settle():
+                done = m.Done(request.id)
+                self._server.handshakes.settle(session, request.volume, lambda: self.send(done))
             case m.Status():
                 return m.StatusReply(request.id, self._server.status())
             case m.Shutdown():
                 return self._server.shutdown(request.id, session)
         return None
+
+    def _abort(self, session: SessionRecord, request: m.Abort) -> None:
+        def abort() -> None:
+            self._server.controller.abort(session, request.txns, remember=self._liveness)
+
+        if session.met:
+            self._server.handshakes.when_settled(session, abort)
+        else:
+            abort()
 
     def _wait(self, request: m.Wait) -> None:
         if len(self._waiters) >= _MAX_WAITERS or request.id in self._waiters:

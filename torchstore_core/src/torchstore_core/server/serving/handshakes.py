@@ -1,0 +1,128 @@
+"""What clients' halves of transports ask the volumes' halves, and how what is under way ends.
+
+A transport whose bytes travel for themselves, over a network, may still deliver some of them after
+the client has died or has given up. The memory that they would land in is not used again before the
+volume's half has said that it is done with that client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from torchstore_core.errors import (
+    ProtocolError,
+    StoreClosedError,
+    TorchStoreError,
+    TransportUnavailableError,
+)
+from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.wire import messages as m
+
+__all__ = ["Handshakes"]
+
+log = logging.getLogger(__name__)
+
+
+class Handshakes:
+    """Those of all sessions. Everything here runs on the server's event loop.
+
+    Args:
+        volumes: of the store.
+    """
+
+    def __init__(self, volumes: list[VolumeRecord]) -> None:
+        self._volumes = volumes
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Ends that are under way, by the client and the index of the volume.
+        self._settling: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+
+    def answer(
+        self, session: SessionRecord, request: m.Handshake, reply: Callable[[m.Reply], None]
+    ) -> None:
+        """Ask the server half, and reply what it says.
+
+        Raises:
+            ProtocolError: there is no such volume, or the request is too long.
+        """
+        volume = self._volume(request.volume)
+        if len(request.data) > m.MAX_HANDSHAKE:
+            raise ProtocolError(
+                f"a handshake of {len(request.data)} bytes is over the limit of {m.MAX_HANDSHAKE}"
+            )
+        session.met.add(volume.index)
+
+        async def work() -> None:
+            settling = self._settling.get((session.peer, volume.index))
+            if settling is not None:
+                await asyncio.wait([settling])
+            try:
+                if session.ending or session.closed is not None:
+                    raise StoreClosedError("this session has ended")
+                halves = volume.halves
+                data = await halves.handshake(session.peer, request.transport, request.data)
+                reply(m.Handshaken(request.id, data))
+            except TorchStoreError as error:
+                reply(m.Failure(request.id, error.code, error.message, None, error.details))
+
+        self._spawn(work())
+
+    def settle(self, session: SessionRecord, index: int, then: Callable[[], None]) -> None:
+        """Have a volume end what it has under way for a session, and call ``then``.
+
+        Raises:
+            ProtocolError: there is no such volume.
+        """
+        volume = self._volume(index)
+        if index in session.met:
+            self._disconnect(session, volume)
+        self.when_settled(session, then)
+
+    def ended(self, session: SessionRecord, then: Callable[[], None]) -> None:
+        """A session, or its process, has ended: call ``then`` when no byte of it can move."""
+        for index in session.met:
+            self._disconnect(session, self._volumes[index])
+        session.met.clear()
+        self.when_settled(session, then)
+
+    def when_settled(self, session: SessionRecord, then: Callable[[], None]) -> None:
+        """Call ``then`` when nothing is being settled for that session, maybe at once."""
+        settling = [task for (peer, _), task in self._settling.items() if peer == session.peer]
+        if not settling:
+            then()
+            return
+
+        async def work() -> None:
+            await asyncio.wait(settling)
+            then()
+
+        self._spawn(work())
+
+    def _volume(self, index: int) -> VolumeRecord:
+        if not 0 <= index < len(self._volumes):
+            raise ProtocolError(f"there is no volume {index}")
+        return self._volumes[index]
+
+    def _disconnect(self, session: SessionRecord, volume: VolumeRecord) -> None:
+        at = session.peer, volume.index
+        if at in self._settling:
+            return
+
+        async def work() -> None:
+            try:
+                await volume.halves.disconnect(session.peer)
+            except TransportUnavailableError:
+                log.debug("volume %s is gone, and its memory with it", volume.info.id)
+            finally:
+                del self._settling[at]
+
+        self._settling[at] = self._spawn(work())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
