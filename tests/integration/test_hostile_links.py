@@ -116,7 +116,7 @@ async def test_a_volume_that_is_lost_just_before_the_transfer_ends_it() -> None:
         with links.in_use():
             links.mark_lost("its host is gone")
             with pytest.raises(TransportUnavailableError, match="its host is gone"):
-                await asyncio.wait_for(links.until_lost(asyncio.Event().wait()), 5)
+                await asyncio.wait_for(links.until_lost(asyncio.Event().wait(), 60), 5)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             await ts.shutdown()

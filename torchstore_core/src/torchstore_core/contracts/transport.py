@@ -36,7 +36,7 @@ best transport moves what is left of the batch, and the link is made anew after 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -200,12 +200,17 @@ class TransportServer(ABC):
         """Stop serving and release everything that ``start`` took. Idempotent."""
 
 
-class Copy(NamedTuple):
+class Copy(msgspec.Struct, frozen=True, gc=False):
     """``rows`` rows of ``nbytes`` bytes each, between local memory and a segment.
 
     Row ``i`` lies at ``address + i * stride`` and at ``offset + i * step``. Only links with
     ``Link.rows`` are given more than one row, and only those with a device's type in
     ``Link.devices`` an address in the memory of a ``device`` (such as ``"cuda:0"``; empty: host).
+    For all others the first four fields say everything, and those are what it unpacks into.
+
+    >>> address, segment, offset, nbytes = Copy(4096, 0, 128, 64)
+    >>> offset
+    128
     """
 
     address: int
@@ -216,6 +221,9 @@ class Copy(NamedTuple):
     stride: int = 0
     step: int = 0
     device: str = ""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.address, self.segment, self.offset, self.nbytes))
 
 
 class Link(ABC):

@@ -86,7 +86,7 @@ class ShmLink(Link):
     async def _copy(self, copies: Sequence[Copy], *, into_segment: bool) -> None:
         pieces: list[tuple[int, int, int]] = []
         total = 0
-        for address, segment, offset, nbytes, *_ in copies:
+        for address, segment, offset, nbytes in copies:
             window = self.window(segment)
             if not 0 <= offset <= offset + nbytes <= window.nbytes:
                 raise TransportError(f"[{offset}, +{nbytes}) is outside segment {segment}")

@@ -291,8 +291,11 @@ class VolumeLinks:
         self, candidate: Candidate, error: TransportError, *, quietly: bool = False
     ) -> None:
         name = candidate.spec.name
-        what = "is not ready" if isinstance(error, TransportNotReadyError) else "failed"
-        self.ranking.drop(name, f"it {what} and will be tried again: {error}")
+        if isinstance(error, TransportNotReadyError):
+            what, reason = "is not ready", "it is not ready"
+        else:
+            what, reason = "failed", "its link failed"
+        self.ranking.drop(name, f"{reason}: {error}; it will be tried again")
         backoff = self._backoffs.get(name)
         if backoff is not None:
             backoff.postpone()
@@ -335,7 +338,7 @@ class VolumeLinks:
         self.ranking.drop(name, f"its link failed: {error}")
         order = [c.spec.name for c in self.ranking.order(1 << 20)]
         warnings.warn(
-            f"transport {name!r} to volume {self.info.id} cannot be used from here: "
+            f"transport {name!r} to volume {self.info.id} failed and is not used any more: "
             f"{error}; what is left: {', '.join(order) or 'nothing'}",
             RuntimeWarning,
             stacklevel=2,

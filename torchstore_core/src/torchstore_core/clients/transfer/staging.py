@@ -89,7 +89,7 @@ def _plan_rows(plan: CopyPlan, move: Rows, segment: int, *, into: bool) -> None:
     elif step == nbytes:  # one run in the segment, so it is worth being one here
         packed = torch.empty(nbytes * count, dtype=torch.uint8)
         plan.memory.append(packed)
-        at = packed.data_ptr()
+        at = address_of("", packed)
         plan.grids.append(
             (at, address, nbytes, count, nbytes, stride)
             if into
@@ -109,7 +109,7 @@ def _plan_tensor(link: Link, plan: CopyPlan, move: TensorMove, segment: int) -> 
     device = ""
     if tensor.device.type in link.devices and tensor.dtype is move.dtype and tensor.is_contiguous():
         device = str(tensor.device)
-        address = tensor.data_ptr()
+        address = address_of(move.key, tensor)
     else:
         staged = torch.empty(tuple(tensor.shape), dtype=move.dtype, device="cpu")
         plan.tensors.append((move, staged))
