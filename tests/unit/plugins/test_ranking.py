@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
-from torchstore_core.errors import TransportUnavailableError
+from torchstore_core.errors import ConfigurationError, TransportUnavailableError
 from torchstore_core.machine.topology import probe
 from torchstore_core.plugins.ranking import Policy, Ranking, rank
 
@@ -317,6 +317,38 @@ def test_a_forced_transport_is_the_only_one() -> None:
         TransportUnavailableError, match="'slow', which the store's strategy forces"
     ):
         ranking.best(101)
+
+
+def test_the_users_choice_is_stronger_than_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what fits into a control message still rides in one."""
+    fast, slow = spec("fast", bid(0.0, 1e12)), spec("slow", bid(1.0, 1.0), max_bytes=100)
+    inline = spec("inline", bid(0.0, 1.0), in_band=True)
+    monkeypatch.setenv("TORCHSTORE_TRANSPORT", "slow")
+    policy = Policy.unchecked(prefer=("fast",)).with_transport("fast")
+    ranking = ranked(fast, slow, inline, policy=policy)
+    assert sorted(names(ranking, 10)) == ["inline", "slow"]
+    assert ranking.order(10, in_band=False)[0].spec.name == "slow"
+    assert ranking.refusals == {"fast": "TORCHSTORE_TRANSPORT forces transport 'slow'"}
+    with pytest.raises(TransportUnavailableError, match="which TORCHSTORE_TRANSPORT forces"):
+        ranked(fast, policy=policy).best(1)
+
+
+def test_a_choice_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHSTORE_TRANSPORT", "carrier-pigeon")
+    with pytest.raises(
+        ConfigurationError,
+        match=r"carrier-pigeon.*TORCHSTORE_TRANSPORT|TORCHSTORE_TRANSPORT.*carrier-pigeon",
+    ):
+        Policy.make()
+
+
+def test_the_summary_names_the_carrier_and_how_to_choose() -> None:
+    ranking = ranked(spec("fast", bid(0.0, 1e12)), spec("slow", bid(1.0, 1.0)))
+    text = ranking.summary(1)
+    assert text.startswith("fast (")
+    assert "then slow" in text
+    assert "TORCHSTORE_TRANSPORT" in text
+    assert ranked().summary(1) == "no transport reaches the volume"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from torchstore_core.plugins.registry import Registry
 __all__ = ["Candidate", "Policy", "Ranking", "rank"]
 
 
+_CHOICE = "TORCHSTORE_TRANSPORT"
+
+
 def _names(variable: str) -> tuple[str, ...]:
     return tuple(n.strip() for n in os.environ.get(variable, "").split(",") if n.strip())
 
@@ -26,6 +29,8 @@ class Policy(msgspec.Struct, frozen=True):
         block: transports that are never used, even if the strategy names them.
         order: transports that the strategy wants next, in this order.
         force: the only transport that the strategy allows.
+        choice: the only transport that the user allows for what does not ride in a control message;
+            stronger than the strategy.
 
     >>> Policy(prefer=("tcp",)).prefer
     ('tcp',)
@@ -35,17 +40,19 @@ class Policy(msgspec.Struct, frozen=True):
     block: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
     force: str | None = None
+    choice: str | None = None
 
     @classmethod
     def make(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
-        """Combine the arguments with TORCHSTORE_PREFER and TORCHSTORE_BLOCK (comma-separated).
+        """Combine the arguments with TORCHSTORE_PREFER and TORCHSTORE_BLOCK (comma-separated), and
+        TORCHSTORE_TRANSPORT (one name).
 
         Raises:
             ConfigurationError: an argument is not a list of names, or no installed package
                 provides a plug-in of that name.
         """
         made = cls.unchecked(prefer, block)
-        if made.prefer or made.block:
+        if made.prefer or made.block or made.choice:
             made.check_installed(Registry())
         return made
 
@@ -64,6 +71,7 @@ class Policy(msgspec.Struct, frozen=True):
         return cls(
             (*prefer, *(n for n in _names("TORCHSTORE_PREFER") if n not in prefer)),
             (*block, *(n for n in _names("TORCHSTORE_BLOCK") if n not in block)),
+            choice=os.environ.get(_CHOICE, "").strip() or None,
         )
 
     def check_installed(self, registry: Registry) -> None:
@@ -75,6 +83,7 @@ class Policy(msgspec.Struct, frozen=True):
         """
         transports = ["torchstore.transports"]
         registry.check_installed("prefer= or TORCHSTORE_PREFER", self.prefer, transports)
+        registry.check_installed(_CHOICE, [self.choice] if self.choice else [], transports)
         registry.check_installed("block= or TORCHSTORE_BLOCK", self.block)
 
     def with_transport(self, transport: str | tuple[str, ...] | None) -> Policy:
@@ -110,7 +119,8 @@ class Ranking:
     Preferred transports win over all others, whatever they bid, for the sizes that they accept.
 
     Args:
-        forced: the only transport that the store's strategy allows, if it forces one.
+        forced: the only transport that the store's strategy or the user allows, if there is one.
+        forced_by: who that is, as text: "which ... forces".
     """
 
     def __init__(
@@ -118,10 +128,12 @@ class Ranking:
         candidates: Sequence[Candidate],
         refusals: Mapping[str, str],
         forced: str | None = None,
+        forced_by: str = "",
     ) -> None:
         self.candidates = list(candidates)
         self.refusals = dict(refusals)
         self.forced = forced
+        self._forced_by = forced_by
         self._inline_max: int | None = None
 
     def order(self, nbytes: int, *, in_band: bool | None = None) -> list[Candidate]:
@@ -175,6 +187,19 @@ class Ranking:
             self._inline_max = low
         return self._inline_max
 
+    def summary(self, nbytes: int) -> str:
+        """Which transport carries ``nbytes`` bytes, why, and how to choose another; one line."""
+        order = self.order(nbytes)
+        if not order:
+            return "no transport reaches the volume"
+        best = order[0]
+        others = ", ".join(c.spec.name for c in order[1:]) or "nothing else"
+        if self.forced is not None:
+            why = f"{self._forced_by} forces it"
+        else:
+            why = "it is preferred" if best.preferred else best.bid.reason
+        return f"{best.spec.name} ({why}); then {others}; {_CHOICE} chooses"
+
     def unavailable(self, nbytes: int) -> TransportUnavailableError:
         """Return the error that says why no transport reaches the volume."""
         reasons = "; ".join(f"{n}: {r}" for n, r in sorted(self.refusals.items()))
@@ -189,7 +214,7 @@ class Ranking:
         advice = "Install torchstore-transports, or unblock one"
         if self.forced is not None:
             text = (
-                f"transport {self.forced!r}, which the store's strategy forces, cannot move "
+                f"transport {self.forced!r}, which {self._forced_by} forces, cannot move "
                 f"{nbytes} bytes to or from this volume"
             )
             details["forced"] = self.forced
@@ -221,14 +246,20 @@ def rank(
     policy: Policy,
 ) -> Ranking:
     """Collect a bid or a refusal for one link from every transport."""
+    forced = policy.choice or policy.force
+    forced_by = _CHOICE if policy.choice is not None else "the store's strategy"
     candidates: list[Candidate] = []
     refusals: dict[str, str] = {}
     for spec in specs:
         if spec.name in policy.block:
             refusals[spec.name] = "blocked by configuration"
             continue
-        if policy.force is not None and spec.name != policy.force:
-            refusals[spec.name] = f"the store's strategy forces transport {policy.force!r}"
+        if (
+            forced is not None
+            and spec.name != forced
+            and not (spec.in_band and policy.choice is not None)
+        ):
+            refusals[spec.name] = f"{forced_by} forces transport {forced!r}"
             continue
         if spec.client is not None and spec.name not in offers:
             refusals[spec.name] = "the volume does not offer it (not installed there, or refused)"
@@ -241,10 +272,10 @@ def rank(
         else:
             turn = _turn(spec.name, policy)
             candidates.append(Candidate(spec, answer, turn <= len(policy.order), turn))
-    if policy.force is not None and not candidates:
-        why = "blocked by configuration" if policy.force in policy.block else "not installed here"
-        refusals.setdefault(policy.force, why)
-    return Ranking(candidates, refusals, policy.force)
+    if forced is not None and not candidates:
+        why = "blocked by configuration" if forced in policy.block else "not installed here"
+        refusals.setdefault(forced, why)
+    return Ranking(candidates, refusals, forced, forced_by)
 
 
 def _turn(name: str, policy: Policy) -> int:

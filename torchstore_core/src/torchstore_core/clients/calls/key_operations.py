@@ -168,8 +168,8 @@ class KeyOperations(ClientBase):
         self, nbytes: int = 1 << 30, *, timeout: float | None = None
     ) -> list[dict[str, Any]]:
         """Return, for every volume, which transport would move ``nbytes`` bytes, what each
-        transport bid, and why the others refused, as plain data. Raises only what every operation
-        may raise.
+        transport bid, and why the others refused, as plain data; ``summary`` says the same in one
+        line, and how to choose another. Raises only what every operation may raise.
         """
         with self._watch("explain", timeout) as clock:
             session = await self._joined.session(clock.left())
@@ -218,4 +218,5 @@ def _explain(volume: str, ranking: Any, nbytes: int) -> dict[str, Any]:
             for c in order
         ],
         "refusals": ranking.refusals,
+        "summary": ranking.summary(nbytes),
     }

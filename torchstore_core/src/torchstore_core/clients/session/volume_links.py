@@ -100,6 +100,7 @@ class VolumeLinks:
         # Reentrant: the collector may end a transfer in a thread that already holds the lock.
         self._lock = threading.RLock()
         self._active = 0
+        self._told = False
         self._closed = False
         # Time limits of transfers to other hosts, and their event loops; keeps neither alive.
         self._limits: set[Limit] = set()
@@ -282,6 +283,9 @@ class VolumeLinks:
                 link = links.setdefault(spec.name, made)
             if link is not made:  # another loop or thread was faster
                 made.close()
+            elif not self._told:
+                self._told = True
+                log.info("volume %s: %s", self.info.id, self.ranking.summary(1 << 30))
         if self._backoffs and self._backoffs.pop(spec.name, None) is not None:
             self.ranking.restore(candidate)
             log.info("transport %r to volume %s is ready now", spec.name, self.info.id)
