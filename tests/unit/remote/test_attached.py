@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.integration.attacks.hostile import Raw
 from tests.support import turn, until
+from tests.unit.remote.attached import CAPACITY, Attached, attached
 from tests.unit.remote.relays import Backstage
 
 import torchstore_core as ts
@@ -28,66 +29,11 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.remote.attached import AttachedMemory, VolumeConnection
 from torchstore_core.server.remote.relay_server import RelayRequest, RelayServer
-from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, encode
 
 MB = 1 << 20
-CAPACITY = 64 * MB
-
-
-class _Attached:
-    """A server and its volumes, whose lines are real: on one event loop of a thread."""
-
-    def __init__(self, base: Path, volumes: int, options: dict[str, Any]) -> None:
-        self.base = base
-        self.options = ServerOptions(
-            num_storage_volumes=volumes,
-            attached=True,
-            directory=str(base),
-            **{"prefault": 0, "strategy": "spread", **options},
-        )
-        self.volumes: list[Volume] = []
-        self.lines: list[VolumeConnection] = []
-        self.gone: list[int] = []
-
-    async def start(self) -> None:
-        self.server = Server(self.options)
-        self.address = await self.server.start()
-
-    async def attach(self, index: int, store_name: str = "torchstore") -> None:
-        volume = Volume(store_name, index, CAPACITY, Registry(), str(self.base / f"{index}"))
-        (self.base / f"{index}").mkdir(exist_ok=True)
-        self.volumes.append(volume)
-        line = await VolumeConnection.open(
-            self.address.partition(":")[2],
-            volume,
-            await volume.start(),
-            lambda: self.gone.append(index),
-            10,
-        )
-        self.lines.append(line)
-
-    async def close(self) -> None:
-        for line in self.lines:
-            line.close()
-        await self.server.close()
-        for volume in self.volumes:
-            await volume.close()
-
-
-@asynccontextmanager
-async def _attached(
-    stage: Backstage, base: Path, volumes: int = 1, **options: Any
-) -> AsyncIterator[_Attached]:
-    made = _Attached(base, volumes, options)
-    stage.do(made.start())
-    try:
-        yield made
-    finally:
-        await ts.shutdown("attached")
-        stage.do(made.close())
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +42,12 @@ def stage() -> Any:
         yield made
 
 
-async def _client(made: _Attached) -> ts.Client:
+async def _client(made: Attached) -> ts.Client:
     return await ts.connect(made.address, store_name="attached", timeout=10)
 
 
 async def test_clients_are_let_in_when_all_are_attached(stage: Backstage, tmp_path: Path) -> None:
-    async with _attached(stage, tmp_path, 2) as made:
+    async with attached(stage, tmp_path, 2) as made:
         stage.do(made.attach(1))
         with pytest.raises(ts.StoreClosedError, match="starting"):
             await _client(made)
@@ -122,7 +68,7 @@ async def test_the_server_does_not_read_what_it_cannot(stage: Backstage, tmp_pat
     """A reader that wants it inline gets a lease instead: readers may have other limits than the
     writer had.
     """
-    async with _attached(stage, tmp_path, 1) as made:
+    async with attached(stage, tmp_path, 1) as made:
         stage.do(made.attach(0))
         client = await _client(made)
         await client.put("k", torch.ones(MB))
@@ -136,7 +82,7 @@ async def test_the_server_does_not_read_what_it_cannot(stage: Backstage, tmp_pat
 
 
 async def test_a_volume_that_nobody_waits_for(stage: Backstage, tmp_path: Path) -> None:
-    async with _attached(stage, tmp_path, 1) as made:
+    async with attached(stage, tmp_path, 1) as made:
         stage.do(made.attach(0))
         for index in (0, 1):
             with pytest.raises(ts.ConfigurationError, match=f"volume {index}"):
@@ -171,7 +117,7 @@ async def test_a_server_that_does_not_answer(stage: Backstage, tmp_path: Path) -
 
 
 async def test_no_server_there(stage: Backstage, tmp_path: Path) -> None:
-    made = _Attached(tmp_path, 1, {})
+    made = Attached(tmp_path, 1, {})
     made.address = f"unix:{tmp_path}/nothing"
     with pytest.raises(ts.StoreClosedError, match="no server"):
         stage.do(made.attach(0))
@@ -181,7 +127,7 @@ async def test_no_server_there(stage: Backstage, tmp_path: Path) -> None:
 async def test_the_end_of_a_line_is_the_end_of_its_volume(
     stage: Backstage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with _attached(stage, tmp_path, 2) as made:
+    async with attached(stage, tmp_path, 2) as made:
         stage.do(made.attach(0))
         stage.do(made.attach(1))
         client = await _client(made)
@@ -201,14 +147,14 @@ async def test_the_end_of_a_line_is_the_end_of_its_volume(
 
 
 async def test_the_end_of_the_server_is_told_to_volumes(stage: Backstage, tmp_path: Path) -> None:
-    async with _attached(stage, tmp_path, 1) as made:
+    async with attached(stage, tmp_path, 1) as made:
         stage.do(made.attach(0))
         stage.do(made.server.close())
         await until(lambda: made.gone == [0])
 
 
 async def test_prefault_is_asked_for_and_told(stage: Backstage, tmp_path: Path) -> None:
-    async with _attached(stage, tmp_path, 1, prefault=16 * MB) as made:
+    async with attached(stage, tmp_path, 1, prefault=16 * MB) as made:
         stage.do(made.attach(0))
         await until(lambda: made.volumes[0].memory.warm >= 16 * MB)
         client = await _client(made)
@@ -222,7 +168,7 @@ async def test_prefault_is_asked_for_and_told(stage: Backstage, tmp_path: Path) 
 async def test_trimming_gives_back_what_is_free_and_nothing_else(
     stage: Backstage, tmp_path: Path
 ) -> None:
-    async with _attached(stage, tmp_path, 1, trim_after=0.5) as made:
+    async with attached(stage, tmp_path, 1, trim_after=0.5) as made:
         stage.do(made.attach(0))
         client = await _client(made)
         keep = torch.arange(8 * MB, dtype=torch.uint8)
@@ -268,7 +214,7 @@ async def test_puts_while_a_volume_trims_are_not_thrown_away(
     stage: Backstage, tmp_path: Path
 ) -> None:
     """The server asks, and the volume answers later: what is put in between is not in the way."""
-    async with _attached(stage, tmp_path, 1, trim_after=1e9) as made:
+    async with attached(stage, tmp_path, 1, trim_after=1e9) as made:
         stage.do(made.attach(0))
         client = await _client(made)
         wrong = 0
@@ -290,7 +236,7 @@ async def test_a_line_carries_nothing_else(
     stage: Backstage, tmp_path: Path, message: m.Message
 ) -> None:
     """A volume is no client: what it may not say ends it, and nobody else."""
-    async with _attached(stage, tmp_path, 2) as made:
+    async with attached(stage, tmp_path, 2) as made:
         stage.do(made.attach(0))
         stage.do(made.attach(1))
         client = await _client(made)
@@ -309,9 +255,7 @@ class _Orphaned:
     :meth:`cut_off` ends that.
     """
 
-    def __init__(
-        self, made: _Attached, stage: Backstage, host_id: str, keys: Sequence[str]
-    ) -> None:
+    def __init__(self, made: Attached, stage: Backstage, host_id: str, keys: Sequence[str]) -> None:
         self._stage = stage
         self._made = made
         command = [sys.executable, "-c", "import os; os.read(0, 1)"]
@@ -362,13 +306,13 @@ class _Orphaned:
 @asynccontextmanager
 async def _orphaned(
     stage: Backstage, base: Path, host_id: str = "", **options: Any
-) -> AsyncIterator[tuple[_Attached, _Orphaned]]:
+) -> AsyncIterator[tuple[Attached, _Orphaned]]:
     """Of a store of two volumes, with 1 MB on each: ``k0`` and ``k1``, or ``k0`` with a copy. After
     that, a put of 1 MB is under way.
     """
     copied = options.get("strategy") == "replicated"
     keys = ["k0"] if copied else ["k0", "k1"]
-    async with _attached(stage, base, 2, **options) as made:
+    async with attached(stage, base, 2, **options) as made:
         stage.do(made.attach(0))
         stage.do(made.attach(1))
         client = await _client(made)

@@ -224,6 +224,8 @@ class Server:
                 await asyncio.wait_for(self._all_gone.wait(), _SHUTDOWN_GRACE_S)
             except TimeoutError:
                 log.warning("%d connections did not close in time", len(self.connections))
+        if self._controller is not None:
+            self.handshakes.close()
         for volume in self._volumes:
             await volume.close()
         if self._directory is not None:

@@ -231,6 +231,8 @@ class VolumeConnection(FrameProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._watcher.close()
+        for task in self._answers:
+            task.cancel()
         self._fail(StoreClosedError(f"volume {self._info.id}: its server is gone"))
         if self._wanted and not self._closing:
             self._closing = True

@@ -101,6 +101,11 @@ class Handshakes:
 
         self._spawn(work())
 
+    def close(self) -> None:
+        """The server ends, and the volumes with it."""
+        for task in self._tasks:
+            task.cancel()
+
     def _volume(self, index: int) -> VolumeRecord:
         if not 0 <= index < len(self._volumes):
             raise ProtocolError(f"there is no volume {index}")
