@@ -31,6 +31,7 @@ SECTIONS = {
     "torchstore doctor": reports.DoctorReport,
     "A link": reports.LinkReport,
     "torchstore bench": reports.BenchReport,
+    "torchstore bench --transports": reports.TransportsReport,
     "Errors": reports.Failed,
     "A running store": ts.RunningStore,
 }
@@ -46,6 +47,7 @@ INSIDE = {
     "floors": reports.Floors,
     "small": reports.Small,
     "large": reports.Large,
+    "lines": reports.TransportLine,
 }
 
 

@@ -176,21 +176,33 @@ def rm(settings: _Settings, keys: tuple[str, ...], prefix: bool, every: bool) ->
     show_default=True,
     help="Of the large value.",
 )
+@click.option("--transports", is_flag=True, help="Every transport to the store's volumes instead.")
+@click.option("--save", is_flag=True, help="Correct later bids by it (with --transports).")
 @_common
 @click.pass_obj
-def bench(settings: _Settings, size: int) -> None:
+def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
     """A short measurement beside the floors of this machine.
 
     Small values here, a large one across two processes, verified; in a store of its own, or in
     the one that --address names.
     """
+    if save and not transports:
+        raise click.UsageError("--save needs --transports")
     if not 0 < size <= _LARGEST_BENCH:
         raise click.BadParameter("from 1 byte to 4 GiB", param_hint="--size")
     from torchstore_cli.bench.measurement import measure
     from torchstore_cli.screen import Screen
 
+    report: Report
     with Screen(stderr=True).progress("measuring") as progress:
-        report = measure(settings.address, settings.timeout, size, progress)
+        if transports:
+            from torchstore_cli.bench.transports import measure_transports
+
+            report = measure_transports(
+                settings.address, settings.timeout, size, progress, save=save
+            )
+        else:
+            report = measure(settings.address, settings.timeout, size, progress)
     _answer(settings, report)
 
 

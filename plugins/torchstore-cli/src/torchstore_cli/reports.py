@@ -321,4 +321,36 @@ class BenchReport(msgspec.Struct, frozen=True):
     ratios: dict[str, float]
 
 
-Report = StatusReport | KeyReport | KeyDetails | Removed | Serving | DoctorReport | BenchReport
+class TransportLine(msgspec.Struct, frozen=True):
+    """One transport to one volume: medians of an in-place get and of a put of a large value, in
+    bytes/s, and seconds of a get of a value that is just too large for a message. ``error``: why it
+    could not be measured; the figures are 0 then.
+    """
+
+    transport: str
+    volume: str
+    put_bytes_per_s: float = 0.0
+    get_bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+    error: str | None = None
+
+
+class TransportsReport(msgspec.Struct, frozen=True):
+    """``torchstore bench --transports``. ``saved``: the file that later bids are corrected by."""
+
+    address: str | None
+    nbytes: int
+    lines: list[TransportLine]
+    saved: str | None
+
+
+Report = (
+    StatusReport
+    | KeyReport
+    | KeyDetails
+    | Removed
+    | Serving
+    | DoctorReport
+    | BenchReport
+    | TransportsReport
+)

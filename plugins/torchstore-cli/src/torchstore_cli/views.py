@@ -9,7 +9,7 @@ from typing import assert_never
 from rich.text import Text
 
 from torchstore_cli import reports
-from torchstore_cli.bench.view import show_bench
+from torchstore_cli.bench.view import show_bench, show_transports
 from torchstore_cli.doctor.view import show_doctor
 from torchstore_cli.screen import Cell, Screen, bar, printable
 from torchstore_core.reports.summaries import kind_text, pending_text, shape_text
@@ -38,6 +38,8 @@ def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
             show_doctor(screen, report)
         case reports.BenchReport():
             show_bench(screen, report)
+        case reports.TransportsReport():
+            show_transports(screen, report)
         case _:
             assert_never(report)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 from torchstore_core.errors import ConfigurationError, TransportUnavailableError
+from torchstore_core.plugins import calibration
 from torchstore_core.plugins.registry import Registry
 
 __all__ = ["Candidate", "Policy", "Ranking", "rank"]
@@ -233,6 +234,9 @@ def _answer(spec: TransportSpec, context: LinkContext) -> Bid | Refusal:
     try:
         reason = spec.probe() if spec.probe is not None else None
         answer = spec.bid(context) if reason is None else Refusal(reason)
+        if isinstance(answer, Bid):
+            link = spec.name, context.client.host_id, context.volume.host_id
+            answer = calibration.corrected(answer, link)
         sane = isinstance(answer, Refusal) or (answer.latency_s >= 0 and answer.bytes_per_s > 0)
     except Exception as error:  # noqa: BLE001 - reported as the reason of the refusal
         return Refusal(f"its bid failed: {error!r}")

@@ -2,7 +2,8 @@
 
 ==================  ===============================================================================
 ``measurement.py``  the command: a short measurement, as a report
-``view.py``         the report as a table
+``transports.py``   the command with ``--transports``: every transport to every volume
+``view.py``         the reports as tables
 ``workers.py``      starts, commands and ends the measured processes
 ``worker_main.py``  the program of a measured process, and its commands on whole stores
 ``weights.py``      its commands on a large set of tensors: put, in-place get, zero-copy get

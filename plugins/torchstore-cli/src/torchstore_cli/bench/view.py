@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torchstore_cli.reports import BenchReport
-from torchstore_cli.screen import Screen
+from torchstore_cli.reports import BenchReport, TransportsReport
+from torchstore_cli.screen import Screen, printable
 from torchstore_core.reports.units import human_bytes, human_latency
 
-__all__ = ["show_bench"]
+__all__ = ["show_bench", "show_transports"]
 
 
 def show_bench(screen: Screen, report: BenchReport) -> None:
@@ -53,3 +53,29 @@ def show_bench(screen: Screen, report: BenchReport) -> None:
     )
     screen.line()
     screen.line((f"floor of never touched memory: {rate(floors.cold_copy_s)}", "dim"))
+
+
+def show_transports(screen: Screen, report: TransportsReport) -> None:
+    """A line for each transport and volume."""
+    screen.line((report.address or "a store of its own", "bold"))
+    screen.line((f"{human_bytes(report.nbytes)}, from this process", "dim"))
+    screen.line()
+    screen.table(
+        ("TRANSPORT", "VOLUME", "PUT", "GET IN PLACE", "LATENCY", ""),
+        [
+            (
+                line.transport,
+                line.volume,
+                f"{line.put_bytes_per_s / 1e9:.2f} GB/s" if line.error is None else "–",
+                f"{line.get_bytes_per_s / 1e9:.2f} GB/s" if line.error is None else "–",
+                human_latency(line.latency_s) if line.error is None else "–",
+                printable(line.error or ""),
+            )
+            for line in report.lines
+        ],
+        right=(2, 3, 4),
+        prose=True,
+    )
+    if report.saved is not None:
+        screen.line()
+        screen.line(f"bids on these links are corrected by {report.saved} from now on")

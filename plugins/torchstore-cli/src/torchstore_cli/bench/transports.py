@@ -1,0 +1,181 @@
+"""``torchstore bench --transports``: every transport that reaches the volumes of a store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import torch
+
+import torchstore_core as ts
+from torchstore_cli.connection import choose_address
+from torchstore_cli.reports import TransportLine, TransportsReport
+from torchstore_core.errors import TransportError
+from torchstore_core.machine import topology
+from torchstore_core.plugins import calibration
+from torchstore_core.plugins.registry import Registry
+
+__all__ = ["measure_transports"]
+
+_CHOICE = "TORCHSTORE_TRANSPORT"
+_ROUNDS = 5
+_SMALL_ROUNDS = 20
+_NAME = "torchstore-bench-transports"
+# Puts that may go by until every volume has had one: the strategy decides which one it is.
+_TRIES_PER_VOLUME = 4
+
+
+def measure_transports(
+    address: str | None,
+    timeout: float,
+    nbytes: int,
+    progress: Callable[[str], object],
+    *,
+    save: bool,
+) -> TransportsReport:
+    """Measure each installed transport to each volume of a store, from this process.
+
+    Args:
+        address: of the store; None: one that ends with this call.
+        timeout: seconds, of each operation.
+        nbytes: of the large value.
+        progress: called with what is measured next.
+        save: whether later bids are corrected by what was measured.
+
+    Raises:
+        TransportError: another value came back than was put.
+        TorchStoreError: the store cannot be reached or is too small.
+    """
+    return asyncio.run(_measure(address, timeout, nbytes, progress, save=save))
+
+
+async def _measure(
+    address: str | None,
+    timeout: float,
+    nbytes: int,
+    progress: Callable[[str], object],
+    *,
+    save: bool,
+) -> TransportsReport:
+    lines: list[TransportLine] = []
+    measured: dict[calibration.Link, calibration.Calibration] = {}
+    async with _store(address, timeout, nbytes) as where:
+        specs = [spec for spec in Registry().transports() if not spec.in_band]
+        for spec in specs:
+            progress(spec.name)
+            with _chosen(spec.name):
+                client = await ts.connect(where, store_name=_NAME, timeout=timeout)
+            try:
+                async for line, host_id in _lines(client, spec.name, nbytes):
+                    lines.append(line)
+                    if line.error is None:
+                        link = spec.name, topology.probe().host_id, host_id
+                        measured[link] = calibration.Calibration(
+                            line.latency_s,
+                            min(line.put_bytes_per_s, line.get_bytes_per_s),
+                            time.time(),
+                        )
+            finally:
+                await ts.shutdown(_NAME)
+    saved = str(calibration.save(measured)) if save and measured else None
+    return TransportsReport(address, nbytes, lines, saved)
+
+
+@asynccontextmanager
+async def _store(address: str | None, timeout: float, nbytes: int) -> AsyncIterator[str]:
+    if address:
+        yield await choose_address(address)
+        return
+    room = 3 * nbytes + (64 << 20)
+    await ts.initialize(store_name=f"{_NAME}-own", capacity=room, prefault=room, timeout=timeout)
+    try:
+        yield await ts.address(f"{_NAME}-own")
+    finally:
+        await ts.shutdown(f"{_NAME}-own")
+
+
+@contextmanager
+def _chosen(name: str) -> Iterator[None]:
+    before = os.environ.get(_CHOICE)
+    os.environ[_CHOICE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_CHOICE]
+        else:
+            os.environ[_CHOICE] = before
+
+
+async def _lines(
+    client: ts.Client, name: str, nbytes: int
+) -> AsyncIterator[tuple[TransportLine, str]]:
+    """A line for each volume, and the volume's host."""
+    session = await client._joined.session(None)
+    hosts = {links.info.id: links.info.topology.host_id for links in session.volumes}
+    left: set[str] = set()
+    for entry in await client.explain(nbytes):
+        refusal = entry["refusals"].get(name)
+        if refusal is not None:
+            yield TransportLine(name, entry["volume"], error=refusal), hosts[entry["volume"]]
+        else:
+            left.add(entry["volume"])
+    prefix = f"torchstore-bench/{os.getpid()}/"
+    try:
+        for number in range(_TRIES_PER_VOLUME * len(left)):
+            if not left:
+                return
+            key = f"{prefix}{number}"
+            value = torch.randint(256, (nbytes,), dtype=torch.uint8)
+            first = await _timed(client.put(key, value))
+            volume = str((await client.stat(key)).volume)
+            if volume in left:
+                left.discard(volume)
+                yield await _line(client, name, volume, key, value, first), hosts[volume]
+    except TransportError as error:
+        for volume in sorted(left):
+            yield TransportLine(name, volume, error=error.message), hosts[volume]
+    finally:
+        for key in await client.keys(prefix):
+            await client.delete(key)
+
+
+async def _line(
+    client: ts.Client, name: str, volume: str, key: str, value: torch.Tensor, first: float
+) -> TransportLine:
+    """Measure with the value that lies in that volume under ``key``; ``first``: seconds that its
+    put has taken.
+    """
+    nbytes = value.nbytes
+    into = torch.empty_like(value)
+    gets = [await _timed(client.get(key, into)) for _ in range(_ROUNDS)]
+    if not torch.equal(into, value):
+        raise TransportError(
+            f"{name} brought other bytes than were put: please report this", key=key
+        )
+    puts: list[float] = []
+    for _ in range(_ROUNDS):
+        seconds = await _timed(client.put(key, value))
+        if (await client.stat(key)).volume == volume:  # the strategy may take another one
+            puts.append(seconds)
+    puts = puts or [first]
+    rate = nbytes / statistics.median(gets)
+    (inline,) = {
+        entry["inline_up_to"] for entry in await client.explain() if entry["volume"] == volume
+    }
+    small = torch.zeros(max(inline + 1, 4096), dtype=torch.uint8)
+    await client.put(f"{key}/small", small)
+    latencies = [await _timed(client.get(f"{key}/small", small)) for _ in range(_SMALL_ROUNDS)]
+    await client.delete(f"{key}/small")
+    latency = max(statistics.median(latencies) - small.nbytes / rate, 0.0)
+    return TransportLine(name, volume, nbytes / statistics.median(puts), rate, latency)
+
+
+async def _timed(work: Awaitable[object]) -> float:
+    started = time.perf_counter()
+    await work
+    return time.perf_counter() - started

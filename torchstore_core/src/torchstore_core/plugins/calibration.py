@@ -1,0 +1,95 @@
+"""What transports were measured to do between two hosts, which is better than what they bid.
+
+``torchstore bench --transports --save`` measures and saves; bids are corrected by it from then on,
+and say so. Hosts are told apart by their boot ids, so a measurement is forgotten when either host
+starts anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from torchstore_core.contracts.transport import Bid
+
+__all__ = ["Calibration", "Link", "calibration_file", "corrected", "save"]
+
+log = logging.getLogger(__name__)
+
+_VARIABLE = "TORCHSTORE_CALIBRATION"
+#: Transport, and the host ids of the client and of the volume.
+Link = tuple[str, str, str]
+
+
+class Calibration(msgspec.Struct, frozen=True, array_like=True):
+    """A measurement of a link: what a ``Bid`` estimates, and when it was made, in seconds since the
+    epoch.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    at: float
+
+
+def calibration_file() -> Path:
+    """Where measurements are saved: ``TORCHSTORE_CALIBRATION``, or a file in the user's cache."""
+    given = os.environ.get(_VARIABLE)
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "torchstore" / "calibration.json"
+
+
+def save(measured: Mapping[Link, Calibration]) -> Path:
+    """Add measurements to the file, which replaces earlier ones of the same links; returns it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = calibration_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    everything = {**_read(path), **{_joined(link): one for link, one in measured.items()}}
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(everything)))
+    draft.replace(path)
+    return path
+
+
+def corrected(bid: Bid, link: Link) -> Bid:
+    """The bid with the figures that were measured on that link, if any were."""
+    path = calibration_file()
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        return bid
+    one = _known(str(path), changed).get(_joined(link))
+    if one is None:
+        return bid
+    day = time.strftime("%Y-%m-%d", time.localtime(one.at))
+    return Bid(one.latency_s, one.bytes_per_s, f"{bid.reason}; figures measured here on {day}")
+
+
+def _joined(link: Link) -> str:
+    return " ".join(link)
+
+
+@functools.lru_cache(maxsize=4)
+def _known(path: str, changed: int) -> dict[str, Calibration]:
+    return _read(Path(path))
+
+
+def _read(path: Path) -> dict[str, Calibration]:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Calibration])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("the measurements in %s cannot be used: %s", path, error)
+        return {}
+    return {link: one for link, one in found.items() if one.latency_s >= 0 and one.bytes_per_s > 0}
