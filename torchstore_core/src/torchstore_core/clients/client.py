@@ -243,10 +243,14 @@ class Client(KeyOperations):
         clock.key, clock.version = wants[0].key, wants[0].version
         values: list[Any] = []
         dicts: list[tuple[int, int, StateDictMeta]] = []
-        asked = [asks_of(want) for want in wants]
-        asks = [ask for parts in asked for ask in parts]
+        into_own = any(want.tensor is not None for want in wants)
+        asked = [asks_of(want) if into_own else [want] for want in wants]
+        asks = [ask for parts in asked for ask in parts] if into_own else wants
         session, channel = self._here(clock) or await self._join(clock)
         got, entries = await get_asks(session, channel, asks, clock, pickle_too)
+        if not (into_own or any(type(entry.meta) is StateDictMeta for entry in entries)):
+            clock.version = entries[0].version
+            return [got[at] for at in range(len(wants))]
         if asked[0]:
             clock.version = entries[0].version
         at = 0
@@ -445,7 +449,7 @@ def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:
     if isinstance(keys, str):
         raise UnsupportedValueError("get_batch takes a list of keys or a dict, not one str")
     for what in keys:
-        yield Want.make(what)
+        yield Want(check_key(what), 0, None, None) if type(what) is str else Want.make(what)
 
 
 def _refuse_ambiguous(wants: Iterable[Want]) -> None:
