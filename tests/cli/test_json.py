@@ -29,6 +29,7 @@ SECTIONS = {
     "torchstore rm": reports.Removed,
     "torchstore serve": reports.Serving,
     "torchstore doctor": reports.DoctorReport,
+    "torchstore doctor --peer": reports.PeerReport,
     "A link": reports.LinkReport,
     "torchstore bench": reports.BenchReport,
     "torchstore bench --transports": reports.TransportsReport,
@@ -48,6 +49,7 @@ INSIDE = {
     "small": reports.Small,
     "large": reports.Large,
     "lines": reports.TransportLine,
+    "volumes": reports.PeerVolume,
 }
 
 

@@ -91,14 +91,24 @@ def cli(ctx: click.Context) -> None:
 
 
 @cli.command()
+@click.option(
+    "--peer",
+    metavar="HOST",
+    help="Only both sides of the links to the store's volumes there: a host's name, or a volume.",
+)
 @_common
 @click.pass_obj
-def doctor(settings: _Settings) -> int:
+def doctor(settings: _Settings, peer: str | None) -> int:
     """Examine this host: transports, plug-ins, limits, running stores.
 
     Shows what every transport bids for a volume on this host and for the volumes of running
     stores, or why it refuses. Ends with 1 if something stops a store from working.
     """
+    if peer is not None:
+        from torchstore_cli.doctor.links import examine_peer
+
+        _answer(settings, asyncio.run(examine_peer(settings.address, settings.timeout, peer)))
+        return 0
     from torchstore_cli.doctor.examination import examine
 
     report = asyncio.run(examine(settings.address, settings.timeout))

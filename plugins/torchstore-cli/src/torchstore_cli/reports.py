@@ -269,6 +269,29 @@ class DoctorReport(msgspec.Struct, frozen=True):
     plugins: list[PluginLine]
 
 
+class PeerVolume(msgspec.Struct, frozen=True):
+    """A volume of another host as ``torchstore doctor --peer`` sees it: where it runs, which
+    transports it offers, and the link that a client would have from here.
+    """
+
+    host: Host
+    offers: list[str]
+    link: LinkReport
+
+
+class PeerReport(msgspec.Struct, frozen=True):
+    """``torchstore doctor --peer HOST``: both sides of the links to the volumes of one host.
+
+    ``installed``: the transports that are installed here, whether or not the other side has them.
+    """
+
+    address: str
+    store_name: str
+    host: Host
+    installed: list[str]
+    volumes: list[PeerVolume]
+
+
 # ---- bench --------------------------------------------------------------------------------
 
 
@@ -351,6 +374,7 @@ Report = (
     | Removed
     | Serving
     | DoctorReport
+    | PeerReport
     | BenchReport
     | TransportsReport
 )

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from torchstore_cli import reports
 from torchstore_cli.bench.view import show_bench, show_transports
-from torchstore_cli.doctor.view import show_doctor
+from torchstore_cli.doctor.view import show_doctor, show_peer
 from torchstore_cli.screen import Cell, Screen, bar, printable
 from torchstore_core.reports.summaries import kind_text, pending_text, shape_text
 from torchstore_core.reports.units import human_bytes, human_duration
@@ -36,6 +36,8 @@ def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
             _serving(screen, report)
         case reports.DoctorReport():
             show_doctor(screen, report)
+        case reports.PeerReport():
+            show_peer(screen, report)
         case reports.BenchReport():
             show_bench(screen, report)
         case reports.TransportsReport():

@@ -5,14 +5,12 @@ Torch-free.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import resource
 import shutil
 import socket
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -21,9 +19,8 @@ import msgspec
 
 from torchstore_cli import reports
 from torchstore_cli.connection import given_address, open_store
+from torchstore_cli.doctor.links import LARGE, host_report, link_report, ranking_to
 from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
-from torchstore_core.clients.session.handshake import ask_volume, socket_path
-from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.stores import environment as stores
 from torchstore_core.contracts.transport import LinkContext
@@ -39,7 +36,6 @@ from torchstore_core.server.server import ServerOptions
 
 __all__ = ["examine"]
 
-_LARGE = 1 << 30
 _LOW_OPEN_FILES = 1024
 _LOW_MEMLOCK = 1 << 30
 _PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies", "torch")
@@ -95,15 +91,7 @@ async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
         notes=found.notes,
         versions=_versions(),
         environment={k: v for k, v in sorted(os.environ.items()) if k.startswith("TORCHSTORE_")},
-        host=reports.Host(
-            here.hostname,
-            here.host_id,
-            here.kernel,
-            here.cpus,
-            here.memory_bytes,
-            here.cuda_devices,
-            here.rdma_devices,
-        ),
+        host=host_report(here),
         copy=copy,
         limits=limits,
         runtime_directory=_runtime_directory(),
@@ -141,39 +129,16 @@ def _link_to_this_host(
         if registry.source("torchstore.transports", name):
             ranking.refusals[name] = "blocked by configuration"
     _check_reach("a volume on this host", ranking, found)
-    return _link("", True, ranking)
+    return link_report("", True, ranking)
 
 
 def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
     """A store that only takes small values is a problem."""
-    if ranking.order(_LARGE, in_band=False):
+    if ranking.order(LARGE, in_band=False):
         return
     reasons = [f"{name}: {reason}" for name, reason in sorted(ranking.refusals.items())]
     why = f" ({'; '.join(reasons)})" if reasons else ": pip install torchstore-transports"
     found.problems.append(f"{what}: no transport moves large values{why}")
-
-
-def _link(volume: str, same_host: bool, ranking: Ranking) -> reports.LinkReport:
-    order = ranking.order(_LARGE)
-    bids = sorted(ranking.candidates, key=lambda c: (not c.preferred, c.cost_s(_LARGE)))
-    return reports.LinkReport(
-        volume=volume,
-        same_host=same_host,
-        chosen=order[0].spec.name if order else None,
-        inline_up_to=ranking.inline_max(),
-        bids=[
-            reports.BidLine(
-                c.spec.name,
-                c.bid.latency_s,
-                c.bid.bytes_per_s,
-                c.spec.max_bytes,
-                c.preferred,
-                c.bid.reason,
-            )
-            for c in bids
-        ],
-        refusals=dict(sorted(ranking.refusals.items())),
-    )
 
 
 async def _stores(
@@ -203,26 +168,16 @@ async def _store(
     """Connect to each volume as a client would."""
     if server.error is not None:
         return reports.StoreLinks(server.address, "", 0, [], server.error)
-    here = topology.probe()
     links: list[reports.LinkReport] = []
     try:
         async with open_store(server.address, timeout) as store:
             welcome = store.welcome
             for info in welcome.volumes:
-                reached = welcome.via or welcome.server
-                same_host = info.topology.host_id == reached.host_id == here.host_id
-                control = socket_path(server.address)
                 if info.lost:
                     continue
-                word = policy.with_transport(welcome.transport)
-                ask = functools.partial(ask_volume, store.channel, info.index)
-                volume = VolumeLinks(info, here, same_host, registry, word, control, ask)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the refusals say it
-                    await volume.connect_best()
-                volume.close()
-                links.append(_link(info.id, same_host, volume.ranking))
-                _check_reach(f"volume {info.id}", volume.ranking, found)
+                same_host, ranking = await ranking_to(store, info, registry, policy)
+                links.append(link_report(info.id, same_host, ranking))
+                _check_reach(f"volume {info.id}", ranking, found)
     except TorchStoreError as error:
         return reports.StoreLinks(
             server.address, server.store_name, server.pid, links, error.message

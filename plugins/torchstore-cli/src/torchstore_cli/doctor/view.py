@@ -12,7 +12,7 @@ from torchstore_cli import reports
 from torchstore_cli.screen import Cell, Screen, printable
 from torchstore_core.reports.units import human_bytes, human_latency
 
-__all__ = ["show_doctor"]
+__all__ = ["show_doctor", "show_peer"]
 
 
 def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
@@ -112,6 +112,30 @@ def _show_store(screen: Screen, store: reports.StoreLinks) -> None:
         volumes = "volumes" if len(names) > 1 else "volume"
         screen.line(f"  {volumes} ", (", ".join(names), "bold"), (f"  {where}", "dim"))
         _show_link(screen, link)
+
+
+def show_peer(screen: Screen, report: reports.PeerReport) -> None:
+    """Both sides of each link."""
+    screen.line((report.store_name, "bold"), ("  ", ""), (report.address, "dim"))
+    for volume in report.volumes:
+        here, there = report.host, volume.host
+        screen.heading(f"Volume {volume.link.volume}")
+        rows: list[tuple[Cell, Cell, Cell]] = [
+            ("host", here.hostname, there.hostname),
+            ("kernel", here.kernel, there.kernel),
+            ("processors", str(here.cpus), str(there.cpus)),
+            ("memory", human_bytes(here.memory_bytes), human_bytes(there.memory_bytes)),
+            ("RDMA devices", _names(here.rdma_devices), _names(there.rdma_devices)),
+            ("CUDA devices", str(here.cuda_devices), str(there.cuda_devices)),
+            ("transports", _names(report.installed), _names(volume.offers)),
+        ]
+        screen.table(("", "HERE (INSTALLED)", "THERE (OFFERED)"), rows, prose=True, indent=2)
+        screen.line()
+        _show_link(screen, volume.link)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _verdict(screen: Screen, report: reports.DoctorReport) -> None:

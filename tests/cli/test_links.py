@@ -1,4 +1,4 @@
-"""``torchstore bench --transports``, and bids that are corrected by what it has measured."""
+"""Links to volumes: measured (``bench --transports``), and from both sides (``doctor --peer``)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.cli.test_cli import torchstore
 from tests.support import running_store
 
 from torchstore_core.contracts.transport import Bid
+from torchstore_core.machine import topology
 from torchstore_core.plugins.calibration import Calibration, calibration_file, corrected, save
 
 LINK = ("shm", "here", "there")
@@ -66,3 +67,24 @@ def test_a_file_that_makes_no_sense_corrects_nothing(
     calibration_file().write_text(text)
     bid = Bid(1.0, 2.0, "estimated")
     assert corrected(bid, LINK) is bid
+
+
+async def test_both_sides_of_a_link_are_shown() -> None:
+    async with running_store() as store:
+        here = topology.probe()
+        for peer in (here.hostname, here.host_id, "torchstore-0"):
+            result = await torchstore(
+                *("doctor", "--json", "--peer", peer, "--address", store.address)
+            )
+            assert result.status == 0, result.err
+            report = json.loads(result.out)
+            (volume,) = report["volumes"]
+            assert report["host"] == volume["host"]
+            assert "shm" in volume["offers"]
+            assert {"shm", "inline"} <= set(report["installed"])
+            assert (volume["link"]["volume"], volume["link"]["chosen"]) == ("torchstore-0", "shm")
+        shown = await torchstore("doctor", "--peer", "torchstore-0", "--address", store.address)
+        assert "THERE (OFFERED)" in shown.out
+        other = await torchstore("doctor", "--peer", "nowhere", "--address", store.address)
+        assert other.status == 1
+        assert f"no volume on 'nowhere'; it has some on {here.hostname}" in other.err
