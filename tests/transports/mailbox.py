@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -66,6 +67,8 @@ class MailboxServer(TransportServer):
                 return str(os.getpid()).encode()
             case "die":
                 os._exit(1)
+            case "hang":
+                time.sleep(1000)
             case "fail":
                 raise ValueError("a fault of the half")
             case "read":

@@ -53,6 +53,22 @@ async def test_an_isolated_half_has_a_process_that_ends_with_the_volume() -> Non
     await until(lambda: not Path(f"/proc/{apart}").exists(), 10)
 
 
+async def test_an_isolated_half_that_hangs_ends_with_a_killed_server() -> None:
+    async with running_store(prefer=["mailbox-apart"]) as client:
+        apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
+        asking = asyncio.ensure_future(_ask(client, Letter("hang"), "mailbox-apart"))
+        await until(lambda: _sleeps(apart), 10)
+        os.kill((await client.status()).controller_pid, signal.SIGKILL)
+        with pytest.raises(ts.StoreClosedError):
+            await asking
+        await until(lambda: not Path(f"/proc/{apart}").exists(), 10)
+
+
+def _sleeps(pid: int) -> bool:
+    """In the main thread, and not in its event loop."""
+    return "nanosleep" in Path(f"/proc/{pid}/wchan").read_text()
+
+
 async def test_an_isolated_half_that_dies_is_started_again() -> None:
     async with running_store(prefer=["mailbox-apart"]) as client:
         before = int(await _ask(client, Letter("who"), "mailbox-apart"))

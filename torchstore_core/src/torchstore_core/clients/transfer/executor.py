@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ from torchstore_core.clients.values.tensors import (
     tensor_at,
 )
 from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow
-from torchstore_core.errors import TransportError
+from torchstore_core.errors import StoreClosedError, TransportError
 from torchstore_core.machine import copying
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.plugins.ranking import Candidate
@@ -140,7 +141,8 @@ async def _by_candidate(
         if batch.into_segment and link.unsettled:
             # Whoever gets the memory next must not find bytes of this put arriving there.
             links.retire(link)
-            await session.settle(batch.volume, wait=isinstance(error, TransportError))
+            with suppress(StoreClosedError):  # then the memory has gone with the server
+                await session.settle(batch.volume, wait=isinstance(error, TransportError))
         raise
 
 

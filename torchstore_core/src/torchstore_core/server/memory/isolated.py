@@ -11,9 +11,12 @@ import contextlib
 import itertools
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -298,9 +301,22 @@ async def _serve(order: _Order) -> None:
                 task.add_done_callback(tasks.discard)
 
 
+def _end_with(sock: int) -> None:
+    """End this process when the other end of the socket pair has closed, even if the library keeps
+    the event loop from noticing.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(_CLOSE_S)
+    os._exit(1)
+
+
 def main() -> None:
     """Serve until the volume's process has closed its end of the socket pair, or has died."""
-    asyncio.run(_serve(msgspec.json.decode(sys.argv[1], type=_Order)))
+    order = msgspec.json.decode(sys.argv[1], type=_Order)
+    threading.Thread(target=_end_with, args=(order.sock,), daemon=True).start()
+    asyncio.run(_serve(order))
     os._exit(0)  # a library's threads may be blocked for ever
 
 
