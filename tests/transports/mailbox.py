@@ -31,6 +31,7 @@ from torchstore_core.errors import TransportError, TransportUnavailableError
 
 #: Environment variable with a path. While that file exists, server halves hold back what is written
 #: until their client disconnects, and only then write it. While one does, ``<path>.held`` exists.
+#: With a number in the file, as many writes go through first.
 GATE = "TORCHSTORE_TEST_GATE"
 _CHUNK = 512 << 10
 
@@ -54,6 +55,7 @@ class MailboxServer(TransportServer):
         self._segments: dict[int, Segment] = {}
         self._held: dict[bytes, list[Letter]] = {}
         self._peers: set[bytes] = set()
+        self._written = 0
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         self._segments = {segment.id: segment for segment in segments}
@@ -65,6 +67,8 @@ class MailboxServer(TransportServer):
         match letter.what:
             case "who":
                 return str(os.getpid()).encode()
+            case "written":
+                return str(self._written).encode()
             case "die":
                 os._exit(1)
             case "hang":
@@ -76,11 +80,12 @@ class MailboxServer(TransportServer):
                 return os.pread(segment.fd, letter.nbytes, letter.offset)
         self._checked(letter)
         gate = Path(os.environ.get(GATE, "") or os.devnull)
-        if gate.is_file():
+        if gate.is_file() and self._written >= int(gate.read_text() or 0):
             self._held.setdefault(peer, []).append(letter)
             gate.with_suffix(".held").touch()
             await asyncio.Event().wait()
         self._write(letter)
+        self._written += 1
         return b""
 
     async def disconnect(self, peer: bytes) -> None:

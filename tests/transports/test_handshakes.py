@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tests.processes import Script
@@ -16,6 +17,8 @@ from tests.support import SMALL, running_store, until
 from tests.transports.mailbox import GATE, Letter, MailboxLink
 
 import torchstore_core as ts
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.memory.volume import Volume
 
 MB = 1 << 20
 
@@ -96,6 +99,44 @@ async def test_an_operation_survives_the_death_of_its_transport(
         assert {entry["chosen"] for entry in await client.explain()} == {"shm"}
         assert torch.equal(await client.get("t"), torch.arange(MB))
         await until(lambda: _chosen_after_a_get(client, "mailbox-apart"), 15)
+
+
+async def test_what_has_arrived_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five values, two arrive by a transport that then dies, and three by the next one."""
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    gate.write_text("2")
+    monkeypatch.setenv(GATE, str(gate))
+    values = {f"k{i}": torch.full((MB // 16,), i) for i in range(5)}
+    async with running_store(prefer=["mailbox-apart"], block=["shm"], **SMALL) as client:
+        apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
+        putting = asyncio.ensure_future(client.put_batch(values))
+        await until(held.exists, 10)
+        gate.unlink()
+        with pytest.warns(RuntimeWarning, match="mailbox-apart.*failed.*has died"):
+            await _kill_during(apart, putting)
+        assert int(await _ask(client, Letter("written"))) == 3
+        for key, value in values.items():
+            assert torch.equal(await client.get(key), value)
+
+
+async def test_a_half_says_what_is_registered_while_a_client_uses_it(tmp_path: Path) -> None:
+    """In this process: what the server asks the volume before it gives pages back."""
+    volume = Volume("s", 0, MB, Registry(), str(tmp_path))
+    try:
+        await volume.start()
+        who = msgspec.msgpack.encode(Letter("who"))
+        for name in ("mailbox", "mailbox-apart"):
+            assert volume.memory.registered() == 0
+            await volume.handshake(b"one", name, who)
+            await volume.handshake(b"two", name, who)
+            await volume.disconnect(b"one")
+            assert volume.memory.registered() == MB
+            await volume.disconnect(b"two")
+        assert volume.memory.registered() == 0
+    finally:
+        await volume.close()
 
 
 async def _kill_during(pid: int, work: asyncio.Future[ts.ObjectRef]) -> None:

@@ -98,6 +98,16 @@ def test_trim_gives_pages_back_from_there_on(memory):
     assert memory.trim(4 * MIB) == 0
 
 
+def test_what_is_registered_is_not_given_back(memory):
+    """The pages are pinned: others in their place would be stale for whoever reads by them."""
+    warm_up(memory, 16 * MIB)
+    memory.registered = lambda: 8 * MIB
+    assert memory.trim(4 * MIB) == 8 * MIB
+    assert (memory.warm, backed(memory.fd)) == (8 * MIB, 8 * MIB)
+    memory.registered = lambda: 0
+    assert memory.trim(4 * MIB) == 4 * MIB
+
+
 def make_controller(memory: SegmentMemory) -> Controller:
     info = m.VolumeInfo("v", 0, os.getpid(), probe(), memory.nbytes, {})
     return Controller(
