@@ -94,6 +94,7 @@ class TransportKit:
         light_halves: whether the halves need no library, so that the hook's module may import them.
         large_bytes: the size of the largest transfer.
         segment_bytes: the size of the volume.
+        gone_within: seconds after the end of a link within which all that it had must be gone.
         crosses_hosts: whether the transport is tested between network namespaces; None: if it bids
             for a volume on another host.
         stores: whether a store that any process can start may use the transport; otherwise the
@@ -108,6 +109,7 @@ class TransportKit:
     light_halves: ClassVar[bool] = False
     large_bytes: ClassVar[int] = 64 << 20
     segment_bytes: ClassVar[int] = SEGMENT
+    gone_within: ClassVar[float] = 5.0
     crosses_hosts: ClassVar[bool | None] = None
     stores: ClassVar[bool] = True
     store_arguments: ClassVar[dict[str, Any]] = {}

@@ -20,7 +20,6 @@ __all__ = ["ClosingTests"]
 _ROUNDS = 8
 _NBYTES = 300_001
 _CLOSE_S = 0.25
-_GONE_S = 5.0
 
 
 class ClosingTests(TransportKit):
@@ -65,7 +64,7 @@ class ClosingTests(TransportKit):
         before = _held(endpoints)
 
         run(rounds(_ROUNDS))
-        left = _grown(endpoints, before)
+        left = self._grown(endpoints, before)
         check(not left, f"{_ROUNDS} links left this behind: {'; '.join(left)}")
 
     def test_a_link_that_is_dropped_leaves_nothing_behind(self) -> None:
@@ -85,7 +84,7 @@ class ClosingTests(TransportKit):
         before = _held(endpoints)
         for _ in range(_ROUNDS):
             run(drop())
-        left = _grown(endpoints, before)
+        left = self._grown(endpoints, before)
         check(not left, f"{_ROUNDS} dropped links and loops left this behind: {'; '.join(left)}")
 
     def test_nothing_is_registered_after_the_last_client(self) -> None:
@@ -125,19 +124,20 @@ class ClosingTests(TransportKit):
 
         self.with_link(endpoints, work)
 
+    # ---- inside ---------------------------------------------------------------------------
 
-def _grown(endpoints: Endpoints, before: dict[str, int]) -> list[str]:
-    """What there is more of for every round, also after a while."""
+    def _grown(self, endpoints: Endpoints, before: dict[str, int]) -> list[str]:
+        """What there is more of for every round, also after a while."""
 
-    def look() -> list[str]:
-        gc.collect()
-        return [
-            f"{what}: {before.get(what, 0)} before, {count} after"
-            for what, count in _held(endpoints).items()
-            if count - before.get(what, 0) >= _ROUNDS
-        ]
+        def look() -> list[str]:
+            gc.collect()
+            return [
+                f"{what}: {before.get(what, 0)} before, {count} after"
+                for what, count in _held(endpoints).items()
+                if count - before.get(what, 0) >= _ROUNDS
+            ]
 
-    return leftovers.until_empty(look, _GONE_S)
+        return leftovers.until_empty(look, self.gone_within)
 
 
 def _held(endpoints: Endpoints) -> dict[str, int]:

@@ -151,6 +151,10 @@ class StoppingTests(TransportKit):
             client.tell(Errand("flood", 1, offset, _TRANSFER))
             said = client.answer()
             check(said == "ok", f"a client process cannot write: {said}")
+            first = pattern(1, _TRANSFER)
+            deadline = time.monotonic() + _PATIENCE_S
+            while endpoints.look(offset, _TRANSFER) == first:
+                check(time.monotonic() < deadline, "a client process has stopped writing")
             client.kill()
 
             async def main() -> None:

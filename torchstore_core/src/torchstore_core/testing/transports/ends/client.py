@@ -1,8 +1,8 @@
 """A client process of the conformance kit: it does what it is told on its standard input.
 
-``python -m torchstore_core.testing.transports.ends.client`` is that process. It has no torch, unless
-the transport's client half imports it. Every line is an errand, and is answered with a line:
-``ok``, or what went wrong.
+``python -m torchstore_core.testing.transports.ends.client`` is that process. It has no torch,
+unless the transport's client half imports it. Every line is an errand, and is answered with a
+line: ``ok``, or what went wrong.
 """
 
 from __future__ import annotations
