@@ -4,7 +4,8 @@
 >>> StrategyConformance.installed
 True
 
-Each kit is imported on first use: the tests of a strategy must run without torch, as servers do.
+Each kit is imported on first use: the tests of a strategy must run without torch, as servers do,
+and so does what the kit of transports starts in other processes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchstore_core.testing.runtimes import RuntimeConformance
     from torchstore_core.testing.strategies import StrategyConformance
+    from torchstore_core.testing.transports.kit import TransportTests
 
-__all__ = ["RuntimeConformance", "StrategyConformance"]
+__all__ = ["RuntimeConformance", "StrategyConformance", "TransportTests"]
 
-_HOMES = {"RuntimeConformance": "runtimes", "StrategyConformance": "strategies"}
+_HOMES = {
+    "RuntimeConformance": "runtimes",
+    "StrategyConformance": "strategies",
+    "TransportTests": "transports.kit",
+}
 
 
 def __getattr__(name: str) -> Any:

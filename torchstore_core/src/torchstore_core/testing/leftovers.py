@@ -21,9 +21,11 @@ __all__ = [
     "descendants",
     "descriptors",
     "directories",
+    "held_by",
     "kill_marked",
     "marked",
     "private_runtime_directory",
+    "state",
     "threads",
     "until_empty",
 ]
@@ -54,6 +56,18 @@ def descendants(root: int) -> list[tuple[int, str]]:
         found += below
         todo += [pid for pid, _ in below]
     return found
+
+
+def state(pid: int) -> str:
+    """The state of a process, as one letter: ``T`` if all of its threads are stopped, ``X`` if it
+    is gone, otherwise ``R``.
+    """
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has ended in the meantime
+        return "R" if Path(f"/proc/{pid}").exists() else "X"
+    letters = {stat.rpartition(")")[2].split()[0] for stat in stats}
+    return "T" if letters == {"T"} else "X" if letters <= {"X", "Z"} else "R"
 
 
 def marked(mark: str) -> list[tuple[int, str]]:
@@ -93,6 +107,20 @@ def descriptors() -> int:
 def threads() -> int:
     """The number of threads of this process, including those of native libraries."""
     return len(os.listdir("/proc/self/task"))
+
+
+def held_by(pid: int) -> dict[str, int]:
+    """Counts of what a process of this user has: open descriptors, threads, and mapped files."""
+    try:
+        with open(f"/proc/{pid}/maps") as maps:
+            mapped = sum(1 for line in maps if "/" in line and ".so" not in line)
+        return {
+            "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+            "threads": len(os.listdir(f"/proc/{pid}/task")),
+            "mapped files": mapped,
+        }
+    except OSError:  # it has ended in the meantime
+        return {}
 
 
 @functools.cache

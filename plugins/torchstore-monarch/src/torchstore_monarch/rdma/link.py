@@ -42,7 +42,10 @@ class RdmaLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RdmaLink:
-        volume_id = offer.decode()
+        try:
+            volume_id = offer.decode()
+        except UnicodeDecodeError as error:
+            raise TransportUnavailableError("that is no offer of monarch-rdma") from error
         actor = await job.volume_actor(context.control, volume_id)
         if actor is None:
             raise TransportUnavailableError(

@@ -53,7 +53,11 @@ class RpcLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RpcLink:
-        made = cls(os.path.join(os.path.dirname(context.control), AGENT), offer.decode())
+        try:
+            volume = offer.decode()
+        except UnicodeDecodeError as error:
+            raise TransportUnavailableError("that is no offer of monarch-rpc") from error
+        made = cls(os.path.join(os.path.dirname(context.control), AGENT), volume)
         await made._connected()
         return made
 

@@ -1,0 +1,280 @@
+"""Transports with a server half that is wrong in one way each; see ``broken`` beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import pickle
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+from tests.transports import broken
+from tests.transports.broken import OFFER, OPEN, Simple, SimpleLink
+
+from torchstore_core.contracts.transport import (
+    Bid,
+    Copy,
+    Link,
+    LinkContext,
+    Segment,
+    ServerContext,
+)
+from torchstore_core.errors import TransportError, TransportUnavailableError
+
+_LETTER = 1 << 20
+
+
+class PostingLink(SimpleLink):
+    """Sends what it writes by handshakes, many pieces in a letter."""
+
+    rows: ClassVar[bool] = False
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            self.check(copy)
+        if self.closed:
+            raise TransportError("this link was closed")
+        try:
+            letter: list[tuple[int, bytes]] = []
+            filled = 0
+            for copy in copies:
+                for at in range(0, copy.nbytes, _LETTER):
+                    size = min(_LETTER, copy.nbytes - at)
+                    letter.append((copy.offset + at, ctypes.string_at(copy.address + at, size)))
+                    filled += size
+                    if filled >= _LETTER:
+                        await self.post(letter)
+                        letter, filled = [], 0
+            await self.post(letter)
+        except asyncio.CancelledError:
+            self.unsettled = True
+            raise
+
+    async def post(self, letter: list[tuple[int, bytes]]) -> None:
+        if self.context.handshake is not None and letter:
+            await self.context.handshake(b"write" + msgspec.msgpack.encode(letter))
+
+
+class Posting(Simple):
+    """Writes what it is sent, a little later; correct, since it forgets that on a disconnect."""
+
+    delay = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: dict[bytes, set[asyncio.Task[None]]] = {}
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if not request.startswith(b"write"):
+            return await super().handshake(peer, request)
+        task = asyncio.ensure_future(self.later(request[5:]))
+        self.tasks.setdefault(peer, set()).add(task)
+        await task
+        return b""
+
+    async def later(self, letter: bytes) -> None:
+        await asyncio.sleep(self.delay)
+        try:
+            pieces = msgspec.msgpack.decode(letter, type=list[tuple[int, bytes]])
+        except msgspec.DecodeError as error:
+            raise TransportError("that is no letter") from error
+        for offset, data in pieces:
+            os.pwrite(self.segments[0].fd, data, offset)
+
+    async def disconnect(self, peer: bytes) -> None:
+        await super().disconnect(peer)
+        for task in self.tasks.pop(peer, set()):
+            task.cancel()
+
+
+class Late(Posting):
+    """Writes what it has got when the client has been disconnected, too."""
+
+    delay = 0.1
+
+    async def disconnect(self, peer: bytes) -> None:
+        return
+
+
+class SettledLink(PostingLink):
+    """Does not say that its peer may still be writing."""
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        try:
+            await super().write(copies)
+        finally:
+            self.unsettled = False
+
+
+class Keeping(Simple):
+    """Stays registered when the last client has gone."""
+
+    async def disconnect(self, peer: bytes) -> None:
+        return
+
+
+class Waiting(Simple):
+    """Waits for the rest of what it does not understand."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if request != OPEN:
+            await asyncio.Event().wait()
+        return await super().handshake(peer, request)
+
+
+class Accepting(Simple):
+    """Answers everything."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        return await super().handshake(peer, OPEN)
+
+
+class Confused(Simple):
+    """Serves nobody any more after garbage."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if request != OPEN:
+            self.segments.clear()
+        return await super().handshake(peer, request)
+
+
+class Hoarding(Simple):
+    """Keeps a descriptor for each client."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        os.open(os.devnull, os.O_RDONLY)
+        return await super().handshake(peer, request)
+
+
+class Anew(Simple):
+    """Does not know a client again that it has disconnected."""
+
+    gone: ClassVar[set[bytes]] = set()
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if peer in self.gone:
+            raise TransportError("that client has left")
+        return await super().handshake(peer, request)
+
+    async def disconnect(self, peer: bytes) -> None:
+        await super().disconnect(peer)
+        self.gone.add(peer)
+
+
+class Endless(Simple):
+    """Its close never ends."""
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Undying(Simple):
+    """Its offer works on after close: nobody asks the server half."""
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        fd = os.dup(segments[0].fd)
+        return f"{fd}:{os.getpid()}:{segments[0].nbytes}".encode()
+
+
+class UndyingLink(SimpleLink):
+    """The client half of :class:`Undying`."""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
+        try:
+            fd, pid, nbytes = map(int, offer.split(b":"))
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        except (ValueError, OSError) as error:
+            raise TransportUnavailableError("that is no offer") from error
+        return cls({0: (opened, nbytes)}, context)
+
+
+class Local(Simple):
+    """Listens, on the loopback only."""
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        await super().start(context, segments)
+        self.listener = socket.socket()
+        self.listener.bind(("127.0.0.1", 0))
+        self.listener.listen()
+        return OFFER + str(self.listener.getsockname()[1]).encode()
+
+    async def close(self) -> None:
+        await super().close()
+        self.listener.close()
+
+
+class LocalLink(SimpleLink):
+    """Looks whether there is somebody."""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
+        try:
+            with socket.create_connection(("127.0.0.1", int(offer[len(OFFER) :])), 1):
+                return await super().connect(OFFER, context)
+        except (ValueError, OSError) as error:
+            raise TransportUnavailableError(f"nobody is there: {error}") from error
+
+
+class Pickled(Simple):
+    """Its offer is a pickle."""
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        await super().start(context, segments)
+        return pickle.dumps(OFFER)
+
+
+class PickledLink(SimpleLink):
+    """Loads it."""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
+        return await super().connect(pickle.loads(offer), context)
+
+
+class Refusing(Simple):
+    """Serves nowhere."""
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        raise TransportUnavailableError("not on a day like this")
+
+
+class Silent(SimpleLink):
+    """Waits for ever for an answer to an offer that it does not know."""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
+        if offer != OFFER:
+            time.sleep(0)
+            await asyncio.Event().wait()
+        return await super().connect(offer, context)
+
+
+def everywhere(context: LinkContext) -> Bid:
+    """A bid for other hosts, too."""
+    return Bid(1e-3, 1e9, "everywhere")
+
+
+def __getattr__(name: str) -> broken.Plugin:
+    """``plugin_X``: the plug-in with the server half ``X``, and ``XLink`` if there is one."""
+    which = name.removeprefix("plugin_")
+    if which == name or which not in globals():
+        raise AttributeError(name)
+    fields: dict[str, Any] = {}
+    client = f"{which}Link" if f"{which}Link" in globals() else ""
+    if which in ("Late", "Posting"):
+        client = "PostingLink"
+    if which == "Local":
+        fields["bid"] = everywhere
+    if which in ("SettledLink", "Silent"):
+        server = "Late" if which == "SettledLink" else f"{broken.__name__}:Simple"
+        client, which = which, server
+    return broken.Plugin(
+        f"{__name__}:{client}" if client else "SimpleLink",
+        which if ":" in which else f"{__name__}:{which}",
+        **fields,
+    )

@@ -1,0 +1,37 @@
+"""The public conformance kit for transports, on those of this repository that need no engine."""
+
+from __future__ import annotations
+
+from torchstore_core.testing import TransportTests
+
+
+class TestShm(TransportTests):
+    """Windows and mappings; no handshakes."""
+
+    name = "shm"
+
+
+class TestInline(TransportTests):
+    """In-band: it has no halves."""
+
+    name = "inline"
+
+
+class TestInProcess(TransportTests):
+    """Its halves meet in one process; no built-in runtime starts such a volume."""
+
+    name = "inprocess"
+
+
+class TestMailbox(TransportTests):
+    """Every byte in a handshake; two-sided."""
+
+    name = "mailbox"
+    light_halves = True
+
+
+class TestMailboxApart(TransportTests):
+    """The same, with an isolated server half."""
+
+    name = "mailbox-apart"
+    light_halves = True

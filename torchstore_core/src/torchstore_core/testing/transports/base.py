@@ -1,0 +1,230 @@
+"""What all tests of the transport kit share: how they get a volume, run, and fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable, Coroutine, Iterator
+from importlib import metadata
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import pytest
+
+from torchstore_core.contracts.transport import Link, Refusal, TransportSpec
+from torchstore_core.errors import PluginError, TransportError
+from torchstore_core.plugins.registry import load_class
+from torchstore_core.testing.transports.ends.endpoints import SEGMENT, Endpoints
+from torchstore_core.testing.transports.ends.host import Plugin
+from torchstore_core.testing.transports.ends.session import Session
+
+__all__ = ["PLACES", "TransportKit", "check", "fail", "must_refuse", "outcome", "run"]
+
+T = TypeVar("T")
+
+#: Where a server half can be: in a process of its own, or in that of the client.
+PLACES = ("process", "here")
+_TEST_S = 60.0
+_STRAY_S = 2.0
+_shared: dict[tuple[type, str], Endpoints] = {}
+
+
+def fail(what: str) -> NoReturn:
+    """Fail the test, without a traceback through the kit."""
+    pytest.fail(what, pytrace=False)
+
+
+def check(holds: bool, what: str) -> None:
+    """Fail the test unless it holds."""
+    if not holds:
+        fail(what)
+
+
+def run(work: Coroutine[Any, Any, T], timeout: float = _TEST_S) -> T:
+    """Run a coroutine on an event loop of its own, like ``asyncio.run``; but leave behind, after a
+    while, what does not end when it is cancelled.
+    """
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
+    try:
+        loop.run_until_complete(asyncio.wait([task], timeout=timeout))
+        if not task.done():
+            fail(f"the transport took more than {timeout:g} s for this test")
+        return task.result()
+    finally:
+        if stray := asyncio.all_tasks(loop):
+            for one in stray:
+                one.cancel()
+            loop.run_until_complete(asyncio.wait(stray, timeout=_STRAY_S))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+async def outcome(
+    work: Coroutine[Any, Any, object], within: float, what: str
+) -> BaseException | None:
+    """What ``work`` raises; None if it succeeds. Fails the test if it takes longer."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait([task], timeout=within)
+    if not task.done():
+        task.cancel()
+        fail(f"{what} took more than {within:g} s")
+    return asyncio.CancelledError() if task.cancelled() else task.exception()
+
+
+async def must_refuse(work: Coroutine[Any, Any, object], what: str, within: float = 5.0) -> None:
+    """Fail the test unless ``work`` soon raises a TransportError."""
+    raised = await outcome(work, within, what)
+    check(raised is not None, f"{what} was accepted")
+    check(
+        isinstance(raised, TransportError), f"{what} raised {raised!r}, which is no TransportError"
+    )
+
+
+class TransportKit:
+    """The attributes and helpers of :class:`torchstore_core.testing.TransportTests`.
+
+    Attributes:
+        name: the transport's entry-point name.
+        entry: the value of the entry point (``"my_package.plugin"``); None: that of the installed
+            package.
+        hosting: ``"module:Class"`` of a subclass of ``transports.ends.host.Hosting``, for a server
+            half that needs more beside it than a volume.
+        environment: environment variables of the processes of server halves and clients.
+        light_halves: whether the halves need no library, so that the hook's module may import them.
+        large_bytes: the size of the largest transfer.
+        segment_bytes: the size of the volume.
+        gone_within: seconds after the end of a link within which all that it had must be gone.
+        crosses_hosts: whether the transport is tested between network namespaces; None: if it bids
+            for a volume on another host.
+        stores: whether a store that any process can start may use the transport; otherwise the
+            tests with a store are skipped.
+        store_arguments: arguments of ``initialize`` for the tests with a store.
+    """
+
+    name: ClassVar[str] = ""
+    entry: ClassVar[str | None] = None
+    hosting: ClassVar[str | None] = None
+    environment: ClassVar[dict[str, str]] = {}
+    light_halves: ClassVar[bool] = False
+    large_bytes: ClassVar[int] = 64 << 20
+    segment_bytes: ClassVar[int] = SEGMENT
+    gone_within: ClassVar[float] = 5.0
+    crosses_hosts: ClassVar[bool | None] = None
+    stores: ClassVar[bool] = True
+    store_arguments: ClassVar[dict[str, Any]] = {}
+
+    def endpoints(self, place: str) -> Endpoints:
+        """A new volume that serves the transport; ``place`` is one of :data:`PLACES`.
+
+        Override it for a server half that cannot be started in this way.
+        """
+        return Endpoints(
+            self.plugin(),
+            here=place == "here",
+            hosting=self.hosting,
+            environment=self.environment,
+            nbytes=self.segment_bytes,
+        )
+
+    def plugin(self) -> Plugin:
+        """The entry point."""
+        if not self.name:
+            fail(f"{type(self).__name__} must have the transport's entry-point name as `name`")
+        return Plugin(self.name, self.entry if self.entry is not None else _installed(self.name))
+
+    def spec(self) -> TransportSpec:
+        """What the transport's hook returns."""
+        try:
+            return self.plugin().spec()
+        except PluginError as error:
+            fail(f"the transport does not load: {error}")
+
+    # ---- volumes --------------------------------------------------------------------------
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """End the volumes that tests of this class have shared."""
+        for key in [key for key in _shared if key[0] is cls]:
+            _shared.pop(key).close()
+
+    def at(self, place: str) -> Endpoints:
+        """The volume there that tests share. Skips the test if the transport does not serve it."""
+        found, refusal = self._at(place)
+        if refusal:
+            pytest.skip(f"server half in {_words(place)}: {refusal}")
+        return found
+
+    def anywhere(self) -> Endpoints:
+        """The shared volume in another process; in this one if the transport refuses that."""
+        found, refusal = self._at(PLACES[0])
+        return found if not refusal else self.at(PLACES[1])
+
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[Endpoints]:
+        """A volume of the test's own, in another process if the transport serves that."""
+        _, refusal = self._at(PLACES[0])
+        made = self._made(PLACES[1] if refusal else PLACES[0])
+        try:
+            yield made
+        finally:
+            made.close()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Endpoints]:
+        """A volume of the test's own in another process, which the test may kill."""
+        self.at(PLACES[0])
+        with self.fresh() as made:
+            yield made
+
+    def _made(self, place: str) -> Endpoints:
+        try:
+            return self.endpoints(place)
+        except PluginError as error:
+            fail(f"the server half does not load: {error}")
+
+    def _at(self, place: str) -> tuple[Endpoints, str]:
+        spec = self.spec()
+        if spec.in_band:
+            pytest.skip(f"{self.name} is in-band: it has no halves")
+        unusable = spec.probe() if spec.probe is not None else None
+        if unusable is not None:
+            pytest.skip(f"this host cannot use it: {unusable}")
+        key = type(self), place
+        if key not in _shared:
+            _shared[key] = self._made(place)
+        found = _shared[key]
+        if found.refusal:
+            fail(f"its server half does not serve in {_words(place)}: {found.refusal}")
+        bid = spec.bid(found.session().context)
+        return found, bid.reason if isinstance(bid, Refusal) else ""
+
+    # ---- transfers ------------------------------------------------------------------------
+
+    def link_class(self) -> type[Link]:
+        """The client half."""
+        cls: type[Link] = load_class(str(self.spec().client))
+        return cls
+
+    def with_link(
+        self, endpoints: Endpoints, work: Callable[[Session, Link], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Run ``work`` on a new event loop, with a new client and its link."""
+
+        async def main() -> T:
+            async with endpoints.session() as session:
+                return await work(session, await session.connect())
+
+        return run(main())
+
+
+def _words(place: str) -> str:
+    return "the client's own process" if place == "here" else "another process"
+
+
+@functools.cache
+def _installed(name: str) -> str:
+    for entry in metadata.entry_points(group="torchstore.transports"):
+        if entry.name == name:
+            return entry.value
+    fail(f"no installed package has an entry point {name!r} in the group torchstore.transports")

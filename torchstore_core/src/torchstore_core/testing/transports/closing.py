@@ -1,0 +1,153 @@
+"""That nothing is left when links are closed and clients have disconnected."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+
+import pytest
+
+from torchstore_core.contracts.transport import Link
+from torchstore_core.testing import leftovers
+from torchstore_core.testing.transports.base import TransportKit, check, run
+from torchstore_core.testing.transports.ends.endpoints import Endpoints
+from torchstore_core.testing.transports.ends.memory import Memory, pattern
+from torchstore_core.testing.transports.ends.session import Session
+
+__all__ = ["ClosingTests"]
+
+_ROUNDS = 8
+_NBYTES = 300_001
+_CLOSE_S = 0.25
+
+
+class ClosingTests(TransportKit):
+    """See the module."""
+
+    def test_close_is_quick_and_may_come_twice(self) -> None:
+        """It neither blocks nor fails, before the first transfer and after one."""
+        endpoints = self.anywhere()
+
+        async def work(session: Session, _: Link) -> None:
+            for used in (False, True):
+                took = []
+                for _try in range(3):  # the machine may be busy for once
+                    link = await session.connect()
+                    if used:
+                        memory = Memory(pattern(1, _NBYTES))
+                        await link.write([memory.copy(endpoints.take(_NBYTES))])
+                    began = time.monotonic()
+                    link.close()
+                    link.close()
+                    took.append(time.monotonic() - began)
+                check(min(took) < _CLOSE_S, f"close() took {min(took):.2f} s: it must not block")
+
+        self.with_link(endpoints, work)
+
+    def test_links_leave_nothing_behind(self) -> None:
+        """After some rounds of connect, transfer, close and disconnect, neither this process nor
+        the server half's has more descriptors, threads, mappings or child processes.
+        """
+        endpoints = self.anywhere()
+
+        async def rounds(count: int) -> None:
+            for at in range(count):
+                async with endpoints.session() as session:
+                    link = await session.connect()
+                    memory, offset = Memory(pattern(at, _NBYTES)), endpoints.take(_NBYTES)
+                    await link.write([memory.copy(offset)])
+                    await link.read([memory.copy(offset)])
+                    link.close()
+
+        run(rounds(2))
+        gc.collect()
+        before = _held(endpoints)
+
+        run(rounds(_ROUNDS))
+        left = self._grown(endpoints, before)
+        check(not left, f"{_ROUNDS} links left this behind: {'; '.join(left)}")
+
+    def test_a_link_that_is_dropped_leaves_nothing_behind(self) -> None:
+        """Users do not close all their event loops: what is bound to one goes with it."""
+        endpoints = self.anywhere()
+        if not self.spec().loop_bound:
+            pytest.skip("its links belong to no event loop (loop_bound is False)")
+
+        async def drop() -> None:
+            async with endpoints.session() as session:
+                link = await self.link_class().connect(session.context.offer, session.context)
+                memory, offset = Memory(pattern(5, _NBYTES)), endpoints.take(_NBYTES)
+                await link.write([memory.copy(offset)])
+
+        run(drop())
+        gc.collect()
+        before = _held(endpoints)
+        for _ in range(_ROUNDS):
+            run(drop())
+        left = self._grown(endpoints, before)
+        check(not left, f"{_ROUNDS} dropped links and loops left this behind: {'; '.join(left)}")
+
+    def test_nothing_is_registered_after_the_last_client(self) -> None:
+        """``registered`` is 0 then: the volume gives memory back to the system. While clients are
+        connected, it is at most the size of the segment.
+        """
+        endpoints = self.anywhere()
+
+        async def main() -> None:
+            async with endpoints.session() as watching:
+                async with endpoints.session() as one, endpoints.session() as other:
+                    for session in (one, other):
+                        link = await session.connect()
+                        memory = Memory(pattern(1, _NBYTES))
+                        await link.write([memory.copy(endpoints.take(_NBYTES))])
+                    during = await watching.registered()
+                    sane = 0 <= during <= endpoints.nbytes
+                    check(sane, f"registered() is {during} of a segment of {endpoints.nbytes}")
+                left = await watching.registered()
+                check(left == 0, f"registered() is {left} after the last client has disconnected")
+
+        run(main())
+
+    def test_a_client_may_begin_anew_after_disconnect(self) -> None:
+        """The same peer, with a new link."""
+        endpoints = self.anywhere()
+
+        async def work(session: Session, link: Link) -> None:
+            for seed in range(3):
+                memory, offset = Memory(pattern(seed, _NBYTES)), endpoints.take(_NBYTES)
+                await link.write([memory.copy(offset)])
+                check(endpoints.look(offset, _NBYTES) == memory.data(), "other bytes arrived")
+                link.close()
+                for _ in range(2):
+                    await session.disconnect()
+                link = await session.connect()
+
+        self.with_link(endpoints, work)
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _grown(self, endpoints: Endpoints, before: dict[str, int]) -> list[str]:
+        """What there is more of for every round, also after a while."""
+
+        def look() -> list[str]:
+            gc.collect()
+            return [
+                f"{what}: {before.get(what, 0)} before, {count} after"
+                for what, count in _held(endpoints).items()
+                if count - before.get(what, 0) >= _ROUNDS
+            ]
+
+        return leftovers.until_empty(look, self.gone_within)
+
+
+def _held(endpoints: Endpoints) -> dict[str, int]:
+    """Counts of what this process has, and what the server half's processes have."""
+    held: dict[str, int] = {}
+    for pid in (os.getpid(), *endpoints.processes()):
+        whose = "this process" if pid == os.getpid() else "the server half"
+        for what, count in leftovers.held_by(pid).items():
+            held[f"{what} of {whose}"] = held.get(f"{what} of {whose}", 0) + count
+    below = {pid for pid, _ in leftovers.descendants(os.getpid())}
+    held["child processes"] = len(below)
+    return held

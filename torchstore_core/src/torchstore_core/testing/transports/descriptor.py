@@ -1,0 +1,226 @@
+"""What a transport says about itself: its hook module, its bids, the classes that it names."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from torchstore_core.contracts.transport import (
+    Bid,
+    Link,
+    LinkContext,
+    Refusal,
+    TransportServer,
+)
+from torchstore_core.errors import PluginError, TransportUnavailableError
+from torchstore_core.machine import topology
+from torchstore_core.plugins.registry import load_class
+from torchstore_core.testing.transports.base import TransportKit, check, fail
+from torchstore_core.testing.transports.ends.endpoints import tool_environment
+
+__all__ = ["DescriptorTests"]
+
+_UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+_BIDS = 400
+_BID_S = 2e-3
+_PROBE_S = 2.0
+_SECONDS = 60.0
+
+# Prints the modules that a fresh interpreter has before it loads the hook and after it has called
+# it, its probe and its bid.
+_FRESH = """
+import json, sys
+import torchstore_core.contracts.hooks, torchstore_core.contracts.transport
+import torchstore_core.testing.transports.ends.host
+from torchstore_core.machine import topology
+here = topology.probe()
+before = set(sys.modules)
+name, value = json.loads(sys.argv[1])
+spec = torchstore_core.testing.transports.ends.host.Plugin(name, value).spec()
+if spec.probe is not None:
+    spec.probe()
+context = torchstore_core.contracts.transport.LinkContext(here, here, True, True, "", b"")
+spec.bid(context)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+# Prints the files of the modules that the halves bring along, and that are of their own packages.
+_HALVES = """
+import importlib, json, sys
+found = {}
+for path in json.loads(sys.argv[1]):
+    importlib.import_module(path)
+    top = path.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name == top or name.startswith(top + "."):
+            found[name] = getattr(module, "__file__", None)
+print(json.dumps(found))
+"""
+
+
+def contexts(offer: bytes = b"") -> Iterator[LinkContext]:
+    """Links that a transport may be asked about: near and far, offered and not."""
+    here = topology.probe()
+    other_process = msgspec.structs.replace(here, pid=here.pid + 1)
+    far = msgspec.structs.replace(here, host_id="elsewhere", hostname="b", pid=7, kernel="Linux 4")
+    richer = msgspec.structs.replace(far, rdma_devices=("mlx5_0",), cuda_devices=8, cpus=200)
+    poor = msgspec.structs.replace(far, cpus=1, memory_bytes=1 << 20)
+    for volume, same_host in ((here, True), (other_process, True), (here, False), (far, False)):
+        yield LinkContext(here, volume, same_host, offered=False)
+        for given in {offer, b"", b"garbage", b"\xff" * 20}:
+            yield LinkContext(here, volume, same_host, offered=True, offer=given)
+    for one, other in ((richer, richer), (richer, poor), (poor, poor)):
+        yield LinkContext(one, other, same_host=False, offered=True, offer=offer)
+
+
+class DescriptorTests(TransportKit):
+    """See the module."""
+
+    def test_its_name_leads_to_its_halves(self) -> None:
+        """The entry point gives a spec of this name; the classes that it names are halves."""
+        spec = self.spec()
+        check(spec.name == self.name, f"the spec calls itself {spec.name!r}, not {self.name!r}")
+        if spec.in_band:
+            check(not spec.client and not spec.server, "it is in-band, and yet names halves")
+            return
+        for what, path, base in (
+            ("client", spec.client, Link),
+            ("server", spec.server, TransportServer),
+        ):
+            if path is None:
+                fail(f"it names no {what} half")
+            try:
+                cls = load_class(path)
+            except PluginError as error:
+                fail(f"its {what} half does not load: {error}")
+            good = isinstance(cls, type) and issubclass(cls, base)
+            check(good, f"its {what} half {path!r} is no {base.__name__}")
+
+    def test_its_hook_module_is_light(self) -> None:
+        """In a fresh interpreter, the hook, its probe and its bid import neither torch, nor the
+        halves, nor any library: every client and every server loads them.
+        """
+        plugin, spec = self.plugin(), self.spec()
+        brought = set(_fresh(_FRESH, [plugin.name, plugin.value]))
+        check("torch" not in brought, "it imports torch")
+        for half in () if self.light_halves else (spec.client, spec.server):
+            module = str(half).partition(":")[0]
+            check(module not in brought, f"it imports its half {module}")
+        package = plugin.value.partition(":")[0].partition(".")[0]
+        known = {package, "torchstore_core", "msgspec", "pluggy", *sys.stdlib_module_names}
+        libraries = {name.partition(".")[0] for name in brought} - known
+        check(not libraries, f"it imports {', '.join(sorted(libraries))}")
+
+    def test_its_halves_import_no_unpickler(self) -> None:
+        """No module of the halves' own packages imports pickle, or the like: whoever unpickles
+        what a peer sends runs the peer's code.
+        """
+        spec = self.spec()
+        if spec.in_band:
+            pytest.skip(f"{self.name} is in-band: it has no halves")
+        modules = [str(half).partition(":")[0] for half in (spec.client, spec.server)]
+        found: dict[str, str | None] = _fresh(_HALVES, modules)  # type: ignore[assignment]
+        for module, file in sorted(found.items()):
+            if module.partition(".")[0] == "torchstore_core" or not str(file).endswith(".py"):
+                continue
+            unsafe = sorted(_imports(Path(str(file)).read_text()) & _UNPICKLERS)
+            check(not unsafe, f"{module} imports {', '.join(unsafe)}")
+
+    def test_its_bids_make_sense(self) -> None:
+        """A bid has a finite latency, a finite rate above 0 and a reason; a refusal, a reason."""
+        spec = self.spec()
+        for context in contexts(self._offer()):
+            bid = spec.bid(context)
+            where = f"{_about(context)}: {bid}"
+            if isinstance(bid, Refusal):
+                check(bool(bid.reason.strip()), f"a refusal without a reason, for {where}")
+                continue
+            check(isinstance(bid, Bid), f"neither a Bid nor a Refusal for {where}")
+            latency, rate = bid.latency_s, bid.bytes_per_s
+            check(math.isfinite(latency) and latency >= 0, f"a latency of {latency} s for {where}")
+            check(math.isfinite(rate) and rate > 0, f"a rate of {rate} bytes/s for {where}")
+            check(bool(bid.reason.strip()), f"a bid without a reason, for {where}")
+
+    def test_its_bids_are_pure_and_quick(self) -> None:
+        """The same context has the same bid at any time, and no handshake is made for it."""
+        spec = self.spec()
+
+        async def handshake(request: bytes) -> bytes:
+            raise TransportUnavailableError("bids make no handshakes")
+
+        known = [
+            msgspec.structs.replace(context, handshake=handshake)
+            for context in contexts(self._offer())
+        ]
+        environment = dict(os.environ)
+        first = [spec.bid(context) for context in known]
+        began = time.perf_counter()
+        for count in range(_BIDS):
+            again = spec.bid(known[count % len(known)])
+            expected = first[count % len(known)]
+            if again != expected:
+                fail(f"{_about(known[count % len(known)])}: {expected}, and then {again}")
+        took = (time.perf_counter() - began) / _BIDS
+        check(took < _BID_S, f"a bid takes {took * 1e3:.1f} ms; it must only compare what it gets")
+        check(dict(os.environ) == environment, "a bid changed the environment")
+
+    def test_its_probe_says_in_words_what_is_missing(self) -> None:
+        """Quickly, and the same again."""
+        spec = self.spec()
+        if spec.probe is None:
+            pytest.skip("it has no probe")
+        began = time.perf_counter()
+        said = spec.probe()
+        took = time.perf_counter() - began
+        words = said is None or bool(str(said).strip())
+        check(words, f"its probe returned {said!r}: neither None nor a reason")
+        check(said == spec.probe(), f"its probe returned {said!r}, and then something else")
+        check(took < _PROBE_S, f"its probe took {took:.1f} s")
+
+    def _offer(self) -> bytes:
+        """A real offer, if the halves work here."""
+        try:
+            return self.anywhere().reach.offer
+        except pytest.skip.Exception:
+            return b""
+
+
+def _about(context: LinkContext) -> str:
+    where = "on this host" if context.same_host else "on another host"
+    return f"a volume {where}, offered: {context.offered}, offer {context.offer[:20]!r}"
+
+
+def _fresh(program: str, argument: list[str]) -> list[str]:
+    """What a program prints, as JSON, in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, msgspec.json.encode(argument).decode()],
+        env=tool_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        fail(f"a fresh interpreter cannot load it:\n{done.stderr}")
+    found: list[str] = msgspec.json.decode(done.stdout.splitlines()[-1])
+    return found
+
+
+def _imports(source: str) -> set[str]:
+    """The top-level packages that a module imports, wherever it does."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found

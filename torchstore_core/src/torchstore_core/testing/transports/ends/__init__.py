@@ -1,0 +1,1 @@
+"""Both ends of a transport under test: volumes and clients, here and in other processes."""

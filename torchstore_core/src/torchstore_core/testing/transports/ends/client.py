@@ -1,0 +1,128 @@
+"""A client process of the conformance kit: it does what it is told on its standard input.
+
+``python -m torchstore_core.testing.transports.ends.client`` is that process. It has no torch,
+unless the transport's client half imports it. Every line is an errand, and is answered with a
+line: ``ok``, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from torchstore_core.contracts.transport import Link
+from torchstore_core.errors import TransportError
+from torchstore_core.testing.transports.ends.endpoints import tool_environment
+from torchstore_core.testing.transports.ends.memory import Memory, pattern
+from torchstore_core.testing.transports.ends.session import Reach, Session
+
+__all__ = ["Client", "Errand"]
+
+
+class Errand(msgspec.Struct, frozen=True):
+    """``write`` a pattern, ``read`` and compare it, or ``flood``: write patterns for ever; then the
+    answer comes when the first has arrived.
+    """
+
+    what: str
+    seed: int
+    offset: int
+    nbytes: int
+
+
+class Client:
+    """Such a process, as seen by the test. Close it."""
+
+    def __init__(
+        self,
+        reach: Reach,
+        wrapper: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        module = "torchstore_core.testing.transports.ends.client"
+        encoded = msgspec.json.encode(reach).decode()
+        self._process = subprocess.Popen(
+            [*wrapper, sys.executable, "-m", module, encoded],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=tool_environment(environment or {}),
+        )
+        # The peer that the process is for the server half.
+        self.peer = bytes.fromhex(self._line())
+
+    def tell(self, errand: Errand) -> None:
+        """Send an errand; its answer comes later."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(msgspec.json.encode(errand) + b"\n")
+            self._process.stdin.flush()
+
+    def answer(self) -> str:
+        """The answer to the oldest errand; waits for it."""
+        return self._line() or "the client process has died"
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL)."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it."""
+        self.kill()
+        if self._process.stdin is not None and self._process.stdout is not None:
+            self._process.stdout.close()
+            try:
+                self._process.stdin.close()
+            except BrokenPipeError:  # something was left to be sent
+                return
+
+    def _line(self) -> str:
+        if self._process.stdout is None:
+            return ""
+        return self._process.stdout.readline().decode().strip()
+
+
+async def _do(link: Link, errand: Errand) -> str:
+    expected = pattern(errand.seed, errand.nbytes)
+    if errand.what == "read":
+        memory = Memory(errand.nbytes)
+        await link.read([memory.copy(errand.offset)])
+        return "ok" if memory.data() == expected and memory.is_intact() else "other bytes came"
+    memory = Memory(expected)
+    await link.write([memory.copy(errand.offset)])
+    if errand.what == "flood":
+        _say("ok")
+        while True:
+            errand = msgspec.structs.replace(errand, seed=errand.seed + 1)
+            memory = Memory(pattern(errand.seed, errand.nbytes))
+            await link.write([memory.copy(errand.offset)])
+    return "ok"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+async def _main(reach: Reach) -> None:
+    session = Session(reach)
+    _say(session.peer.hex())
+    async with session:
+        link: Link | None = None
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            errand = msgspec.json.decode(line, type=Errand)
+            try:
+                if link is None:
+                    link = await session.connect()
+                _say(await _do(link, errand))
+            except TransportError as error:
+                _say(f"{type(error).__name__}: {error.message}".replace("\n", " "))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Reach)))
+    os._exit(0)

@@ -1,0 +1,177 @@
+"""A hosted volume, and how clients reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from torchstore_core.errors import PluginError
+from torchstore_core.testing import leftovers
+from torchstore_core.testing.transports.ends.host import (
+    CONTROL,
+    Opened,
+    Order,
+    Plugin,
+    ThreadHost,
+)
+from torchstore_core.testing.transports.ends.session import Reach, Session
+
+__all__ = ["SEGMENT", "Endpoints", "tool_environment"]
+
+#: Size of a segment in bytes. Only what is touched takes memory.
+SEGMENT = 256 << 20
+_PAGE = mmap.PAGESIZE
+_numbers = itertools.count()
+
+
+def tool_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of processes that the kit starts: they import what this process can."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **extra}
+
+
+class Endpoints:
+    """A hosted volume, and how to reach it. Close it, or what it has started stays.
+
+    Args:
+        here: host it in this process, in a thread; otherwise in a process of its own.
+        wrapper: a command that runs the process, given as its last arguments.
+        environment: further environment variables of the process.
+        same_host: whether clients may take themselves to be on its host.
+
+    Attributes:
+        memory: the segment, as shared memory of this process.
+        nbytes: its size.
+        root: the process of the volume; None: this one.
+        refusal: why the server half does not serve; empty if it does.
+
+    Raises:
+        PluginError: the transport does not load there.
+    """
+
+    def __init__(
+        self,
+        plugin: Plugin,
+        *,
+        here: bool = False,
+        hosting: str | None = None,
+        wrapper: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        same_host: bool = True,
+        nbytes: int = SEGMENT,
+    ) -> None:
+        self._directory = tempfile.mkdtemp(prefix="ts-kit-", dir="/tmp")
+        name = f"kit-{os.getpid()}-{next(_numbers)}"
+        order = Order(plugin, name, self._directory, nbytes)
+        if hosting is not None:
+            order = msgspec.structs.replace(order, hosting=hosting)
+        self.nbytes = nbytes
+        self._taken = 0
+        self._lock = threading.Lock()
+        self._host: ThreadHost | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            if here:
+                self._host = ThreadHost(order)
+                opened = self._host.opened
+            else:
+                opened = self._start(order, wrapper, environment or {})
+            fd = os.open(f"/proc/{opened.pid}/fd/{opened.fd}", os.O_RDWR)
+            try:
+                self.memory = mmap.mmap(fd, nbytes)
+            finally:
+                os.close(fd)
+        except BaseException:
+            self._end()
+            raise
+        self.root = None if here else opened.pid
+        self.refusal = "" if opened.offer is not None else "; ".join(opened.log) or "no offer"
+        control = os.path.join(self._directory, CONTROL)
+        self.reach = Reach(plugin, control, opened.topology, same_host, opened.offer or b"")
+
+    def session(self) -> Session:
+        """A new client."""
+        return Session(self.reach)
+
+    def take(self, nbytes: int) -> int:
+        """An offset of ``nbytes`` bytes that nobody else uses for a while; never at a page."""
+        with self._lock:
+            if self._taken + nbytes + 2 * _PAGE > self.nbytes:
+                self._taken = 0
+            offset = self._taken + 13
+            self._taken += (nbytes // _PAGE + 2) * _PAGE
+            return offset
+
+    def look(self, offset: int, nbytes: int) -> bytes:
+        """What the segment contains there."""
+        return self.memory[offset : offset + nbytes]
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Write to the segment directly."""
+        self.memory[offset : offset + len(data)] = data
+
+    def processes(self) -> list[int]:
+        """The processes of the server half; empty if it is in this one."""
+        if self.root is None:
+            return []
+        return [self.root, *(pid for pid, _ in leftovers.descendants(self.root))]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of :meth:`processes`."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def close(self) -> None:
+        """End the volume and what was started for it. Idempotent."""
+        self.memory.close()
+        self._end()
+
+    def _start(self, order: Order, wrapper: Sequence[str], extra: Mapping[str, str]) -> Opened:
+        encoded = msgspec.json.encode(order).decode()
+        module = "torchstore_core.testing.transports.ends.host"
+        self._process = subprocess.Popen(
+            [*wrapper, sys.executable, "-m", module, encoded],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=tool_environment(extra),
+        )
+        said = self._process.stdout.readline() if self._process.stdout is not None else b""
+        try:
+            return msgspec.json.decode(said, type=Opened)
+        except msgspec.DecodeError as error:
+            why = said.decode().strip() or "its standard error says why"
+            raise PluginError(f"a process cannot host the server half: {why}") from error
+
+    def _end(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+        process, self._process = self._process, None
+        if process is not None:
+            below = [pid for pid, _ in leftovers.descendants(process.pid)]
+            for pid in [process.pid, *below]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+            if process.stdin is not None and process.stdout is not None:
+                process.stdin.close()
+                process.stdout.close()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,285 @@
+"""Hosts a real volume with the server half of one transport, for the conformance kit.
+
+``python -m torchstore_core.testing.transports.ends.host`` is a process that does this; it ends when
+its standard input is closed. The clients of the kit reach it over a control socket that carries
+handshakes, as the store's own control connection would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+from importlib.metadata import EntryPoint
+
+import msgspec
+
+from torchstore_core.contracts.transport import TransportSpec
+from torchstore_core.errors import ProtocolError, TorchStoreError, TransportError
+from torchstore_core.machine.topology import Topology
+from torchstore_core.plugins.registry import Registry, load_class
+from torchstore_core.server.memory.volume import Volume
+from torchstore_core.server.serving.listening import Listener
+from torchstore_core.wire.framing import HEADER, FrameReader
+
+__all__ = [
+    "CONTROL",
+    "MAX_FRAME",
+    "Answer",
+    "Ask",
+    "Hosting",
+    "Opened",
+    "Order",
+    "Plugin",
+    "ThreadHost",
+    "frame",
+]
+
+#: Name of the control socket in the volume's directory.
+CONTROL = "control.sock"
+#: The largest body of a frame between a client of the kit and a host, in bytes.
+MAX_FRAME = 8 << 20
+_RECEIVE = 1 << 18
+_VOLUME_LOG = "torchstore_core.server.memory.volume"
+
+
+class Plugin(msgspec.Struct, frozen=True):
+    """A transport's entry point: its name, and the object that has the hook (``"module"`` or
+    ``"module:attribute"``).
+    """
+
+    name: str
+    value: str
+
+    def registry(self) -> Registry:
+        """A registry that knows nothing but this transport."""
+        return Registry([EntryPoint(self.name, self.value, "torchstore.transports")])
+
+    def spec(self) -> TransportSpec:
+        """What the hook returns.
+
+        Raises:
+            PluginError: it does not load.
+        """
+        return self.registry().transport(self.name)
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What to host.
+
+    Args:
+        hosting: ``"module:Class"`` of the :class:`Hosting`.
+        directory: a private one, for sockets.
+        nbytes: size of the segment in bytes.
+    """
+
+    plugin: Plugin
+    store_name: str
+    directory: str
+    nbytes: int
+    hosting: str = f"{__name__}:Hosting"
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """What clients need to know of a hosted volume.
+
+    Args:
+        fd: descriptor of the segment, in the process ``pid``.
+        log: what the volume has logged, which says why there is no offer.
+    """
+
+    pid: int
+    fd: int
+    topology: Topology
+    offer: bytes | None
+    log: list[str]
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """A call: of ``handshake``, ``disconnect``, ``registered`` or ``close``."""
+
+    id: int
+    method: str
+    peer: bytes = b""
+    data: bytes = b""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What it returned, or the code and message of what it raised."""
+
+    id: int
+    data: bytes = b""
+    number: int = 0
+    code: str = ""
+    message: str = ""
+
+
+def frame(message: Ask | Answer) -> bytes:
+    """A message as one frame."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEADER, "little") + body
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Hosting:
+    """A volume on the running event loop. Derive from it for a transport whose server half needs
+    more beside it than a volume provides (the agent of an engine, for example).
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        registry = order.plugin.registry()
+        name, directory = order.store_name, order.directory
+        self.volume = Volume(name, 0, order.nbytes, registry, directory)
+        self._registry = registry
+        self._listener = Listener(self._accept)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> Opened:
+        """Start the server half and begin to listen.
+
+        Raises:
+            PluginError: the transport's hook does not load.
+        """
+        spec = self._registry.transport(self.order.plugin.name)
+        records = _Records()
+        log = logging.getLogger(_VOLUME_LOG)
+        before = log.level
+        log.addHandler(records)
+        log.setLevel(logging.DEBUG)
+        try:
+            info = await self.volume.start()
+        finally:
+            log.setLevel(before)
+            log.removeHandler(records)
+        self._listener.open(os.path.join(self.order.directory, CONTROL))
+        offer = info.offers.get(spec.name)
+        return Opened(os.getpid(), self.volume.memory.fd, info.topology, offer, records.lines)
+
+    async def close(self) -> None:
+        """Stop listening and close the volume."""
+        self._listener.close()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+        await self.volume.close()
+
+    def _accept(self, sock: socket.socket, _pid: int) -> None:
+        self._spawn(self._serve(sock))
+
+    def _spawn(self, work: object) -> None:
+        if asyncio.iscoroutine(work):
+            task = asyncio.get_running_loop().create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        reader, sending = FrameReader(MAX_FRAME), asyncio.Lock()
+        with sock, contextlib.suppress(OSError, ProtocolError):
+            while data := await loop.sock_recv(sock, _RECEIVE):
+                for body in reader.feed(data):
+                    self._spawn(self._answer(sock, sending, body))
+
+    async def _answer(self, sock: socket.socket, sending: asyncio.Lock, body: bytes) -> None:
+        ask = msgspec.msgpack.decode(body, type=Ask)
+        try:
+            answer = await self._call(ask)
+        except TorchStoreError as error:
+            answer = Answer(ask.id, code=error.code, message=error.message)
+        except Exception as error:  # noqa: BLE001 - the test that asked reports it
+            answer = Answer(ask.id, code=TransportError.code, message=f"the host failed: {error!r}")
+        async with sending:
+            with contextlib.suppress(OSError, ValueError):  # who asked has gone
+                await asyncio.get_running_loop().sock_sendall(sock, frame(answer))
+
+    async def _call(self, ask: Ask) -> Answer:
+        match ask.method:
+            case "handshake":
+                name = self.order.plugin.name
+                return Answer(ask.id, await self.volume.handshake(ask.peer, name, ask.data))
+            case "disconnect":
+                await self.volume.disconnect(ask.peer)
+            case "registered":
+                return Answer(ask.id, number=self.volume.memory.registered())
+            case "close":
+                await self.volume.close()
+        return Answer(ask.id)
+
+
+class ThreadHost:
+    """Hosts a volume on an event loop in a thread of this process, until :meth:`close`.
+
+    Raises:
+        TorchStoreError: whatever :meth:`Hosting.open` raises.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="kit-volume", daemon=True)
+        self._thread.start()
+        try:
+            opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
+            self.opened: Opened = opening.result()
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self) -> None:
+        """End it."""
+        try:
+            asyncio.run_coroutine_threadsafe(self._hosting.close(), self._loop).result()
+        finally:
+            self._end()
+
+    async def _open(self) -> Opened:
+        self._hosting: Hosting = load_class(self._order.hosting)(self._order)
+        opened: Opened = await self._hosting.open()
+        return opened
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+async def _main(order: Order) -> None:
+    hosting: Hosting = load_class(order.hosting)(order)
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), ended.set)
+    try:
+        opened = await hosting.open()
+    except TorchStoreError as error:
+        sys.stdout.write(f"{error}\n")
+        return
+    sys.stdout.write(msgspec.json.encode(opened).decode() + "\n")
+    sys.stdout.flush()
+    await ended.wait()
+    loop.remove_reader(sys.stdin.fileno())
+    await hosting.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Order)))
+    sys.stdout.flush()
+    os._exit(0)  # a library's threads may be blocked for ever

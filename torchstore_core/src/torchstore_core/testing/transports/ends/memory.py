@@ -1,0 +1,53 @@
+"""Local memory for transfers, and bytes to fill it with."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+from torchstore_core.contracts.transport import Copy
+
+__all__ = ["Memory", "pattern"]
+
+_GUARD = 64
+_POISON = b"\xa5"
+_BLOCK = (1 << 16) + 1
+
+
+def pattern(seed: int, nbytes: int) -> bytes:
+    """Bytes that differ from one seed to another, and from one place to another."""
+    block = random.Random(seed).randbytes(min(nbytes, _BLOCK))  # noqa: S311
+    return (block * (nbytes // _BLOCK + 1))[:nbytes]
+
+
+class Memory:
+    """Local memory with guards on both sides, so that a byte too many is noticed.
+
+    Args:
+        data: what it contains, or its size in bytes.
+    """
+
+    def __init__(self, data: bytes | int) -> None:
+        content = data if isinstance(data, bytes) else bytes(data)
+        self.nbytes = len(content)
+        guard = _POISON * _GUARD
+        self._all = bytearray(guard + content + guard)
+        self._array = (ctypes.c_char * len(self._all)).from_buffer(self._all)
+        self.address = ctypes.addressof(self._array) + _GUARD
+
+    def data(self) -> bytes:
+        """The bytes between the guards."""
+        return bytes(memoryview(self._all)[_GUARD:-_GUARD])
+
+    def fill(self, byte: int) -> None:
+        """Overwrite the bytes between the guards."""
+        ctypes.memset(self.address, byte, self.nbytes)
+
+    def is_intact(self) -> bool:
+        """Whether nothing has touched the guards."""
+        guard = _POISON * _GUARD
+        return self._all[:_GUARD] == guard and self._all[-_GUARD:] == guard
+
+    def copy(self, offset: int, nbytes: int | None = None) -> Copy:
+        """A copy of the first ``nbytes`` bytes (all of them) to or from a place in segment 0."""
+        return Copy(self.address, 0, offset, self.nbytes if nbytes is None else nbytes)

@@ -1,0 +1,179 @@
+"""A client of a hosted volume: its links, and the handshakes that they send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import socket
+
+import msgspec
+
+from torchstore_core.contracts.transport import Link, LinkContext, TransportSpec
+from torchstore_core.errors import TransportUnavailableError, from_wire
+from torchstore_core.machine import topology
+from torchstore_core.plugins.registry import load_class
+from torchstore_core.testing.transports.ends.host import MAX_FRAME, Answer, Ask, Plugin, frame
+from torchstore_core.wire.framing import FrameReader
+
+__all__ = ["Reach", "Session"]
+
+_SETTLE_S = 20.0
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """How a client, also one in another process, reaches a hosted volume."""
+
+    plugin: Plugin
+    control: str
+    volume: topology.Topology
+    same_host: bool
+    offer: bytes
+
+
+class _Line:
+    """A connection to a host; it belongs to one event loop."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._sending = asyncio.Lock()
+        self._ended = False
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def ask(self, method: str, peer: bytes, data: bytes) -> Answer:
+        if self._ended:
+            raise _gone()
+        loop = asyncio.get_running_loop()
+        ask = Ask(next(self._ids), method, peer, data)
+        pending = self._pending[ask.id] = loop.create_future()
+        try:
+            # Shielded: half of a frame would end all other calls, too.
+            await asyncio.shield(loop.create_task(self._send(frame(ask))))
+            answer: Answer = await pending
+        except OSError as error:
+            raise _gone() from error
+        finally:
+            del self._pending[ask.id]
+        if answer.code:
+            raise from_wire(answer.code, answer.message, None, {})
+        return answer
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+
+    async def _send(self, data: bytes) -> None:
+        async with self._sending:
+            if not self._ended:
+                with contextlib.suppress(OSError):
+                    await asyncio.get_running_loop().sock_sendall(self._sock, data)
+
+    async def _read(self) -> None:
+        reader = FrameReader(MAX_FRAME)
+        loop = asyncio.get_running_loop()
+        try:
+            while data := await loop.sock_recv(self._sock, 1 << 18):
+                for body in reader.feed(data):
+                    answer = msgspec.msgpack.decode(body, type=Answer)
+                    pending = self._pending.get(answer.id)
+                    if pending is not None and not pending.done():
+                        pending.set_result(answer)
+        except OSError:
+            return
+        finally:
+            self._ended = True
+            self._sock.close()
+            for pending in self._pending.values():
+                if not pending.done():
+                    pending.set_exception(_gone())
+
+
+def _gone() -> TransportUnavailableError:
+    return TransportUnavailableError("the volume is gone")
+
+
+class Session:
+    """A client, as the server half knows it: one peer, whatever links it has.
+
+    An async context manager: at its end, links are closed and the peer is disconnected.
+
+    Attributes:
+        requests: the handshakes that its links have sent, the first thousand.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        self.peer = secrets.token_bytes(16)
+        self.spec: TransportSpec = reach.plugin.spec()
+        self.requests: list[bytes] = []
+        self._reach = reach
+        self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
+        self._links: list[Link] = []
+        self.context = LinkContext(
+            topology.probe(),
+            reach.volume,
+            reach.same_host,
+            offered=True,
+            control=reach.control,
+            offer=reach.offer,
+            handshake=self.handshake,
+        )
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for link in self._links:
+            link.close()
+        try:
+            with contextlib.suppress(TransportUnavailableError):
+                await asyncio.wait_for(self.disconnect(), _SETTLE_S)
+        finally:
+            await self.leave_loop()
+
+    async def connect(self, offer: bytes | None = None) -> Link:
+        """A new link, which is closed at the end of the session at the latest."""
+        cls: type[Link] = load_class(str(self.spec.client))
+        link = await cls.connect(self.context.offer if offer is None else offer, self.context)
+        self._links.append(link)
+        return link
+
+    async def handshake(self, request: bytes) -> bytes:
+        """See :class:`LinkContext`."""
+        if len(self.requests) < 1000:
+            self.requests.append(request)
+        return (await self._ask("handshake", request)).data
+
+    async def disconnect(self) -> None:
+        """The server half ends what it has under way for this peer."""
+        await self._ask("disconnect")
+
+    async def registered(self) -> int:
+        """See :class:`TransportServer`."""
+        return (await self._ask("registered")).number
+
+    async def close_volume(self) -> None:
+        """Close the server half."""
+        await self._ask("close")
+
+    async def leave_loop(self) -> None:
+        """Close the connection that the running event loop has."""
+        line = self._lines.pop(asyncio.get_running_loop(), None)
+        if line is not None:
+            await line.close()
+
+    async def _ask(self, method: str, data: bytes = b"") -> Answer:
+        loop = asyncio.get_running_loop()
+        line = self._lines.get(loop)
+        if line is None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            try:
+                sock.connect(self._reach.control)
+            except OSError as error:
+                sock.close()
+                raise _gone() from error
+            line = self._lines[loop] = _Line(sock)
+        return await line.ask(method, self.peer, data)

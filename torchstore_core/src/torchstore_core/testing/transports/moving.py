@@ -1,0 +1,307 @@
+"""That every byte arrives, in both directions, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from torchstore_core.contracts.transport import Bid, Copy, Link
+from torchstore_core.testing.networks import two_networks
+from torchstore_core.testing.transports.base import PLACES, TransportKit, check, fail, run
+from torchstore_core.testing.transports.ends.client import Client, Errand
+from torchstore_core.testing.transports.ends.endpoints import Endpoints
+from torchstore_core.testing.transports.ends.memory import Memory, pattern
+from torchstore_core.testing.transports.ends.session import Session
+
+__all__ = ["MovingTests"]
+
+_SIZES = (0, 1, 2, 3, 7, 8, 63, 64, 65, 4095, 4096, 4097, 65_537, (1 << 20) + 1)
+_PIECES = 10_000
+_AT_ONCE = 12
+
+
+async def round_trip(endpoints: Endpoints, link: Link, sizes: Sequence[int], seed: int) -> None:
+    """Write pieces to places in any order, and read them into other memory in another order. The
+    pieces lie apart, in another order in local memory than in the segment.
+    """
+    shuffled = random.Random(seed)  # noqa: S311
+    here, there = list(range(len(sizes))), list(range(len(sizes)))
+    shuffled.shuffle(here)
+    shuffled.shuffle(there)
+    locally, local_bytes = _apart(sizes, here)
+    places, nbytes = _apart(sizes, there)
+    data = pattern(seed, local_bytes)
+    offset = endpoints.take(nbytes)
+    expected, back = bytearray(b"\xee" * nbytes), bytearray(b"\xcc" * local_bytes)
+    for at, size in enumerate(sizes):
+        piece = data[locally[at] : locally[at] + size]
+        expected[places[at] : places[at] + size] = piece
+        back[locally[at] : locally[at] + size] = piece
+    endpoints.put(offset, b"\xee" * nbytes)
+    source, target = Memory(data), Memory(b"\xcc" * local_bytes)
+
+    def copies(memory: Memory) -> list[Copy]:
+        order = list(range(len(sizes)))
+        shuffled.shuffle(order)
+        return [Copy(memory.address + locally[i], 0, offset + places[i], sizes[i]) for i in order]
+
+    await link.write(copies(source))
+    _compare("write", sizes, bytes(expected), endpoints.look(offset, nbytes))
+    check(source.is_intact() and source.data() == data, "write changed its source")
+    await link.read(copies(target))
+    _compare("read", sizes, bytes(back), target.data())
+    check(target.is_intact(), f"read: bytes beside the destination changed ({_named(sizes)})")
+
+
+def _apart(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], int]:
+    """Places for pieces, in this order, with gaps of up to 4 bytes; and the end of the last one."""
+    places, at = [0] * len(sizes), 3
+    for count, index in enumerate(order):
+        places[index] = at
+        at += sizes[index] + count % 5
+    return places, at + 3
+
+
+def _compare(what: str, sizes: Sequence[int], expected: bytes, found: bytes) -> None:
+    if found == expected:
+        return
+    wrong = [at for at in range(len(expected)) if expected[at] != found[at]]
+    fail(
+        f"{what}: {len(wrong)} bytes are wrong, between {wrong[0]} and {wrong[-1]} of "
+        f"{len(expected)} ({_named(sizes)})"
+    )
+
+
+def _named(sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} pieces of {min(sizes)} to {max(sizes)} bytes"
+
+
+class MovingTests(TransportKit):
+    """See the module."""
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_every_size_arrives(self, place: str) -> None:
+        """From nothing to a megabyte and a byte, each as a batch of its own, at odd offsets."""
+        endpoints = self.at(place)
+
+        async def work(_: Session, link: Link) -> None:
+            await link.write([])
+            await link.read([])
+            for seed, size in enumerate(_SIZES):
+                await round_trip(endpoints, link, [size], seed)
+
+        self.with_link(endpoints, work)
+
+    def test_a_large_transfer_arrives(self) -> None:
+        """:attr:`large_bytes` in one piece."""
+        endpoints = self.anywhere()
+        self.with_link(
+            endpoints, lambda _, link: round_trip(endpoints, link, [self.large_bytes - 3], 1)
+        )
+
+    def test_a_batch_of_many_pieces_arrives(self) -> None:
+        """10,000 pieces of any size up to some hundred bytes, and a few large ones among them."""
+        endpoints = self.anywhere()
+        shuffled = random.Random(7)  # noqa: S311
+        sizes = [shuffled.choice((0, 1, 5, 64, 100, 333)) for _ in range(_PIECES)]
+        for at in range(0, _PIECES, 2500):
+            sizes[at] = 70_001
+        self.with_link(endpoints, lambda _, link: round_trip(endpoints, link, sizes, 2))
+
+    def test_rows_arrive(self) -> None:
+        """Copies of several rows, with gaps on either side, on both, and on none."""
+        if not self.spec().in_band and not self.link_class().rows:
+            pytest.skip("it takes no copies of several rows (Link.rows is False)")
+        endpoints = self.anywhere()
+        shapes = [(1, 1, 0, 0), (3, 5, 2, 0), (7, 64, 0, 9), (100, 33, 31, 7), (50, 4096, 100, 4)]
+        shapes += [(4, 100_000, 0, 0), (1000, 8, 8, 24), (2, 0, 3, 3), (0, 10, 0, 0)]
+
+        async def work(_: Session, link: Link) -> None:
+            await _rows_round_trip(endpoints, link, shapes)
+
+        self.with_link(endpoints, work)
+
+    def test_memory_of_devices_arrives(self) -> None:
+        """Copies between the segment and each type of device that the link declares."""
+        devices = () if self.spec().in_band else tuple(sorted(self.link_class().devices))
+        if not devices:
+            pytest.skip("it reaches no memory of devices (Link.devices is empty)")
+        endpoints = self.anywhere()
+        import torch
+
+        present = [name for name in devices if getattr(torch, name).is_available()]
+        if not present:
+            pytest.skip(f"this host has no device of {', '.join(devices)}")
+
+        async def work(_: Session, link: Link) -> None:
+            data = pattern(5, 100_001)
+            offset = endpoints.take(len(data))
+            for name in present:
+                source = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(name)
+                target = torch.zeros_like(source)
+                device = str(source.device)
+                place = (0, offset, len(data), 1, 0, 0, device)
+                endpoints.put(offset, bytes(len(data)))
+                await link.write([Copy(source.data_ptr(), *place)])
+                check(endpoints.look(offset, len(data)) == data, f"write from {device}: changed")
+                await link.read([Copy(target.data_ptr(), *place)])
+                check(torch.equal(source, target), f"read to {device}: changed")
+
+        self.with_link(endpoints, work)
+
+    def test_transfers_at_the_same_time_do_not_mix(self) -> None:
+        """A dozen batches are written, and then read, concurrently on one link."""
+        endpoints = self.anywhere()
+
+        async def work(_: Session, link: Link) -> None:
+            await asyncio.gather(*(_several(endpoints, link, seed) for seed in range(_AT_ONCE)))
+
+        self.with_link(endpoints, work)
+
+    def test_two_event_loops_in_two_threads(self) -> None:
+        """One client on two loops, with one link; with two if a link is bound to its loop."""
+        endpoints = self.anywhere()
+        bound = self.spec().loop_bound
+
+        async def main() -> None:
+            async with endpoints.session() as session:
+                link = await session.connect()
+
+                async def elsewhere() -> None:
+                    own = await session.connect() if bound else link
+                    try:
+                        for seed in range(4):
+                            await _several(endpoints, own, 200 + seed)
+                    finally:
+                        if bound:
+                            own.close()
+                        await session.leave_loop()
+
+                thread = _Thread(elsewhere)
+                for seed in range(4):
+                    await _several(endpoints, link, 100 + seed)
+                await asyncio.to_thread(thread.finish)
+
+        run(main())
+
+    def test_two_client_processes(self) -> None:
+        """Each writes while the other does, and reads what the other has written."""
+        endpoints = self.at("process")
+        clients: list[Client] = []
+        try:
+            clients = [Client(endpoints.reach, environment=self.environment) for _ in range(2)]
+            offsets = [endpoints.take(3 << 20) for _ in clients]
+            for what, order in (("write", (0, 1)), ("read", (1, 0))):
+                for client, at in zip(clients, order, strict=True):
+                    client.tell(Errand(what, at, offsets[at], (2 << 20) + at))
+                for client in clients:
+                    said = client.answer()
+                    check(said == "ok", f"{what} in another process: {said}")
+            for at, offset in enumerate(offsets):
+                found = endpoints.look(offset, (2 << 20) + at)
+                check(found == pattern(at, (2 << 20) + at), "another process wrote other bytes")
+        finally:
+            for client in clients:
+                client.close()
+
+    def test_two_network_namespaces(self) -> None:
+        """The volume on one host, the client on another: with addresses and a cable of their own.
+
+        Processes of each find its address in ``TORCHSTORE_BIND``.
+        """
+        crosses, why = self.crosses_hosts, "crosses_hosts is False"
+        if crosses is None:
+            here = self.anywhere().session().context
+            volume = msgspec.structs.replace(here.volume, host_id="another")
+            bid = self.spec().bid(msgspec.structs.replace(here, volume=volume, same_host=False))
+            crosses, why = isinstance(bid, Bid), bid.reason
+        if not crosses:
+            pytest.skip(f"it does not cross hosts: {why}")
+        with two_networks() as (one, other):
+            hosts = [
+                {**self.environment, "TORCHSTORE_HOST_ID": n.name, "TORCHSTORE_BIND": n.address}
+                for n in (one, other)
+            ]
+            volume_there = Endpoints(
+                self.plugin(),
+                hosting=self.hosting,
+                wrapper=one.wrapper,
+                environment=hosts[0],
+                same_host=False,
+                nbytes=self.segment_bytes,
+            )
+            client: Client | None = None
+            try:
+                check(not volume_there.refusal, f"not served there: {volume_there.refusal}")
+                client = Client(volume_there.reach, other.wrapper, hosts[1])
+                for what in ("write", "read"):
+                    client.tell(Errand(what, 3, 4097, 5_000_001))
+                    said = client.answer()
+                    check(said == "ok", f"{what} from another host: {said}")
+                found = volume_there.look(4097, 5_000_001)
+                check(found == pattern(3, 5_000_001), "the other host wrote other bytes")
+            finally:
+                if client is not None:
+                    client.close()
+                volume_there.close()
+
+
+async def _several(endpoints: Endpoints, link: Link, seed: int) -> None:
+    await round_trip(endpoints, link, [100_000 + seed, 3, 8192, 50_001], seed)
+
+
+async def _rows_round_trip(
+    endpoints: Endpoints, link: Link, shapes: Sequence[tuple[int, int, int, int]]
+) -> None:
+    """One batch of copies: rows, bytes a row, and the gaps between rows here and there."""
+    writes, reads, later = [], [], []
+    for at, (rows, nbytes, here, there) in enumerate(shapes):
+        stride, step = nbytes + here, nbytes + there
+        local = pattern(at, rows * stride)
+        source, target = Memory(local), Memory(b"\xcc" * len(local))
+        offset = endpoints.take(rows * step)
+        endpoints.put(offset, b"\xee" * (rows * step))
+        copy = Copy(source.address, 0, offset, nbytes, rows, stride, step)
+        writes.append(copy)
+        reads.append(copy._replace(address=target.address))
+        later.append((local, source, target, copy))
+    await link.write(writes)
+    await link.read(reads)
+    for local, source, target, copy in later:
+        named = f"{copy.rows} rows of {copy.nbytes} bytes at {copy.stride} here, {copy.step} there"
+        expected, back = bytearray(), bytearray()
+        for row in range(copy.rows):
+            data = local[row * copy.stride :][: copy.nbytes]
+            expected += data + b"\xee" * (copy.step - copy.nbytes)
+            back += data + b"\xcc" * (copy.stride - copy.nbytes)
+        found = endpoints.look(copy.offset, len(expected))
+        check(found == expected, f"write: {named}: other bytes are in the segment")
+        check(target.data() == back and target.is_intact(), f"read: {named}: other bytes came")
+        check(source.data() == local, f"write: {named}: changed its source")
+
+
+class _Thread:
+    """Runs a coroutine on an event loop in a thread; :meth:`finish` raises what it raised."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._raised: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._thread.join()
+        if self._raised is not None:
+            raise self._raised
+
+    def _run(self) -> None:
+        try:
+            run(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised by finish
+            self._raised = error

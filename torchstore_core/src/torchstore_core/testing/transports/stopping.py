@@ -1,0 +1,304 @@
+"""What happens to transfers that are cancelled, and when one of the two sides dies or stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from torchstore_core.contracts.transport import Copy, Link
+from torchstore_core.errors import TransportError
+from torchstore_core.testing import leftovers
+from torchstore_core.testing.transports.base import TransportKit, check, fail, run
+from torchstore_core.testing.transports.ends.client import Client, Errand
+from torchstore_core.testing.transports.ends.endpoints import Endpoints
+from torchstore_core.testing.transports.ends.memory import Memory, pattern
+from torchstore_core.testing.transports.ends.session import Session
+
+__all__ = ["StoppingTests"]
+
+_TRANSFER = 12 << 20
+_PIECE = 1 << 20
+# When transfers are cancelled, as parts of the time that one takes.
+_MOMENTS = (0.0, 0.1, 0.3, 0.5, 0.8)
+_CANCEL_S = 1.0
+_PATIENCE_S = 10.0
+# How long a transfer may take to notice that its half is dead, before it is cancelled.
+_NOTICE_S = 1.5
+# How long memory is watched that must not change any more.
+_WATCH_S = 0.5
+_WRITTEN, _POISON, _OURS = 0x11, 0x66, 0x99
+# What a transport that fails a test may still write to.
+_kept: list[Memory] = []
+
+
+def _copies(memory: Memory, offset: int) -> list[Copy]:
+    """A transfer in pieces, so that it can stop between them."""
+    return [
+        Copy(memory.address + at, 0, offset + at, min(_PIECE, memory.nbytes - at))
+        for at in range(0, memory.nbytes, _PIECE)
+    ]
+
+
+async def _cancelled(work: Coroutine[Any, Any, None], delay: float, what: str) -> None:
+    """Cancel it after a delay. Fails the test if it does not end soon."""
+    task = asyncio.ensure_future(work)
+    await asyncio.sleep(0)
+    if delay:
+        await asyncio.wait([task], timeout=delay)
+    task.cancel()
+    began = time.monotonic()
+    await asyncio.wait([task], timeout=_PATIENCE_S)
+    took = time.monotonic() - began
+    check(task.done(), f"a cancelled {what} did not end within {_PATIENCE_S:g} s")
+    check(took <= _CANCEL_S, f"a cancelled {what} ended after {took:.1f} s, not within a second")
+    if not task.cancelled() and (raised := task.exception()) is not None:
+        known = isinstance(raised, TransportError)
+        check(known, f"a cancelled {what} raised {raised!r}, which is no TransportError")
+
+
+class StoppingTests(TransportKit):
+    """See the module."""
+
+    def test_a_cancelled_transfer_ends_within_a_second(self) -> None:
+        """A write and a read, at several moments; the link may be used again, or says that it is
+        broken.
+        """
+        endpoints = self.anywhere()
+
+        async def work(session: Session, _: Link) -> None:
+            source = Memory(pattern(3, _TRANSFER))
+            _kept.append(source)
+            offset = endpoints.take(_TRANSFER)
+            for what in ("write", "read"):
+                for moment in _MOMENTS[:3]:
+                    link = await session.connect()
+                    move = link.write if what == "write" else link.read
+                    await _cancelled(move(_copies(source, offset)), moment * 0.02, what)
+                    if link.unsettled:
+                        link.close()
+                        await session.disconnect()
+            _kept.remove(source)
+
+        self.with_link(endpoints, work)
+
+    def test_after_a_cancelled_write_no_byte_moves(self) -> None:
+        """Not when ``write`` has raised; if it says ``unsettled``, not when the server half has
+        disconnected the client.
+        """
+        endpoints = self.anywhere()
+
+        async def work(session: Session, link: Link) -> None:
+            took = await _duration(endpoints, link)
+            watched: list[int] = []
+            for moment in _MOMENTS:
+                link = await session.connect()
+                source = Memory(bytes([_WRITTEN]) * _TRANSFER)
+                _kept.append(source)
+                offset = endpoints.take(_TRANSFER)
+                await _cancelled(link.write(_copies(source, offset)), moment * took, "write")
+                if link.unsettled:
+                    link.close()
+                    await session.disconnect()
+                source.fill(_POISON)
+                endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
+                watched.append(offset)
+            await asyncio.sleep(_WATCH_S)
+            for offset in watched:
+                found = endpoints.look(offset, _TRANSFER)
+                if found != bytes([_OURS]) * _TRANSFER:
+                    moved = _TRANSFER - found.count(_OURS)
+                    fail(f"{moved} bytes were written after a write had been cancelled")
+            del _kept[-len(_MOMENTS) :]
+
+        self.with_link(endpoints, work)
+
+    def test_after_a_cancelled_read_no_byte_moves(self) -> None:
+        """The destination belongs to the caller again as soon as ``read`` has raised."""
+        endpoints = self.anywhere()
+
+        async def work(session: Session, link: Link) -> None:
+            took = await _duration(endpoints, link)
+            targets: list[Memory] = []
+            for moment in _MOMENTS:
+                link = await session.connect()
+                target = Memory(_TRANSFER)
+                _kept.append(target)
+                offset = endpoints.take(_TRANSFER)
+                endpoints.put(offset, bytes([_WRITTEN]) * _TRANSFER)
+                await _cancelled(link.read(_copies(target, offset)), moment * took, "read")
+                target.fill(_OURS)
+                targets.append(target)
+            await asyncio.sleep(_WATCH_S)
+            for target in targets:
+                moved = _TRANSFER - target.data().count(_OURS)
+                check(not moved, f"{moved} bytes came after a read had been cancelled")
+            del _kept[-len(_MOMENTS) :]
+
+        self.with_link(endpoints, work)
+
+    def test_a_killed_client_writes_no_more(self) -> None:
+        """Once ``disconnect`` has returned, nothing of a client that was killed arrives."""
+        endpoints = self.at("process")
+        client = Client(endpoints.reach, environment=self.environment)
+        try:
+            offset = endpoints.take(_TRANSFER)
+            client.tell(Errand("flood", 1, offset, _TRANSFER))
+            said = client.answer()
+            check(said == "ok", f"a client process cannot write: {said}")
+            first = pattern(1, _TRANSFER)
+            deadline = time.monotonic() + _PATIENCE_S
+            while endpoints.look(offset, _TRANSFER) == first:
+                check(time.monotonic() < deadline, "a client process has stopped writing")
+            client.kill()
+
+            async def main() -> None:
+                async with endpoints.session() as session:
+                    session.peer = client.peer
+                    await session.disconnect()
+                    endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
+                    await asyncio.sleep(_WATCH_S)
+                    moved = _TRANSFER - endpoints.look(offset, _TRANSFER).count(_OURS)
+                    check(not moved, f"{moved} bytes of a dead client came after disconnect()")
+
+            run(main())
+        finally:
+            client.close()
+
+    def test_a_killed_half_is_noticed(self) -> None:
+        """Transfers fail with a TransportError, or go on where no process is needed for them; and
+        so does the next connect.
+        """
+        with self.apart() as endpoints:
+
+            async def work(session: Session, link: Link) -> None:
+                source = Memory(pattern(1, _TRANSFER))
+                _kept.append(source)
+                offset = endpoints.take(_TRANSFER)
+
+                async def for_ever() -> None:
+                    while True:
+                        await link.write(_copies(source, offset))
+                        await asyncio.sleep(0)
+
+                task = asyncio.ensure_future(for_ever())
+                await asyncio.wait([task], timeout=0.05)
+                endpoints.signal(signal.SIGKILL)
+                await asyncio.wait([task], timeout=_NOTICE_S)
+                await _failed_or_cancelled(task, "write to a half that was killed")
+                for what, again in (("write", link.write), ("read", link.read)):
+                    task = asyncio.ensure_future(again(_copies(source, offset)))
+                    await asyncio.wait([task], timeout=1.0)
+                    await _failed_or_cancelled(task, f"{what} after the half was killed")
+                link.close()
+                connecting = asyncio.ensure_future(session.connect())
+                await asyncio.wait([connecting], timeout=2.0)
+                await _failed_or_cancelled(connecting, "connect after the half was killed")
+                _kept.remove(source)
+
+            self.with_link(endpoints, work)
+
+    def test_a_stopped_half_holds_nobody_up(self) -> None:
+        """While its process is stopped (SIGSTOP), transfers and connects can be cancelled, and a
+        link can be closed; when it goes on, nothing moves that was cancelled.
+        """
+        with self.apart() as endpoints:
+
+            async def work(session: Session, link: Link) -> None:
+                source = Memory(bytes([_WRITTEN]) * _TRANSFER)
+                _kept.append(source)
+                offset = endpoints.take(_TRANSFER)
+                await link.write(_copies(source, offset))
+                _stop(endpoints)
+                try:
+                    await _cancelled(link.write(_copies(source, offset)), 0.3, "write (stopped)")
+                    unsettled = link.unsettled
+                    other = asyncio.ensure_future(session.connect())
+                    await asyncio.wait([other], timeout=0.2)
+                    await _failed_or_cancelled(other, "connect while the half was stopped")
+                    began = time.monotonic()
+                    link.close()
+                    took = time.monotonic() - began
+                    check(took < _CANCEL_S, f"close() took {took:.1f} s while the half was stopped")
+                    source.fill(_POISON)
+                    if not unsettled:
+                        endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
+                finally:
+                    endpoints.signal(signal.SIGCONT)
+                await asyncio.wait_for(session.disconnect(), 20)
+                if unsettled:
+                    endpoints.put(offset, bytes([_OURS]) * _TRANSFER)
+                await asyncio.sleep(_WATCH_S)
+                moved = _TRANSFER - endpoints.look(offset, _TRANSFER).count(_OURS)
+                check(not moved, f"{moved} bytes of a cancelled write came when the half went on")
+                _kept.remove(source)
+
+            self.with_link(endpoints, work)
+
+    def test_an_isolated_half_that_was_killed_is_made_anew(self) -> None:
+        """Links of its first process fail; a new one works."""
+        if not self.spec().isolated:
+            pytest.skip("its server half is not isolated")
+        with self.apart() as endpoints:
+            below = [pid for pid in endpoints.processes() if pid != endpoints.root]
+            check(bool(below), "the isolated half has no process")
+
+            async def work(session: Session, link: Link) -> None:
+                source = Memory(pattern(4, _PIECE))
+                offset = endpoints.take(_PIECE)
+                await link.write(_copies(source, offset))
+                for pid in below:
+                    os.kill(pid, signal.SIGKILL)
+                deadline = time.monotonic() + _PATIENCE_S
+                while True:
+                    endpoints.put(offset, bytes(_PIECE))
+                    link.close()
+                    try:
+                        link = await session.connect()
+                        await link.write(_copies(source, offset))
+                        break
+                    except TransportError as error:
+                        if time.monotonic() > deadline:
+                            fail(f"no link to a half that was made anew: {error}")
+                found = endpoints.look(offset, _PIECE)
+                check(found == source.data(), "a half that was made anew writes other bytes")
+
+            self.with_link(endpoints, work)
+
+
+async def _duration(endpoints: Endpoints, link: Link) -> float:
+    """Seconds for one transfer, warm."""
+    source, offset = Memory(_TRANSFER), endpoints.take(_TRANSFER)
+    began = 0.0
+    for _ in range(2):
+        began = time.monotonic()
+        await link.write(_copies(source, offset))
+    return time.monotonic() - began
+
+
+async def _failed_or_cancelled(task: asyncio.Future[Any], what: str) -> None:
+    """It has failed with a TransportError, or it can be cancelled, or it has succeeded."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_S)
+        check(task.done(), f"a cancelled {what} did not end within a second")
+    raised = None if task.cancelled() else task.exception()
+    known = raised is None or isinstance(raised, TransportError)
+    check(known, f"a {what} raised {raised!r}, which is no TransportError")
+
+
+def _stop(endpoints: Endpoints) -> None:
+    """Stop its processes, and wait until they have stopped."""
+    pids = endpoints.processes()
+    endpoints.signal(signal.SIGSTOP)
+
+    def running() -> list[int]:
+        return [pid for pid in pids if leftovers.state(pid) not in "TX"]
+
+    left = leftovers.until_empty(running, _PATIENCE_S)
+    check(not left, f"the processes {left} could not be stopped")
