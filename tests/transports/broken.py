@@ -179,8 +179,8 @@ class Swapping(SimpleLink):
         swapped = list(copies)
         for at, copy in enumerate(copies):
             if (other := known.setdefault(copy.nbytes, at)) != at:
-                swapped[at] = copy._replace(address=copies[other].address)
-                swapped[other] = copies[other]._replace(address=copy.address)
+                swapped[at] = msgspec.structs.replace(copy, address=copies[other].address)
+                swapped[other] = msgspec.structs.replace(copies[other], address=copy.address)
                 break
         await super().write(swapped)
 
@@ -196,14 +196,16 @@ class Strideless(SimpleLink):
     """Takes rows for one run."""
 
     def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
-        yield from super().pieces(copy._replace(nbytes=copy.nbytes * copy.rows, rows=1))
+        yield from super().pieces(
+            msgspec.structs.replace(copy, nbytes=copy.nbytes * copy.rows, rows=1)
+        )
 
 
 class Capped(SimpleLink):
     """Loses what is behind the first 16 MB of a copy."""
 
     def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
-        yield from super().pieces(copy._replace(nbytes=min(copy.nbytes, 16 << 20)))
+        yield from super().pieces(msgspec.structs.replace(copy, nbytes=min(copy.nbytes, 16 << 20)))
 
 
 class Clearing(SimpleLink):
@@ -337,7 +339,7 @@ class Unsigned(SimpleLink):
         if copy.offset < 0:
             raise TransportError("a negative offset")
         end = (copy.offset + copy.nbytes) % 2**64
-        super().check(copy._replace(offset=end, nbytes=0))
+        super().check(msgspec.structs.replace(copy, offset=end, nbytes=0))
 
     def piece(self, fd: int, address: int, offset: int, nbytes: int, *, write: bool) -> None:
         if 0 <= offset < 2**63:

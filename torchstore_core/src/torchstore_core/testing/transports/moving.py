@@ -269,7 +269,7 @@ async def _rows_round_trip(
         endpoints.put(offset, b"\xee" * (rows * step))
         copy = Copy(source.address, 0, offset, nbytes, rows, stride, step)
         writes.append(copy)
-        reads.append(copy._replace(address=target.address))
+        reads.append(msgspec.structs.replace(copy, address=target.address))
         later.append((local, source, target, copy))
     await link.write(writes)
     await link.read(reads)

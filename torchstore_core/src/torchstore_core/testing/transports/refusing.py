@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from torchstore_core.contracts.transport import Copy, Link
@@ -96,7 +97,7 @@ class RefusingTests(TransportKit):
             copies = [
                 Copy(source.address + at * size, 0, offset + at * size, size) for at in range(8)
             ]
-            copies[5] = copies[5]._replace(offset=endpoints.nbytes - 1)
+            copies[5] = msgspec.structs.replace(copies[5], offset=endpoints.nbytes - 1)
             raised = await outcome(link.write(copies), _SOON_S, "a batch with a copy out of range")
             if not isinstance(raised, TransportError):
                 fail(f"a batch with a copy out of range ended with {raised!r}")
@@ -251,7 +252,7 @@ async def _refused(
     before = endpoints.look(0, _EDGE), endpoints.look(last, _EDGE)
     link = await session.connect()
     move = link.write if direction == "write" else link.read
-    work = move([copy._replace(address=memory.address)])
+    work = move([msgspec.structs.replace(copy, address=memory.address)])
     if must:
         await must_refuse(work, what, _SOON_S)
     else:
