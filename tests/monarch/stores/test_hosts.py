@@ -121,16 +121,16 @@ async def test_errors_cross_hosts_as_they_are(hosts_store: Job) -> None:
 # ---- what is chosen, and what is shown ---------------------------------------------------
 
 
-async def test_transports_and_status(hosts_store: Job) -> None:
+async def test_transports_and_status(hosts_store: Job, carrier: str) -> None:
     assert await hosts_store.at(0, acts.transports) == {
         "torchstore-0": "shm",
-        "torchstore-1": "monarch-rpc",
+        "torchstore-1": carrier,
     }
     assert await hosts_store.at(1, acts.transports) == {
-        "torchstore-0": "monarch-rpc",
+        "torchstore-0": carrier,
         "torchstore-1": "shm",
     }
-    assert set((await hosts_store.root(acts.transports)).values()) == {"monarch-rpc"}
+    assert set((await hosts_store.root(acts.transports)).values()) == {carrier}
     status = await hosts_store.root(acts.status)
     assert {v.id: v.host_id for v in status.volumes} == VOLUMES
     assert len({v.pid for v in status.volumes}) == 2
@@ -145,7 +145,7 @@ async def test_the_host_strategy_keeps_bytes_where_they_are_put(hosts_store: Job
 
 
 @pytest.mark.parametrize("strategy", ["hash", "spread", "local-rank"])
-async def test_other_strategies_over_hosts(hosts: Job, hosts_store: Job, strategy: str) -> None:
+async def test_other_strategies_over_hosts(hosts: Job, strategy: str) -> None:
     """Every volume can be written and read from every host, whatever the strategy says."""
     name = f"with-{strategy}"
     for rank in (0, 1):
@@ -167,7 +167,7 @@ async def test_other_strategies_over_hosts(hosts: Job, hosts_store: Job, strateg
         await hosts.root(acts.shutdown, name)
 
 
-async def test_replicas_are_on_both_hosts(hosts: Job, hosts_store: Job) -> None:
+async def test_replicas_are_on_both_hosts(hosts: Job) -> None:
     name = "replicated"
     await hosts.root(
         acts.initialize_on_hosts,

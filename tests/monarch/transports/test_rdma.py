@@ -21,7 +21,7 @@ MB = 1 << 20
 def rdma() -> Iterator[Job]:
     """A volume on each of two hosts, between which there is nothing but ``monarch-rdma``."""
     with Job(workers=1, hosts=2) as made:
-        arguments = {"strategy": "host", "block": ["monarch-rpc"]}
+        arguments = {"strategy": "host", "block": ["monarch-rpc", "tcp"]}
         asyncio.run(made.root(acts.initialize_on_hosts, arguments))
         yield made
 
@@ -115,7 +115,11 @@ async def _is_being_put() -> bool:
 async def test_a_store_that_ends_under_a_put_takes_no_process_along() -> None:
     """The engine goes on touching memory after a transfer has failed."""
     with Job(workers=2, hosts=1) as job:
-        arguments = {"num_storage_volumes": 2, "capacity": 512 * MB, "block": ["monarch-rpc"]}
+        arguments = {
+            "num_storage_volumes": 2,
+            "capacity": 512 * MB,
+            "block": ["monarch-rpc", "tcp"],
+        }
         await job.root(acts.initialize_on_workers, arguments)
         puts = [asyncio.ensure_future(job.root(_put_for_ever)) for _ in range(3)]
 
