@@ -1,0 +1,1 @@
+"""``tcp``: bytes between any two hosts that reach each other, over several connections at once."""

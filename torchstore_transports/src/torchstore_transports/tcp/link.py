@@ -1,0 +1,164 @@
+"""Client half of ``tcp``: batches over several connections at once, rows included."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import ssl
+import sys
+import time
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from torchstore_core.contracts.transport import Copy, Link, LinkContext
+from torchstore_core.errors import (
+    ConfigurationError,
+    TransportError,
+    TransportNotReadyError,
+    TransportUnavailableError,
+)
+from torchstore_core.machine.networks import namespace_id, networks
+from torchstore_core.machine.tasks import wait_ended
+from torchstore_transports.tcp.moving.dialing import Dialer
+from torchstore_transports.tcp.moving.streams import Streams
+from torchstore_transports.tcp.moving.transfers import Transfer
+from torchstore_transports.tcp.moving.widths import Widths
+from torchstore_transports.tcp.wire.authentication import encryption
+from torchstore_transports.tcp.wire.connection import Connection
+from torchstore_transports.tcp.wire.protocol import (
+    UNIT_BYTES,
+    VERSION,
+    Greeting,
+    Offer,
+    Welcome,
+    decode,
+)
+
+__all__ = ["CHECKSUM", "TcpLink"]
+
+#: Environment variable: ``1`` has every unit checked with a CRC-32 by whoever receives it.
+CHECKSUM = "TORCHSTORE_TCP_CHECKSUM"
+
+# What a cancelled write waits for, so that its outcome is certain.
+_SETTLE_S = 0.5
+# Below this, another unit costs more than a second stream gains.
+_UNIT_LEAST = 1 << 20
+
+
+class TcpLink(Link):
+    """A :class:`~torchstore_core.contracts.transport.Link` for all event loops of the process."""
+
+    rows: ClassVar[bool] = True
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._reads, self._writes = Widths(), Widths()
+        self._pid = os.getpid()
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> TcpLink:
+        offered = decode(offer, Offer, "an offer")
+        if offered.version != VERSION:
+            raise TransportUnavailableError(
+                f"the volume speaks version {offered.version} of tcp, this process {VERSION}"
+            )
+        secure = _encryption(offered)
+        if context.handshake is None:
+            raise TransportUnavailableError("tcp needs a store that carries handshakes")
+        greeting = Greeting(VERSION, namespace_id(), networks())
+        answer = await context.handshake(msgspec.msgpack.encode(greeting))
+        dialer = Dialer(decode(answer, Welcome, "an answer"), secure)
+        streams = Streams(dialer.dial, checked=os.environ.get(CHECKSUM, "") == "1")
+        streams.keep(await _first(dialer))
+        return cls(streams)
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        await self._move(copies, write=True)
+
+    async def read(self, copies: Sequence[Copy]) -> None:
+        await self._move(copies, write=False)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:
+            self._streams.close()
+        else:
+            self._streams.close_in_child()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and hasattr(self, "_pid"):
+            self.close()
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    async def _move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        nbytes = sum([copy.nbytes * copy.rows for copy in copies])
+        widths = self._writes if write else self._reads
+        width = widths.choose(nbytes)
+        unit_bytes = max(_UNIT_LEAST, min(UNIT_BYTES, nbytes // (2 * width)))
+        began = time.perf_counter()
+        transfer = self._streams.start(copies, write=write, unit_bytes=unit_bytes, width=width)
+        try:
+            await self._ended(transfer)
+            if transfer.error is None and self._streams.alone:
+                widths.record(width, nbytes, time.perf_counter() - began)
+        finally:
+            if write and transfer.began and transfer.error is not None:
+                self.unsettled = True
+            self._streams.forget(transfer)
+        if transfer.error is not None:
+            raise TransportError(
+                str(transfer.error) or repr(transfer.error), details={"done": transfer.done}
+            ) from transfer.error
+
+    async def _ended(self, transfer: Transfer) -> None:
+        """Wait for the end. If this raises, no thread touches memory of the batch any more."""
+        try:
+            await transfer.ended()
+        except asyncio.CancelledError:
+            if transfer.write:
+                transfer.stop()
+                rest = asyncio.ensure_future(transfer.ended())
+                await wait_ended(rest, _SETTLE_S)
+                self.unsettled |= not rest.done()
+                rest.cancel()
+            transfer.abort()
+            raise
+        except BaseException:  # the coroutine was dropped
+            self.unsettled |= transfer.write and transfer.began
+            transfer.abort()
+            raise
+
+
+def _encryption(offered: Offer) -> ssl.SSLContext | None:
+    try:
+        secure = encryption(server=False)
+    except ConfigurationError as error:
+        raise TransportUnavailableError(error.message) from error
+    if (secure is not None) != offered.encrypted:
+        which, other = ("this process", "the volume")[:: 1 if secure is not None else -1]
+        raise TransportUnavailableError(
+            f"{which} has certificates for tcp (TORCHSTORE_TCP_CERT), but {other} has none"
+        )
+    return secure
+
+
+async def _first(dialer: Dialer) -> Connection:
+    """Connect once, so that a link that cannot work is known at once."""
+    work = asyncio.ensure_future(asyncio.to_thread(dialer.dial))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        work.add_done_callback(_close_late)
+        raise
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise TransportNotReadyError(f"no socket is left: {error}") from error
+        raise TransportNotReadyError(f"the volume cannot be reached: {error}") from error
+
+
+def _close_late(work: asyncio.Future[Connection]) -> None:
+    if not work.cancelled() and work.exception() is None:
+        work.result().close()

@@ -1,0 +1,1 @@
+"""The client half: batches become units, which streams move over connections."""

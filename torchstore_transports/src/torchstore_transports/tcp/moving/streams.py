@@ -1,0 +1,264 @@
+"""The client's streams: connections, each driven by a thread while it has something to move."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torchstore_core.contracts.transport import Copy
+from torchstore_core.errors import TransportError
+from torchstore_transports.tcp.moving.transfers import Transfer
+from torchstore_transports.tcp.moving.units import Unit, views
+from torchstore_transports.tcp.wire.connection import Connection
+from torchstore_transports.tcp.wire.protocol import (
+    ANSWER,
+    EXTENT,
+    OK,
+    READ,
+    REQUEST,
+    TEXT_MAX,
+    WRITE,
+    checksum,
+)
+
+__all__ = ["STREAMS_MAX", "Streams"]
+
+log = logging.getLogger(__name__)
+
+#: Most streams of a link.
+STREAMS_MAX = 8
+# Requests ahead of their answers, for networks with a long delay.
+_DEPTH = 4
+# But only so many bytes of them: a server that is sending an answer does not read, and then the
+# requests must fit into the buffers of its socket.
+_DEPTH_BYTES = 48 << 10
+# Units that a stream moves before it looks whether another transfer is waiting.
+_QUANTUM = 8
+_IDLE_S = 10.0
+
+
+class Streams:
+    """Moves transfers over at most :data:`STREAMS_MAX` connections, which are made when they are
+    needed and kept for the next transfer. Every event loop of the process may use it.
+
+    Args:
+        dial: makes an authenticated connection; raises OSError or TransportError.
+        checked: whether checksums are made of everything.
+    """
+
+    def __init__(self, dial: Callable[[], Connection], *, checked: bool) -> None:
+        self._dial = dial
+        self._checked = checked
+        self._lock = threading.Condition(threading.RLock())
+        self._transfers: list[Transfer] = []
+        self._connections: set[Connection] = set()
+        self._idle: list[Connection] = []
+        self._threads = 0
+        self._free = 0  # threads that wait for a transfer
+        self._closed = False
+
+    def keep(self, connection: Connection) -> None:
+        """Take over a connection for the first transfer that needs one."""
+        with self._lock:
+            self._connections.add(connection)
+            self._idle.append(connection)
+
+    def start(
+        self, copies: Sequence[Copy], *, write: bool, unit_bytes: int, width: int
+    ) -> Transfer:
+        """Begin to move a batch. To be called on the event loop that waits for it.
+
+        Raises:
+            TransportError: the streams are closed, or a copy makes no sense.
+        """
+        with self._lock:
+            if self._closed:
+                raise TransportError("the link is closed")
+            transfer = Transfer(
+                copies, write=write, unit_bytes=unit_bytes, width=width, lock=self._lock
+            )
+            if not transfer.wanting:
+                return transfer
+            self._transfers.append(transfer)
+            for _ in range(min(width - self._free, STREAMS_MAX - self._threads)):
+                self._threads += 1
+                threading.Thread(target=self._run, name="torchstore-tcp", daemon=True).start()
+            self._lock.notify(width)
+            return transfer
+
+    def forget(self, transfer: Transfer) -> None:
+        """A transfer has ended."""
+        with self._lock:
+            if transfer in self._transfers:
+                self._transfers.remove(transfer)
+
+    @property
+    def alone(self) -> bool:
+        """Whether at most one transfer is being moved."""
+        return len(self._transfers) <= 1
+
+    def close(self) -> None:
+        """Fail what is being moved, and end all connections and threads, without waiting."""
+        with self._lock:
+            self._closed = True
+            for transfer in list(self._transfers):
+                transfer.fail(TransportError("the link was closed"))
+            for connection in self._connections:
+                connection.shut()
+            while self._idle:
+                self._drop(self._idle.pop())
+            self._lock.notify_all()
+
+    def close_in_child(self) -> None:
+        """In a forked child: release the descriptors. The threads do not exist there, and the lock
+        may be held by one of them.
+        """
+        self._closed = True
+        for connection in list(self._connections):
+            connection.forget()
+
+    # ---- a thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        connection: Connection | None = None
+        try:
+            while (transfer := self._assigned()) is not None:
+                connection = self._serve(transfer, connection)
+        finally:
+            with self._lock:
+                self._threads -= 1
+                if connection is not None:
+                    if self._closed:
+                        self._drop(connection)
+                    else:
+                        self._idle.append(connection)
+
+    def _assigned(self) -> Transfer | None:
+        """The transfer that needs another stream most; None if there was none for a while."""
+        with self._lock:
+            end = time.monotonic() + _IDLE_S
+            while True:
+                if self._closed:
+                    return None
+                wanting = [one for one in self._transfers if one.wanting]
+                if wanting:
+                    transfer = min(wanting, key=lambda one: one.streams)
+                    transfer.streams += 1
+                    return transfer
+                left = end - time.monotonic()
+                if left <= 0:
+                    return None
+                self._free += 1
+                try:
+                    self._lock.wait(left)
+                finally:
+                    self._free -= 1
+
+    def _serve(self, transfer: Transfer, connection: Connection | None) -> Connection | None:
+        """Work on a transfer as long as it has units, or until others wait for too long; the
+        connection, if it is still good.
+        """
+        try:
+            connection = self._connected(connection)
+        except (OSError, TransportError) as error:
+            with self._lock:
+                transfer.streams -= 1
+                if transfer.streams:  # those that have a connection go on without this one
+                    transfer.width = min(transfer.width, transfer.streams)
+                    log.debug("a stream less: %s", error)
+                else:
+                    transfer.fail(error)
+            return None
+        broken = False
+        try:
+            self._move(transfer, connection)
+        except Exception as error:  # noqa: BLE001 - handed to the awaiting caller
+            broken = True
+            transfer.fail(error)
+        with self._lock:
+            if broken:
+                self._drop(connection)
+            transfer.streams -= 1
+            transfer.leave(connection)
+        return None if broken else connection
+
+    def _connected(self, connection: Connection | None) -> Connection:
+        while True:
+            if connection is None:
+                with self._lock:
+                    connection = self._idle.pop() if self._idle else None
+                if connection is None:
+                    break
+            if connection.quiet():
+                return connection
+            self._drop(connection)
+            connection = None
+        made = self._dial()
+        with self._lock:
+            if self._closed:
+                made.close()
+                raise TransportError("the link was closed")
+            self._connections.add(made)
+        return made
+
+    def _move(self, transfer: Transfer, connection: Connection) -> None:
+        in_flight: deque[Unit] = deque()
+        waiting = turn = 0
+        while True:
+            while len(in_flight) < _DEPTH and (transfer.write or waiting < _DEPTH_BYTES):
+                if turn >= _QUANTUM and self._others_wait(transfer):
+                    break
+                unit = transfer.take(connection)
+                if unit is None:
+                    break
+                turn += 1
+                in_flight.append(unit)
+                waiting += len(unit.extents)
+                self._ask(connection, unit, write=transfer.write)
+            if not in_flight:
+                return
+            unit = in_flight[0]
+            self._settle(connection, unit, write=transfer.write)
+            transfer.moved(unit)
+            in_flight.popleft()
+            waiting -= len(unit.extents)
+
+    def _others_wait(self, transfer: Transfer) -> bool:
+        with self._lock:
+            return any(one.wanting and not one.streams for one in self._transfers)
+
+    def _ask(self, connection: Connection, unit: Unit, *, write: bool) -> None:
+        crc = checksum(views(unit.pieces)) if write and self._checked else 0
+        operation = WRITE if write else READ
+        header = REQUEST.pack(
+            operation, self._checked, 0, len(unit.extents) // EXTENT.size, unit.nbytes, crc
+        )
+        connection.send([header + unit.extents], more=write)
+        if write:
+            connection.send(views(unit.pieces))
+
+    def _settle(self, connection: Connection, unit: Unit, *, write: bool) -> None:
+        head = bytearray(ANSWER.size)
+        connection.receive([memoryview(head)])
+        outcome, checked, _, crc, nbytes = ANSWER.unpack(head)
+        if outcome != OK:
+            text = bytearray(min(nbytes, TEXT_MAX))
+            connection.receive([memoryview(text)])
+            raise TransportError(f"the volume refuses: {text.decode(errors='replace')}")
+        if nbytes != (0 if write else unit.nbytes):
+            raise TransportError(f"the volume answers {unit.nbytes} bytes with {nbytes}")
+        if write:
+            return
+        connection.receive(views(unit.pieces))
+        if checked and checksum(views(unit.pieces)) != crc:
+            raise TransportError("bytes were damaged on their way: their checksum is wrong")
+
+    # ---- the lock is held -----------------------------------------------------------------
+
+    def _drop(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()

@@ -1,0 +1,163 @@
+"""One batch on its way: the units that are still to be moved, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from torchstore_core.contracts.transport import Copy
+from torchstore_core.errors import TransportError
+from torchstore_transports.tcp.moving.units import Unit, cut
+from torchstore_transports.tcp.wire.connection import Connection
+
+__all__ = ["Transfer"]
+
+
+class Transfer:
+    """A batch that streams move together.
+
+    The streams take units and report each of them; an event loop waits for the end. Once it has
+    ended, no thread touches memory of the batch. The methods may be called by any thread.
+
+    Args:
+        unit_bytes: size of its units.
+        width: the number of streams that may work on it.
+        lock: of everything that changes; shared by all transfers of a link.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        *,
+        write: bool,
+        unit_bytes: int,
+        width: int,
+        lock: threading.Condition,
+    ) -> None:
+        self.write = write
+        self.width = width
+        #: Streams that are at work on it, or about to be.
+        self.streams = 0
+        #: Why not everything has been moved.
+        self.error: BaseException | None = None
+        #: Whether a unit has been taken at all.
+        self.began = False
+        self._units = cut(copies, unit_bytes)
+        self._next: Unit | None = next(self._units, None)
+        self._taken = 0  # copies that are complete once all taken units have arrived
+        self._in_flight: Counter[int] = Counter()  # by first copy
+        self._connections: set[Connection] = set()
+        self._ended = threading.Event()
+        self._lock = lock
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[None] = self._loop.create_future()
+        self._check()
+
+    # ---- for streams ----------------------------------------------------------------------
+
+    @property
+    def more(self) -> bool:
+        """Whether there are units that no stream has taken."""
+        return self._next is not None
+
+    @property
+    def wanting(self) -> bool:
+        """Whether another stream would help."""
+        return self.more and self.streams < self.width
+
+    def take(self, connection: Connection) -> Unit | None:
+        """The next unit, to be moved over ``connection``; None if there is none."""
+        with self._lock:
+            unit = self._next
+            if unit is None:
+                return None
+            self.began = True
+            self._taken = unit.following
+            self._in_flight[unit.first] += 1
+            self._connections.add(connection)
+            try:
+                self._next = next(self._units, None)
+            except TransportError as error:
+                self._fail(error)
+            return unit
+
+    def moved(self, unit: Unit) -> None:
+        """A unit has arrived."""
+        with self._lock:
+            self._in_flight[unit.first] -= 1
+
+    def leave(self, connection: Connection) -> None:
+        """A stream has nothing in flight any more, or its connection has broken."""
+        with self._lock:
+            self._connections.discard(connection)
+            self._check()
+
+    def fail(self, error: BaseException) -> None:
+        """Give up, because of ``error`` if it is the first one."""
+        with self._lock:
+            self._fail(error)
+
+    # ---- for the event loop ---------------------------------------------------------------
+
+    async def ended(self) -> None:
+        """Wait until all units have arrived, or until nothing moves after an error. May be called
+        again after it was cancelled.
+        """
+        if self._end.cancelled():
+            with self._lock:
+                self._end = self._loop.create_future()
+                if self._ended.is_set():
+                    return
+        await self._end
+
+    def stop(self) -> None:
+        """Have no further unit moved; those in flight may still arrive."""
+        with self._lock:
+            self._stop()
+            self._check()
+
+    def abort(self) -> None:
+        """End it: when this returns, no thread touches memory of the batch any more. Blocks only
+        as long as the threads need to notice that their connections have been shut.
+        """
+        with self._lock:
+            self._stop()
+            self._shut()
+            self._check()
+        self._ended.wait()
+
+    @property
+    def done(self) -> int:
+        """How many copies, counted from the first, have certainly arrived."""
+        open_copies = [first for first, count in self._in_flight.items() if count]
+        return min([*open_copies, self._taken])
+
+    # ---- inside; the lock is held ---------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self._stop()
+        self._shut()
+        self._check()
+
+    def _stop(self) -> None:
+        self._next = None
+
+    def _shut(self) -> None:
+        for connection in self._connections:
+            connection.shut()
+
+    def _check(self) -> None:
+        if self._next is not None or self._connections or self._ended.is_set():
+            return
+        self._ended.set()
+        try:
+            self._loop.call_soon_threadsafe(self._finish)
+        except RuntimeError:  # the loop is closed, nobody waits any more
+            return
+
+    def _finish(self) -> None:
+        if not self._end.done():
+            self._end.set_result(None)

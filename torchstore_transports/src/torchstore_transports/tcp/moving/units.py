@@ -1,0 +1,153 @@
+"""Cutting a batch of copies into units: what one request asks for, and where its bytes lie here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torchstore_core.contracts.transport import Copy
+from torchstore_core.errors import TransportError
+from torchstore_transports.tcp.wire.connection import MEMORY
+from torchstore_transports.tcp.wire.protocol import EXTENT, EXTENTS_MAX, Extent
+
+__all__ = ["Piece", "Unit", "cut", "views"]
+
+_OFFSET_END = 1 << 63
+_SEGMENT_END = 1 << 32
+_ROWS_MAX = (1 << 32) - 1
+
+
+class Piece(NamedTuple):
+    """``rows`` rows of ``nbytes`` bytes of local memory, the starts of which are ``stride`` bytes
+    apart.
+    """
+
+    address: int
+    nbytes: int
+    rows: int
+    stride: int
+
+
+class Unit(NamedTuple):
+    """One request.
+
+    Args:
+        first: index of the first copy of which it has bytes.
+        following: index of the first copy that is not complete with this unit and those before.
+        extents: packed, in the order of the bytes.
+        pieces: the same bytes in local memory.
+    """
+
+    first: int
+    following: int
+    extents: bytes
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+class _Cutter:
+    """Gathers pieces until a unit is full. Bytes that are neighbours in a segment are one extent,
+    wherever they lie here.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.begin(0)
+
+    def begin(self, first: int) -> None:
+        self.first = first
+        self.room = self.limit
+        self._extents: list[Extent] = []
+        self._pieces: list[Piece] = []
+
+    @property
+    def full(self) -> bool:
+        most = max(len(self._extents), len(self._pieces))
+        return self.room <= 0 or most >= EXTENTS_MAX
+
+    @property
+    def empty(self) -> bool:
+        return not self._pieces
+
+    def add(self, piece: Piece, segment: int, offset: int, step: int) -> None:
+        address, nbytes, rows, stride = piece
+        self.room -= nbytes * rows
+        self._pieces.append(Piece(address, nbytes * rows, 1, 0) if stride == nbytes else piece)
+        if rows == 1 or step == nbytes:
+            nbytes, rows, step = nbytes * rows, 1, 0
+            if self._extents:
+                last = self._extents[-1]
+                if (last.segment, last.rows, last.offset + last.nbytes) == (segment, 1, offset):
+                    self._extents[-1] = last._replace(nbytes=last.nbytes + nbytes)
+                    return
+        self._extents.append(Extent(segment, offset, nbytes, rows, step))
+
+    def unit(self, following: int) -> Unit:
+        packed = b"".join([EXTENT.pack(*extent) for extent in self._extents])
+        return Unit(self.first, following, packed, self.limit - self.room, tuple(self._pieces))
+
+
+def cut(copies: Sequence[Copy], limit: int) -> Iterator[Unit]:
+    """Units of at most ``limit`` bytes (but never less than a row of that size) that together are
+    all bytes of the copies, in order.
+
+    Raises:
+        TransportError: a copy makes no sense.
+    """
+    cutter = _Cutter(limit)
+    for at, copy in enumerate(copies):
+        for piece, offset in _parts(copy, cutter):
+            cutter.add(piece, copy.segment, offset, copy.step)
+            if cutter.full:
+                unit = cutter.unit(at)
+                if _ends(copy, piece, offset):
+                    unit = unit._replace(following=at + 1)
+                yield unit
+                cutter.begin(unit.following)
+    if not cutter.empty:
+        yield cutter.unit(len(copies))
+
+
+def _parts(copy: Copy, cutter: _Cutter) -> Iterator[tuple[Piece, int]]:
+    """Parts of a copy that fit into what is left of the unit, with their offsets. Rows are only
+    divided if one is larger than a unit.
+    """
+    address, segment, offset, nbytes, rows, stride, step, _ = copy
+    if nbytes < 0 or rows < 0 or not 0 <= segment < _SEGMENT_END:
+        raise TransportError(f"a copy that makes no sense: {copy}")
+    if not nbytes or not rows:
+        return
+    last = offset + (rows - 1) * step
+    if min(offset, last) < 0 or max(offset, last) + nbytes > _OFFSET_END:
+        raise TransportError(f"[{offset}, +{nbytes}) is outside segment {segment}")
+    if rows == 1 or stride == step == nbytes:
+        nbytes, rows, stride, step = nbytes * rows, 1, 0, 0
+    row = 0
+    while row < rows:
+        if nbytes > cutter.limit or rows == 1:
+            done = 0
+            while done < nbytes:
+                size = min(nbytes - done, cutter.room)
+                here, there = address + row * stride + done, offset + row * step + done
+                yield Piece(here, size, 1, 0), there
+                done += size
+            row += 1
+            continue
+        some = min(rows - row, max(1, cutter.room // nbytes), _ROWS_MAX)
+        yield Piece(address + row * stride, nbytes, some, stride), offset + row * step
+        row += some
+
+
+def _ends(copy: Copy, piece: Piece, offset: int) -> bool:
+    """Whether this part, which lies at ``offset``, is the last one of the copy."""
+    last = copy.offset + (copy.rows - 1) * copy.step + copy.nbytes
+    step = copy.step if piece.rows > 1 else 0
+    return offset + (piece.rows - 1) * step + piece.nbytes == last
+
+
+def views(pieces: Iterable[Piece]) -> Iterator[memoryview]:
+    """The local memory of pieces, row by row."""
+    for address, nbytes, rows, stride in pieces:
+        for row in range(rows):
+            start = address + row * stride
+            yield MEMORY[start : start + nbytes]

@@ -1,0 +1,149 @@
+"""Doing what a client asks for on one connection, in its thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torchstore_core.contracts.transport import Segment
+from torchstore_core.errors import ProtocolError
+from torchstore_core.machine.virtual_memory import map_shared, unmap
+from torchstore_transports.tcp.wire.connection import MEMORY, Connection
+from torchstore_transports.tcp.wire.protocol import (
+    ANSWER,
+    EXTENT,
+    EXTENTS_MAX,
+    FAILED,
+    OK,
+    READ,
+    REQUEST,
+    REQUEST_BYTES_MAX,
+    TEXT_MAX,
+    WRITE,
+    Extent,
+    check_extents,
+    checksum,
+    extents_of,
+)
+
+__all__ = ["Segments", "serve"]
+
+# From this size on, the kernel sends pages of a segment itself; below, a call for each run would
+# cost more than a copy.
+_SEND_FILE = 64 << 10
+
+
+class _Request(NamedTuple):
+    write: bool
+    checked: bool
+    crc: int
+    nbytes: int
+    extents: list[Extent]
+
+
+class Segments:
+    """The segments of a volume, mapped when a client first uses them. For all threads."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.sizes: Mapping[int, int] = {one.id: one.nbytes for one in segments}
+        self._segments = {one.id: one for one in segments}
+        self._addresses: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def fd(self, segment: int) -> int:
+        """The descriptor of a segment."""
+        return self._segments[segment].fd
+
+    def views(self, extents: Sequence[Extent]) -> Iterator[memoryview]:
+        """The memory of extents, row by row.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        for extent in extents:
+            yield from self.rows(extent)
+
+    def rows(self, extent: Extent) -> Iterator[memoryview]:
+        """The memory of one extent, row by row."""
+        segment, offset, nbytes, rows, step = extent
+        start = self._address(segment) + offset
+        for _ in range(rows):
+            yield MEMORY[start : start + nbytes]
+            start += step
+
+    def _address(self, segment: int) -> int:
+        with self._lock:
+            address = self._addresses.get(segment)
+            if address is None:
+                _, fd, nbytes = self._segments[segment]
+                address = self._addresses[segment] = map_shared(fd, nbytes)
+            return address
+
+    def close(self) -> None:
+        """Unmap everything. No thread may use it any more."""
+        while self._addresses:
+            segment, address = self._addresses.popitem()
+            unmap(address, self.sizes[segment])
+
+
+def serve(connection: Connection, segments: Segments) -> None:
+    """Answer requests until the client closes the connection.
+
+    Raises:
+        OSError: the connection has broken, or was shut.
+    """
+    head = memoryview(bytearray(REQUEST.size))
+    while connection.receive_first(head):
+        try:
+            request = _received(connection, head, segments)
+            if request.write:
+                _write(connection, request, segments)
+            else:
+                _read(connection, request, segments)
+        except ProtocolError as error:
+            text = error.message.encode()[:TEXT_MAX]
+            connection.send([ANSWER.pack(FAILED, 0, 0, 0, len(text)) + text])
+            # If it were closed with bytes that nobody has received, the client might not see why.
+            connection.drain(REQUEST_BYTES_MAX)
+            return
+
+
+def _received(connection: Connection, head: memoryview, segments: Segments) -> _Request:
+    """The rest of a request, checked.
+
+    Raises:
+        ProtocolError: it is wrong; what follows on the connection means nothing.
+    """
+    operation, checked, _, count, nbytes, crc = REQUEST.unpack(head)
+    if operation not in (READ, WRITE) or count > EXTENTS_MAX or nbytes > REQUEST_BYTES_MAX:
+        raise ProtocolError(f"operation {operation} with {count} extents of {nbytes} bytes")
+    packed = bytearray(count * EXTENT.size)
+    connection.receive([memoryview(packed)])
+    extents = extents_of(packed)
+    check_extents(extents, segments.sizes, nbytes)
+    return _Request(operation == WRITE, bool(checked), crc, nbytes, extents)
+
+
+def _write(connection: Connection, request: _Request, segments: Segments) -> None:
+    connection.receive(segments.views(request.extents))
+    if request.checked and checksum(segments.views(request.extents)) != request.crc:
+        raise ProtocolError("bytes were damaged on their way: their checksum is wrong")
+    connection.send([ANSWER.pack(OK, 0, 0, 0, 0)])
+
+
+def _read(connection: Connection, request: _Request, segments: Segments) -> None:
+    crc = checksum(segments.views(request.extents)) if request.checked else 0
+    small: list[memoryview | bytes] = [
+        ANSWER.pack(OK, request.checked, 0, crc, request.nbytes),
+    ]
+    for extent in request.extents:
+        if extent.nbytes < _SEND_FILE or connection.encrypted:
+            small += segments.rows(extent)
+            continue
+        connection.send(small, more=True)
+        small = []
+        fd = segments.fd(extent.segment)
+        for row in range(extent.rows):
+            connection.send_file(fd, extent.offset + row * extent.step, extent.nbytes)
+    connection.send(small)

@@ -1,0 +1,1 @@
+"""What both halves share: messages, the greeting, connections."""

@@ -1,0 +1,157 @@
+"""How the two ends of a new connection prove to each other that they are those of the handshake.
+
+The secret never travels over the connection: each end shows that it has it by an HMAC-SHA256 over
+random numbers of both. All messages have a fixed size, and a stranger learns nothing but that the
+connection was closed. Where certificates are given, TLS comes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from torchstore_core.errors import ConfigurationError
+
+__all__ = [
+    "GREETING_S",
+    "SECRET_BYTES",
+    "TICKET_BYTES",
+    "RefusedError",
+    "accept",
+    "answer",
+    "encryption",
+    "introduce",
+]
+
+#: The whole greeting takes no longer, in seconds.
+GREETING_S = 5.0
+SECRET_BYTES = 32
+TICKET_BYTES = 16
+
+_MAGIC = b"torchstore tcp 1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+_ACCEPTED = b"\x01"
+_CERTIFICATE, _KEY, _AUTHORITY = "TORCHSTORE_TCP_CERT", "TORCHSTORE_TCP_KEY", "TORCHSTORE_TCP_CA"
+
+
+class RefusedError(ConnectionError):
+    """The other end is not the one that it should be, or does not take this one for that."""
+
+
+def introduce(sock: socket.socket, ticket: bytes, secret: bytes, limit_s: float) -> None:
+    """The client's part, which takes at most ``limit_s`` seconds.
+
+    Raises:
+        RefusedError: the other end does not have the secret, or refuses the ticket.
+        OSError: the connection broke, or the time is over.
+    """
+    deadline = time.monotonic() + limit_s
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    _send(sock, _MAGIC + ticket + mine, deadline)
+    answered = _receive(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    theirs, proof = answered[:_NONCE_BYTES], answered[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(secret, b"server", mine, theirs)):
+        raise RefusedError("it does not have the secret of the volume")
+    _send(sock, _proof(secret, b"client", mine, theirs), deadline)
+    if _receive(sock, len(_ACCEPTED), deadline) != _ACCEPTED:
+        raise RefusedError("it does not accept the connection")
+
+
+def answer(
+    sock: socket.socket, secret_of: Callable[[bytes], bytes | None], deadline: float
+) -> bytes:
+    """The server's part.
+
+    Args:
+        secret_of: the secret that belongs to a ticket; None if there is no such ticket.
+        deadline: of the whole greeting, on the monotonic clock.
+
+    Returns:
+        The client's ticket. The client waits for :func:`accept`.
+
+    Raises:
+        RefusedError: the other end is no client that has been let in.
+        OSError: the connection broke, or the time is over.
+    """
+    said = _receive(sock, len(_MAGIC) + TICKET_BYTES + _NONCE_BYTES, deadline)
+    magic, rest = said[: len(_MAGIC)], said[len(_MAGIC) :]
+    ticket, theirs = rest[:TICKET_BYTES], rest[TICKET_BYTES:]
+    if magic != _MAGIC:
+        raise RefusedError("it does not speak this protocol")
+    secret = secret_of(ticket)
+    if secret is None:
+        raise RefusedError("its ticket is not valid")
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    _send(sock, mine + _proof(secret, b"server", theirs, mine), deadline)
+    proof = _receive(sock, _PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, _proof(secret, b"client", theirs, mine)):
+        raise RefusedError("it does not have the secret of its ticket")
+    return ticket
+
+
+def accept(sock: socket.socket) -> None:
+    """Tell a client that it is let in. Raises OSError."""
+    sock.sendall(_ACCEPTED)
+
+
+def encryption(*, server: bool) -> ssl.SSLContext | None:
+    """Return what TLS needs, from ``TORCHSTORE_TCP_CERT``, ``TORCHSTORE_TCP_KEY`` and
+    ``TORCHSTORE_TCP_CA`` (paths of PEM files); None if they are not set. Each end shows its
+    certificate, which the authority must have signed; the names in them do not matter.
+
+    Raises:
+        ConfigurationError: only some are set, or a file cannot be used.
+    """
+    paths = [os.environ.get(name, "") for name in (_CERTIFICATE, _KEY, _AUTHORITY)]
+    if not any(paths):
+        return None
+    if not all(paths):
+        raise ConfigurationError(f"{_CERTIFICATE}, {_KEY} and {_AUTHORITY} belong together")
+    certificate, key, authority = paths
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Whom to talk to is known from the handshake; the authority vouches for the host.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(certificate, key)
+        context.load_verify_locations(authority)
+    except OSError as error:  # an SSLError is one
+        raise ConfigurationError(
+            f"the certificates of {_CERTIFICATE}, {_KEY} and {_AUTHORITY} cannot be used: {error}"
+        ) from error
+    return context
+
+
+def _proof(secret: bytes, side: bytes, client: bytes, server: bytes) -> bytes:
+    return hmac.new(secret, side + client + server, hashlib.sha256).digest()
+
+
+def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
+    sock.settimeout(_left(deadline))
+    sock.sendall(data)
+
+
+def _receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        sock.settimeout(_left(deadline))
+        more = sock.recv(nbytes - len(data))
+        if not more:
+            raise RefusedError("it has closed the connection")
+        data += more
+    return bytes(data)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(f"the greeting took more than {GREETING_S:g} s")
+    return left

@@ -1,0 +1,226 @@
+"""A TCP connection that belongs to one thread: exact transfers, and an end from any thread.
+
+The sockets are blocking, so a transfer of megabytes is one or two system calls, and all waiting is
+done by the kernel without the interpreter's lock. Stalls are noticed by the kernel's own time-outs
+for receiving and sending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Iterable
+from itertools import islice
+
+__all__ = ["MEMORY", "STALL_S", "Connection", "tune"]
+
+#: A connection is given up when its peer takes or gives no byte for so many seconds.
+STALL_S = 20.0
+_KEEP_IDLE_S, _KEEP_INTERVAL_S, _KEEP_PROBES = 10, 5, 3
+_IOV_MAX = 1024
+# With TLS every call copies anyway, so that small rows are joined up to this many bytes.
+_JOINED_BYTES = 64 << 10
+
+#: All memory of this process; a slice of it is a view of the memory at those addresses. Slicing
+#: takes a tenth of the time that making an array type for every length does.
+MEMORY = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+
+
+def tune(sock: socket.socket) -> None:
+    """Set what every connection needs: no delay of small messages, and an end for dead peers."""
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, _KEEP_IDLE_S)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, _KEEP_INTERVAL_S)
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, _KEEP_PROBES)
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
+
+
+class Connection:
+    """An authenticated connection.
+
+    All methods but :meth:`shut` and :meth:`close` are for the thread that uses it. They raise
+    OSError when the connection has broken, was shut, or has stalled for :data:`STALL_S` seconds;
+    then it is of no more use.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.encrypted = isinstance(sock, ssl.SSLSocket)
+        self._shut = False
+        self._lock = threading.Lock()
+        if self.encrypted:
+            sock.settimeout(STALL_S)
+            return
+        sock.settimeout(None)
+        interval = struct.pack("ll", int(STALL_S), int(STALL_S % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+    # ---- receiving ------------------------------------------------------------------------
+
+    def receive_first(self, view: memoryview) -> bool:
+        """Fill ``view``, however long its first byte takes to come. False if the peer has closed
+        the connection instead.
+        """
+        while True:
+            try:
+                got = self._socket.recv_into(view)
+            except (BlockingIOError, TimeoutError):
+                if self._shut:
+                    return False
+                continue
+            if not got:
+                return False
+            self.receive([view[got:]])
+            return True
+
+    def receive(self, views: Iterable[memoryview]) -> None:
+        """Fill the views, one after the other."""
+        if self.encrypted:
+            for view in views:
+                self._receive_one(view)
+            return
+        rest = iter(views)
+        while batch := list(islice(rest, _IOV_MAX)):
+            if len(batch) == 1:
+                self._receive_one(batch[0])
+            else:
+                self._receive_batch(batch)
+
+    def drain(self, most: int) -> None:
+        """Receive and forget, until the peer has ended the connection or ``most`` bytes came."""
+        scratch = memoryview(bytearray(64 << 10))
+        while most > 0:
+            try:
+                got = self._socket.recv_into(scratch)
+            except BlockingIOError:
+                return
+            if not got:
+                return
+            most -= got
+
+    def _receive_one(self, view: memoryview) -> None:
+        while view:
+            try:
+                got = self._socket.recv_into(view, 0, 0 if self.encrypted else socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise _stalled() from error
+            self._check(got)
+            view = view[got:]
+
+    def _receive_batch(self, batch: list[memoryview]) -> None:
+        while batch:
+            try:
+                got = self._socket.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError as error:
+                raise _stalled() from error
+            batch = _after(batch, got)
+            if batch:
+                self._check(got)
+
+    def _check(self, got: int) -> None:
+        if self._shut:
+            raise ConnectionAbortedError("the connection was shut")
+        if not got:
+            raise ConnectionResetError("the peer has closed the connection")
+
+    # ---- sending --------------------------------------------------------------------------
+
+    def send(self, views: Iterable[memoryview], *, more: bool = False) -> None:
+        """Send everything, one after the other.
+
+        Args:
+            more: whether more is sent at once, so that a small rest may wait for it.
+        """
+        if self.encrypted:
+            self._send_encrypted(views)
+            return
+        rest = iter(views)
+        batch = list(islice(rest, _IOV_MAX))
+        while batch:
+            following = list(islice(rest, _IOV_MAX))
+            flags = socket.MSG_MORE if more or following else 0
+            while batch:
+                try:
+                    sent = self._socket.sendmsg(batch, (), flags)
+                except BlockingIOError as error:
+                    raise _stalled() from error
+                batch = _after(batch, sent)
+            batch = following
+
+    def _send_encrypted(self, views: Iterable[memoryview]) -> None:
+        joined = bytearray()
+        for view in views:
+            if len(joined) + len(view) <= _JOINED_BYTES:
+                joined += view
+                continue
+            if joined:
+                self._socket.sendall(joined)
+                joined.clear()
+            self._socket.sendall(view)
+        if joined:
+            self._socket.sendall(joined)
+
+    def send_file(self, fd: int, offset: int, nbytes: int) -> None:
+        """Send a range of a file without copying it into this process. Not with TLS."""
+        while nbytes:
+            try:
+                sent = os.sendfile(self._socket.fileno(), fd, offset, nbytes)
+            except BlockingIOError as error:
+                raise _stalled() from error
+            if not sent:
+                raise ConnectionAbortedError("the segment has ended")
+            offset += sent
+            nbytes -= sent
+
+    # ---- ending ---------------------------------------------------------------------------
+
+    def quiet(self) -> bool:
+        """Whether the connection can be used again: it is open, and there is nothing to receive."""
+        if self.encrypted:
+            return not self._shut
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return not self._shut
+        except OSError:
+            return False
+        return False  # closed by the peer, or a byte that nobody has asked for
+
+    def shut(self) -> None:
+        """End the connection; a thread that waits for it has an error at once. For any thread."""
+        with self._lock:
+            self._shut = True
+            # Not that of SSLSocket, which would take the session away from the thread that uses it.
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release the descriptor. No thread may use the connection any more."""
+        with self._lock:
+            self._shut = True
+            self._socket.close()
+
+    def forget(self) -> None:
+        """In a forked child: release the descriptor; the parent's connection stays as it is."""
+        self._socket.close()
+
+
+def _after(batch: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of the views when the first ``done`` bytes have been transferred."""
+    for at, view in enumerate(batch):
+        if done < len(view):
+            return [view[done:], *batch[at + 1 :]]
+        done -= len(view)
+    return []
+
+
+def _stalled() -> TimeoutError:
+    return TimeoutError(f"nothing has moved for {STALL_S:g} s")

@@ -1,0 +1,176 @@
+"""What the two halves of ``tcp`` say to each other, in handshakes and on connections.
+
+In handshakes: msgpack. On a connection, once it is authenticated: requests, each answered in turn.
+A request is a fixed header and packed extents, followed by the bytes if it is a write. An answer is
+a fixed header, followed by the bytes if it was a read that went well, or else by an error text.
+
+Whoever receives checks everything before it touches memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from torchstore_core.errors import ProtocolError, TransportUnavailableError
+from torchstore_core.machine.networks import Network
+
+__all__ = [
+    "ANSWER",
+    "EXTENT",
+    "EXTENTS_MAX",
+    "FAILED",
+    "OK",
+    "READ",
+    "REQUEST",
+    "REQUEST_BYTES_MAX",
+    "TEXT_MAX",
+    "UNIT_BYTES",
+    "VERSION",
+    "WRITE",
+    "Endpoint",
+    "Extent",
+    "Greeting",
+    "Offer",
+    "Welcome",
+    "check_extents",
+    "checksum",
+    "decode",
+    "extents_of",
+]
+
+T = TypeVar("T")
+
+#: Of everything in this module. Halves of different versions do not talk to each other.
+VERSION = 1
+
+#: Largest number of bytes that a client asks for, or sends, with one request.
+UNIT_BYTES = 8 << 20
+#: Largest number of bytes that a server accepts to be asked for with one request.
+REQUEST_BYTES_MAX = 64 << 20
+#: Largest number of extents of a request.
+EXTENTS_MAX = 1024
+#: Longest text of an error, in bytes.
+TEXT_MAX = 4096
+
+READ, WRITE = 1, 2
+OK, FAILED = 0, 1
+
+#: Operation, whether bytes are checked, unused, number of extents, number of bytes, CRC-32 of the
+#: bytes of a write.
+REQUEST = struct.Struct("<BBHIQI")
+#: Outcome, whether the bytes are checked, unused, CRC-32 of the bytes that follow, their number.
+ANSWER = struct.Struct("<BBHIQ")
+#: Segment, offset, bytes of a row, rows, bytes between the starts of rows.
+EXTENT = struct.Struct("<IQQIq")
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What every client learns of a server half: nothing that would help a stranger.
+
+    Args:
+        version: :data:`VERSION` of the server half.
+        namespace: the id of its network namespace.
+        networks: the addresses of its host.
+        encrypted: whether it accepts connections with TLS only.
+    """
+
+    version: int
+    namespace: str
+    networks: tuple[Network, ...]
+    encrypted: bool = False
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """The request of a handshake: where the client is, so that the server half knows where to
+    listen.
+    """
+
+    version: int
+    namespace: str
+    networks: tuple[Network, ...]
+
+
+#: An address and a port.
+Endpoint = tuple[str, int]
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a handshake.
+
+    Args:
+        endpoints: where the server half listens, the best first.
+        ticket: names the client on its connections.
+        secret: proves to each half that the other is the one of the handshake.
+        encrypted: whether connections use TLS.
+    """
+
+    endpoints: tuple[Endpoint, ...]
+    ticket: bytes
+    secret: bytes
+    encrypted: bool
+
+
+def decode(data: bytes, kind: type[T], what: str) -> T:
+    """Decode a message of a handshake.
+
+    Raises:
+        TransportUnavailableError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise TransportUnavailableError(f"not {what} of tcp: {error}") from error
+
+
+def checksum(parts: Iterable[memoryview]) -> int:
+    """The CRC-32 of all parts, one after the other."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+class Extent(NamedTuple):
+    """``rows`` rows of ``nbytes`` bytes each, the starts of which are ``step`` bytes apart."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    rows: int
+    step: int
+
+
+def extents_of(packed: bytes | bytearray) -> list[Extent]:
+    """Unpack the extents of a request."""
+    return [Extent._make(fields) for fields in EXTENT.iter_unpack(packed)]
+
+
+def check_extents(extents: Iterable[Extent], sizes: Mapping[int, int], nbytes: int) -> None:
+    """Check what a request wants before any of it is done.
+
+    Args:
+        sizes: of the segments, in bytes.
+        nbytes: what all extents together have to be.
+
+    Raises:
+        ProtocolError: an extent is outside its segment, or the total is wrong.
+    """
+    total = 0
+    for segment, offset, row, rows, step in extents:
+        size = sizes.get(segment)
+        if size is None:
+            raise ProtocolError(f"there is no segment {segment}")
+        last = offset + (rows - 1) * step
+        if rows < 1 or min(offset, last) < 0 or max(offset, last) + row > size:
+            raise ProtocolError(
+                f"{rows} rows of {row} bytes from {offset}, {step} bytes apart, are not inside "
+                f"segment {segment} of {size} bytes"
+            )
+        total += row * rows
+    if total != nbytes:
+        raise ProtocolError(f"{nbytes} bytes were announced for extents of {total}")
