@@ -233,10 +233,9 @@ class Streams:
     def _ask(self, connection: Connection, unit: Unit, *, write: bool) -> None:
         crc = checksum(views(unit.pieces)) if write and self._checked else 0
         operation = WRITE if write else READ
-        header = REQUEST.pack(
-            operation, self._checked, 0, len(unit.extents) // EXTENT.size, unit.nbytes, crc
-        )
-        connection.send([header + unit.extents], more=write)
+        count = len(unit.extents) // EXTENT.size
+        header = REQUEST.pack(operation, self._checked, 0, count, unit.nbytes, crc)
+        connection.send([memoryview(header + unit.extents)], more=write)
         if write:
             connection.send(views(unit.pieces))
 

@@ -103,7 +103,7 @@ def serve(connection: Connection, segments: Segments) -> None:
                 _read(connection, request, segments)
         except ProtocolError as error:
             text = error.message.encode()[:TEXT_MAX]
-            connection.send([ANSWER.pack(FAILED, 0, 0, 0, len(text)) + text])
+            connection.send([memoryview(ANSWER.pack(FAILED, 0, 0, 0, len(text)) + text)])
             # If it were closed with bytes that nobody has received, the client might not see why.
             connection.drain(REQUEST_BYTES_MAX)
             return
@@ -129,14 +129,12 @@ def _write(connection: Connection, request: _Request, segments: Segments) -> Non
     connection.receive(segments.views(request.extents))
     if request.checked and checksum(segments.views(request.extents)) != request.crc:
         raise ProtocolError("bytes were damaged on their way: their checksum is wrong")
-    connection.send([ANSWER.pack(OK, 0, 0, 0, 0)])
+    connection.send([memoryview(ANSWER.pack(OK, 0, 0, 0, 0))])
 
 
 def _read(connection: Connection, request: _Request, segments: Segments) -> None:
     crc = checksum(segments.views(request.extents)) if request.checked else 0
-    small: list[memoryview | bytes] = [
-        ANSWER.pack(OK, request.checked, 0, crc, request.nbytes),
-    ]
+    small = [memoryview(ANSWER.pack(OK, request.checked, 0, crc, request.nbytes))]
     for extent in request.extents:
         if extent.nbytes < _SEND_FILE or connection.encrypted:
             small += segments.rows(extent)
