@@ -1,0 +1,127 @@
+"""Both halves of ``tcp`` with real sockets between them, but without a store."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from torchstore_core.contracts.transport import Copy, LinkContext, Segment, ServerContext
+from torchstore_core.machine.topology import probe
+from torchstore_core.server.memory.segment import open_memory
+from torchstore_transports.tcp.link import TcpLink
+from torchstore_transports.tcp.server import TcpServer
+from torchstore_transports.tcp.wire.protocol import Endpoint, Welcome
+
+MB = 1 << 20
+PEER = b"peer"
+
+#: Changes where a client believes that the volume listens.
+Route = Callable[[tuple[Endpoint, ...]], tuple[Endpoint, ...]]
+
+
+class Volume:
+    """A server half with one segment, and the memory of that."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.segment = Segment(7, open_memory("test", nbytes), nbytes)
+        self.memory = mmap.mmap(self.segment.fd, nbytes)
+        self.server = TcpServer()
+        self.offer = b""
+        self.welcome: Welcome | None = None
+
+    async def start(self) -> None:
+        context = ServerContext("store", "volume", "/tmp", probe())
+        self.offer = await self.server.start(context, [self.segment])
+
+    async def connect(self, peer: bytes = PEER, route: Route | None = None) -> TcpLink:
+        async def handshake(request: bytes) -> bytes:
+            answer = await self.server.handshake(peer, request)
+            self.welcome = msgspec.msgpack.decode(answer, type=Welcome)
+            if route is None:
+                return answer
+            there = route(self.welcome.endpoints)
+            return msgspec.msgpack.encode(msgspec.structs.replace(self.welcome, endpoints=there))
+
+        here = probe()
+        context = LinkContext(here, here, True, True, offer=self.offer, handshake=handshake)
+        return await TcpLink.connect(self.offer, context)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        assert self.welcome is not None
+        return self.welcome.endpoints[0]
+
+    async def close(self) -> None:
+        await self.server.close()
+        self.memory.close()
+        os.close(self.segment.fd)
+
+
+@asynccontextmanager
+async def volume(nbytes: int = 64 * MB) -> AsyncIterator[Volume]:
+    made = Volume(nbytes)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def linked(
+    nbytes: int = 64 * MB, route: Route | None = None
+) -> AsyncIterator[tuple[TcpLink, Volume]]:
+    async with volume(nbytes) as made:
+        link = await made.connect(route=route)
+        try:
+            yield link, made
+        finally:
+            link.close()
+
+
+class Local:
+    """Memory of the client."""
+
+    def __init__(self, nbytes: int, content: bytes = b"") -> None:
+        self.buffer = ctypes.create_string_buffer(content, nbytes)
+        self.address = ctypes.addressof(self.buffer)
+
+    @property
+    def raw(self) -> bytes:
+        return self.buffer.raw
+
+    def copy(self, offset: int = 0, nbytes: int | None = None, segment: int = 7) -> Copy:
+        size = len(self.buffer) if nbytes is None else nbytes
+        return Copy(self.address, segment, offset, size)
+
+
+def threads() -> list[str]:
+    """The names of the threads of both halves that run."""
+    return sorted(one.name for one in threading.enumerate() if one.name.startswith("torchstore-tcp"))
+
+
+def sockets() -> int:
+    """How many sockets this process has open."""
+    links = (os.readlink(entry) for entry in _descriptors())
+    return sum(link.startswith("socket:") for link in links)
+
+
+def _descriptors() -> list[Path]:
+    return [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+
+
+def listening(port: int) -> bool:
+    """Whether anybody in this network namespace listens at a port."""
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
+    return any(line[3] == "0A" and int(line[1].rpartition(":")[2], 16) == port for line in lines)

@@ -1,0 +1,135 @@
+"""A proxy between a client and a volume that does what bad networks do."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from types import TracebackType
+
+from torchstore_transports.tcp.wire.protocol import Endpoint
+
+_CHUNK = 256 << 10
+
+
+class Proxy:
+    """Forwards connections. What it does may be changed while they are open.
+
+    Attributes:
+        delay_s: how long every byte takes to arrive.
+        open: while it is not set, nothing is forwarded.
+        flip_after: damage one byte after so many bytes from the client (``up``) or to it.
+        forwarded: bytes so far, from the client and to it.
+    """
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self.open = threading.Event()
+        self.open.set()
+        self.flip_after: dict[str, int] = {}
+        self.forwarded = {"up": 0, "down": 0}
+        self.accepted = 0
+        self._target: Endpoint = ("", 0)
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.socket()
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
+
+    def route(self, endpoints: tuple[Endpoint, ...]) -> tuple[Endpoint, ...]:
+        self._target = endpoints[0]
+        host, port = self._listener.getsockname()
+        return ((host, port),)
+
+    def __enter__(self) -> Proxy:
+        self._start(self._accept)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.open.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+        for sock in self._sockets:
+            sock.close()
+
+    def cut(self) -> None:
+        """End all connections."""
+        for sock in list(self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _start(self, call: object, *arguments: object) -> None:
+        thread = threading.Thread(target=call, args=arguments, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            try:
+                volume = socket.create_connection(self._target)
+            except OSError:
+                client.close()
+                continue
+            for one in (client, volume):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sockets += [client, volume]
+            for way, source, target in (("up", client, volume), ("down", volume, client)):
+                pipe: queue.Queue[tuple[float, bytes]] = queue.Queue(512)
+                self._start(self._receive, way, source, pipe)
+                self._start(self._send, source, target, pipe)
+
+    def _receive(
+        self, way: str, source: socket.socket, pipe: queue.Queue[tuple[float, bytes]]
+    ) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(_CHUNK)
+            except OSError:
+                data = b""
+            self.open.wait()
+            at = self.flip_after.get(way)
+            if at is not None and self.forwarded[way] <= at < self.forwarded[way] + len(data):
+                damaged = bytearray(data)
+                damaged[at - self.forwarded[way]] ^= 0x10
+                data = bytes(damaged)
+            self.forwarded[way] += len(data)
+            pipe.put((time.monotonic() + self.delay_s, data))
+
+    def _send(
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        pipe: queue.Queue[tuple[float, bytes]],
+    ) -> None:
+        broken = False
+        while True:
+            due, data = pipe.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            if not data:
+                break
+            if not broken:
+                try:
+                    target.sendall(data)
+                except OSError:
+                    broken = True
+                    with contextlib.suppress(OSError):
+                        source.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
