@@ -29,12 +29,11 @@ async def test_runs(nbytes: int) -> None:
         assert target.raw == data
 
 
-@pytest.mark.parametrize("row", [1, 100, 4096, 100_000])
-@pytest.mark.parametrize("rows", [2, 1500])
+@pytest.mark.parametrize(
+    ("row", "rows"), [(1, 2), (1, 5000), (100, 1500), (4096, 1500), (100_000, 200), (9 * MB, 3)]
+)
 async def test_rows(row: int, rows: int) -> None:
     """Rows with gaps on both sides: the bytes between them stay."""
-    if row * rows > 100 * MB:
-        pytest.skip("too large for this test")
     stride, step = row + 3, row + 7
     async with linked(rows * step + 64) as (link, there):
         data = os.urandom(rows * stride)
@@ -206,7 +205,8 @@ async def test_a_link_that_is_dropped_closes_its_connections() -> None:
     async with volume() as there:
         before = sockets()
         link = await there.connect()
-        await link.write([Local(20 * MB).copy()])
+        local = Local(20 * MB)
+        await link.write([local.copy()])
         del link
         gc.collect()
         await until(lambda: not any(name == "torchstore-tcp" for name in threads()), 5)
@@ -215,16 +215,17 @@ async def test_a_link_that_is_dropped_closes_its_connections() -> None:
 
 
 async def test_a_closed_link_and_a_closed_volume() -> None:
+    local = Local(10)
     async with linked() as (link, there):
         link.close()
         link.close()
         with pytest.raises(TransportError, match="closed"):
-            await link.read([Local(10).copy()])
+            await link.read([local.copy()])
         assert not link.unsettled
         link = await there.connect()
         await there.server.close()
         with pytest.raises(TransportError):
-            await link.write([Local(10).copy()])
+            await link.write([local.copy()])
         with pytest.raises(TransportError, match="not served any more"):
             await there.connect()
 

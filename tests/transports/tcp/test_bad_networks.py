@@ -1,0 +1,208 @@
+"""Networks that are slow, stall, break or damage bytes; transfers that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+from tests.support import until
+from tests.transports.tcp.halves import MB, PEER, Local, linked, threads
+from tests.transports.tcp.proxy import Proxy
+
+from torchstore_core.contracts.transport import Copy
+from torchstore_core.errors import TransportError
+
+
+async def test_a_long_delay_costs_no_round_trip_a_unit() -> None:
+    """25 ms each way; 96 MB are 12 units or more."""
+    with Proxy() as proxy:
+        async with linked(128 * MB, proxy.route) as (link, there):
+            proxy.delay_s = 0.025
+            data = os.urandom(96 * MB)
+            source, target = Local(96 * MB, data), Local(96 * MB)
+            await link.write([source.copy()])
+            assert there.memory[: 96 * MB] == data
+            await link.read([target.copy()])
+            assert target.raw == data
+            proxy.delay_s = 0.5
+            small = Local(6, b"abcdef")
+            began = time.monotonic()
+            await link.write([small.copy(1000)])
+            assert time.monotonic() - began >= 1.0
+            # Several units on one stream: all are asked for before the first answer comes.
+            copies = [Copy(target.address + i * MB, 7, i * MB, MB) for i in range(3)]
+            began = time.monotonic()
+            await link.read(copies)
+            assert time.monotonic() - began < 2.5
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_a_cut_is_an_error_that_says_what_has_arrived(write: bool) -> None:
+    with Proxy() as proxy:
+        async with linked(256 * MB, proxy.route) as (link, there):
+            data = os.urandom(200 * MB)
+            local = Local(200 * MB, data if write else b"")
+            if not write:
+                there.memory[: 200 * MB] = data
+            copies = [Copy(local.address + i * MB, 7, i * MB, MB) for i in range(200)]
+            moving = asyncio.ensure_future((link.write if write else link.read)(copies))
+            way = "up" if write else "down"
+            await until(lambda: proxy.forwarded[way] > 60 * MB, 20)
+            proxy.open.clear()
+            proxy.cut()
+            proxy.open.set()
+            with pytest.raises(TransportError) as caught:
+                await moving
+            done = caught.value.details["done"]
+            assert 0 <= done < 200
+            arrived = there.memory if write else local.raw
+            assert arrived[: done * MB] == data[: done * MB]
+            assert link.unsettled == write
+            if write:
+                await there.server.disconnect(PEER)
+            link.close()
+            await until(lambda: "torchstore-tcp" not in threads())
+
+
+async def test_a_stall_ends_and_nothing_was_lost() -> None:
+    with Proxy() as proxy:
+        async with linked(128 * MB, proxy.route) as (link, _):
+            data = os.urandom(100 * MB)
+            source, target = Local(100 * MB, data), Local(100 * MB)
+            for move in (link.write([source.copy()]), link.read([target.copy()])):
+                moving = asyncio.ensure_future(move)
+                before = dict(proxy.forwarded)
+                await until(lambda b=before: sum(proxy.forwarded.values()) > sum(b.values()), 20)
+                proxy.open.clear()
+                done, _ = await asyncio.wait([moving], timeout=0.5)
+                assert not done
+                proxy.open.set()
+                await moving
+            assert target.raw == data
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_a_stall_that_lasts_is_an_error(write: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchstore_transports.tcp.wire.connection.STALL_S", 0.7)
+    with Proxy() as proxy:
+        async with linked(128 * MB, proxy.route) as (link, there):
+            local = Local(100 * MB)
+            proxy.open.clear()
+            began = time.monotonic()
+            with pytest.raises(TransportError, match="nothing has moved|timed out"):
+                await (link.write if write else link.read)([local.copy()])
+            assert time.monotonic() - began < 5
+            assert link.unsettled == write
+            proxy.open.set()
+            await there.server.disconnect(PEER)
+
+
+@pytest.mark.parametrize("stalled", [True, False])
+async def test_a_cancelled_read_ends_at_once(stalled: bool) -> None:
+    """And writes nothing to its memory afterwards, which others may have by then."""
+    with Proxy() as proxy:
+        async with linked(256 * MB, proxy.route) as (link, there):
+            there.memory[: 200 * MB] = b"r" * (200 * MB)
+            local = Local(200 * MB)
+            reading = asyncio.ensure_future(link.read([local.copy()]))
+            await until(lambda: proxy.forwarded["down"] > 30 * MB, 20)
+            if stalled:
+                proxy.open.clear()
+            reading.cancel()
+            began = time.monotonic()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert time.monotonic() - began < 0.5
+            local.buffer.raw = bytes(200 * MB)
+            proxy.open.set()
+            assert not link.unsettled
+            # The link is as good as before.
+            small = Local(MB)
+            await link.read([small.copy()])
+            assert small.raw == b"r" * MB
+            assert local.raw == bytes(200 * MB)
+
+
+async def test_a_cancelled_write_settles_if_it_can() -> None:
+    async with linked(512 * MB) as (link, there):
+        local = Local(400 * MB, b"w" * (400 * MB))
+        writing = asyncio.ensure_future(link.write([local.copy()]))
+        await until(lambda: there.memory[0] == ord("w"), 20)
+        writing.cancel()
+        began = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert time.monotonic() - began < 1.0
+        if not link.unsettled:
+            there.memory[: 400 * MB] = bytes(400 * MB)
+            after = Local(5, b"after")
+            await link.write([after.copy(400 * MB)])
+            assert there.memory[: 400 * MB] == bytes(400 * MB)
+        await there.server.disconnect(PEER)
+
+
+async def test_a_cancelled_write_that_is_stalled_is_uncertain_until_disconnect() -> None:
+    with Proxy() as proxy:
+        async with linked(256 * MB, proxy.route) as (link, there):
+            local = Local(200 * MB, b"w" * (200 * MB))
+            writing = asyncio.ensure_future(link.write([local.copy()]))
+            await until(lambda: proxy.forwarded["up"] > 20 * MB, 20)
+            proxy.open.clear()
+            writing.cancel()
+            began = time.monotonic()
+            with pytest.raises(asyncio.CancelledError):
+                await writing
+            assert time.monotonic() - began < 1.0
+            assert link.unsettled
+            await there.server.disconnect(PEER)
+            there.memory[:] = bytes(256 * MB)
+            proxy.open.set()
+            proxy.cut()
+            await until(lambda: "torchstore-tcp-serve" not in threads())
+            assert there.memory[:] == bytes(256 * MB)
+
+
+async def test_a_cancelled_batch_leaves_others_alone() -> None:
+    async with linked(512 * MB) as (link, there):
+        data = os.urandom(150 * MB)
+        there.memory[: 150 * MB] = data
+        lasting, ending = Local(150 * MB), Local(150 * MB)
+        works = [asyncio.ensure_future(link.read([one.copy()])) for one in (lasting, ending)]
+        await until(lambda: ending.buffer[100] != b"\0" or works[1].done(), 20)
+        works[1].cancel()
+        await asyncio.wait(works)
+        await works[0]
+        assert lasting.raw == data
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_checksums(write: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHSTORE_TCP_CHECKSUM", "1")
+    with Proxy() as proxy:
+        async with linked(64 * MB, proxy.route) as (link, there):
+            data = os.urandom(20 * MB)
+            source, target = Local(20 * MB, data), Local(20 * MB)
+            await link.write([source.copy()])
+            await link.read([target.copy()])
+            assert target.raw == data
+            rows = Copy(target.address, 7, 0, 1000, 1000, 2000, 3000)
+            await link.write([rows])
+            await link.read([rows])
+            assert target.raw == data
+            way = "up" if write else "down"
+            proxy.flip_after[way] = proxy.forwarded[way] + 9 * MB
+            with pytest.raises(TransportError, match="checksum is wrong"):
+                await (link.write if write else link.read)([source.copy()])
+            await there.server.disconnect(PEER)
+
+
+async def test_without_checksums_damage_is_not_noticed() -> None:
+    """So the test above is about checksums."""
+    with Proxy() as proxy:
+        async with linked(64 * MB, proxy.route) as (link, there):
+            source = Local(20 * MB, os.urandom(20 * MB))
+            proxy.flip_after["up"] = proxy.forwarded["up"] + 9 * MB
+            await link.write([source.copy()])
+            assert sum(a != b for a, b in zip(there.memory, source.buffer, strict=False)) <= 1
