@@ -104,7 +104,9 @@ class Local:
 
 def threads() -> list[str]:
     """The names of the threads of both halves that run."""
-    return sorted(one.name for one in threading.enumerate() if one.name.startswith("torchstore-tcp"))
+    return sorted(
+        one.name for one in threading.enumerate() if one.name.startswith("torchstore-tcp")
+    )
 
 
 def sockets() -> int:

@@ -22,6 +22,7 @@ class Proxy:
         open: while it is not set, nothing is forwarded.
         flip_after: damage one byte after so many bytes from the client (``up``) or to it.
         forwarded: bytes so far, from the client and to it.
+        seen: these bytes, where somebody wants them.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Proxy:
         self.open.set()
         self.flip_after: dict[str, int] = {}
         self.forwarded = {"up": 0, "down": 0}
-        self.accepted = 0
+        self.seen: dict[str, bytearray] | None = None
         self._target: Endpoint = ("", 0)
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -80,7 +81,6 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            self.accepted += 1
             try:
                 volume = socket.create_connection(self._target)
             except OSError:
@@ -110,6 +110,8 @@ class Proxy:
                 damaged[at - self.forwarded[way]] ^= 0x10
                 data = bytes(damaged)
             self.forwarded[way] += len(data)
+            if self.seen is not None:
+                self.seen[way] += data
             pipe.put((time.monotonic() + self.delay_s, data))
 
     def _send(

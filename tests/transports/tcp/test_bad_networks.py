@@ -91,7 +91,7 @@ async def test_a_stall_that_lasts_is_an_error(write: bool, monkeypatch: pytest.M
             local = Local(100 * MB)
             proxy.open.clear()
             began = time.monotonic()
-            with pytest.raises(TransportError, match="nothing has moved|timed out"):
+            with pytest.raises(TransportError, match=r"nothing has moved|timed out"):
                 await (link.write if write else link.read)([local.copy()])
             assert time.monotonic() - began < 5
             assert link.unsettled == write

@@ -1,4 +1,4 @@
-"""Bytes between the halves of ``tcp``: runs, rows, many pieces, several loops, nothing left over."""
+"""Bytes between the halves of ``tcp``: runs, rows, many pieces, several loops; nothing is left."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ async def test_a_wrong_secret_and_a_wrong_ticket() -> None:
         await introduced(ticket, secret)
         with pytest.raises(authentication.RefusedError, match="does not have the secret"):
             await introduced(ticket, os.urandom(32))
-        with pytest.raises(OSError, match="closed|reset"):
+        with pytest.raises(OSError, match=r"closed|reset"):
             await introduced(os.urandom(16), secret)
         # Who does not check the volume's proof gets no further either.
         with _stranger(there) as sock:

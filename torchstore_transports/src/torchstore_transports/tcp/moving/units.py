@@ -88,29 +88,27 @@ class _Cutter:
 
 
 def cut(copies: Sequence[Copy], limit: int) -> Iterator[Unit]:
-    """Units of at most ``limit`` bytes (but never less than a row of that size) that together are
-    all bytes of the copies, in order.
+    """Units of about ``limit`` bytes (beyond that, by less than a row) that together are all bytes
+    of the copies, in order.
 
     Raises:
         TransportError: a copy makes no sense.
     """
     cutter = _Cutter(limit)
     for at, copy in enumerate(copies):
-        for piece, offset in _parts(copy, cutter):
+        for piece, offset, last in _parts(copy, cutter):
             cutter.add(piece, copy.segment, offset, copy.step)
             if cutter.full:
-                unit = cutter.unit(at)
-                if _ends(copy, piece, offset):
-                    unit = unit._replace(following=at + 1)
+                unit = cutter.unit(at + 1 if last else at)
                 yield unit
                 cutter.begin(unit.following)
     if not cutter.empty:
         yield cutter.unit(len(copies))
 
 
-def _parts(copy: Copy, cutter: _Cutter) -> Iterator[tuple[Piece, int]]:
-    """Parts of a copy that fit into what is left of the unit, with their offsets. Rows are only
-    divided if one is larger than a unit.
+def _parts(copy: Copy, cutter: _Cutter) -> Iterator[tuple[Piece, int, bool]]:
+    """Parts of a copy that fit into what is left of the unit, with their offsets, and whether it is
+    the last one. Rows are only divided if one is larger than a unit.
     """
     address, segment, offset, nbytes, rows, stride, step, _ = copy
     if nbytes < 0 or rows < 0 or not 0 <= segment < _SEGMENT_END:
@@ -129,20 +127,14 @@ def _parts(copy: Copy, cutter: _Cutter) -> Iterator[tuple[Piece, int]]:
             while done < nbytes:
                 size = min(nbytes - done, cutter.room)
                 here, there = address + row * stride + done, offset + row * step + done
-                yield Piece(here, size, 1, 0), there
                 done += size
+                yield Piece(here, size, 1, 0), there, row + 1 == rows and done == nbytes
             row += 1
             continue
         some = min(rows - row, max(1, cutter.room // nbytes), _ROWS_MAX)
-        yield Piece(address + row * stride, nbytes, some, stride), offset + row * step
+        here, there = address + row * stride, offset + row * step
         row += some
-
-
-def _ends(copy: Copy, piece: Piece, offset: int) -> bool:
-    """Whether this part, which lies at ``offset``, is the last one of the copy."""
-    last = copy.offset + (copy.rows - 1) * copy.step + copy.nbytes
-    step = copy.step if piece.rows > 1 else 0
-    return offset + (piece.rows - 1) * step + piece.nbytes == last
+        yield Piece(here, nbytes, some, stride), there, row == rows
 
 
 def views(pieces: Iterable[Piece]) -> Iterator[memoryview]:

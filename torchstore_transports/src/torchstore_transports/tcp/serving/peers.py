@@ -71,7 +71,7 @@ class Peers:
         self._lock = threading.Lock()
         self._peers: dict[bytes, _Peer] = {}
         self._by_ticket: dict[bytes, _Peer] = {}
-        self._unknown: dict[socket.socket, threading.Thread] = {}
+        self._unknown: dict[threading.Thread, socket.socket] = {}
         self._refusals = _Refusals()
 
     def __bool__(self) -> bool:
@@ -110,9 +110,9 @@ class Peers:
             self.forget(peer)
         with self._lock:
             unknown = list(self._unknown.items())
-        for sock, _ in unknown:
+        for _, sock in unknown:
             _shut(sock)
-        for _, thread in unknown:
+        for thread, _ in unknown:
             thread.join()
 
     def take(self, sock: socket.socket) -> None:
@@ -121,12 +121,9 @@ class Peers:
             target=self._run, args=(sock,), name="torchstore-tcp-serve", daemon=True
         )
         with self._lock:
-            oldest = next(iter(self._unknown)) if len(self._unknown) >= UNKNOWN_MAX else None
-            if oldest is not None:
-                del self._unknown[oldest]
-            self._unknown[sock] = thread
-        if oldest is not None:
-            _shut(oldest)
+            if len(self._unknown) >= UNKNOWN_MAX:
+                _shut(self._unknown.pop(next(iter(self._unknown))))
+            self._unknown[thread] = sock
         thread.start()
 
     # ---- a thread -------------------------------------------------------------------------
@@ -139,8 +136,7 @@ class Peers:
             address = str(sock.getpeername()[0])
             tune(sock)
             if self._secure is not None:
-                sock.settimeout(GREETING_S)
-                greeted = self._secure.wrap_socket(sock, server_side=True)
+                greeted = self._encrypted(sock, self._secure)
             peer, connection = self._entered(greeted, deadline)
         except OSError as error:
             self._refusals.add(address, error)
@@ -148,7 +144,7 @@ class Peers:
             return
         finally:
             with self._lock:
-                self._unknown.pop(sock, None)
+                self._unknown.pop(threading.current_thread(), None)
         try:
             serve(connection, self._segments)
         except OSError as error:
@@ -157,6 +153,19 @@ class Peers:
             connection.close()
             with self._lock:
                 peer.connections.pop(connection, None)
+
+    def _encrypted(self, sock: socket.socket, secure: ssl.SSLContext) -> ssl.SSLSocket:
+        sock.settimeout(GREETING_S)
+        wrapped = secure.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            if threading.current_thread() in self._unknown:
+                self._unknown[threading.current_thread()] = wrapped
+        try:
+            wrapped.do_handshake()
+        except BaseException:
+            wrapped.close()
+            raise
+        return wrapped
 
     def _entered(self, sock: socket.socket, deadline: float) -> tuple[_Peer, Connection]:
         """Greet, and enter the connection among those of its client."""
@@ -185,6 +194,7 @@ class Peers:
 
 def _shut(sock: socket.socket) -> None:
     try:
-        sock.shutdown(socket.SHUT_RDWR)
+        # Not that of SSLSocket, which would take the session away from the thread that uses it.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:  # it has ended by itself
         log.debug("a connection ended before it was closed")

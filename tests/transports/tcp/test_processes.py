@@ -1,0 +1,68 @@
+"""The halves of ``tcp`` in two processes: deaths and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from tests.support import halt, until
+from tests.transports.tcp.apart import Apart
+from tests.transports.tcp.halves import MB, PEER, Local, threads
+
+from torchstore_core.errors import TransportError
+from torchstore_transports.tcp.link import TcpLink
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_a_volume_that_is_killed(write: bool) -> None:
+    with Apart(512 * MB) as there:
+        link = await there.connect()
+        local = Local(400 * MB)
+        began = asyncio.Event()
+        moving = asyncio.ensure_future(_repeat(link, local, began, write=write))
+        await began.wait()
+        os.kill(there.pid, signal.SIGKILL)
+        with pytest.raises(TransportError):
+            await asyncio.wait_for(moving, 10)
+        assert link.unsettled == write
+        link.close()
+        await until(lambda: "torchstore-tcp" not in threads())
+
+
+async def _repeat(link: TcpLink, local: Local, began: asyncio.Event, *, write: bool) -> None:
+    while True:
+        await (link.write if write else link.read)([local.copy()])
+        began.set()
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_a_volume_that_is_stopped(write: bool) -> None:
+    """A caller that has no more time gets away within a second, and memory stays its own."""
+    with Apart(512 * MB) as there:
+        link = await there.connect()
+        await there.ask("write", 0, b"r".hex() * MB)
+        local = Local(400 * MB)
+        await halt(there.pid)
+        moving = asyncio.ensure_future((link.write if write else link.read)([local.copy()]))
+        assert not (await asyncio.wait([moving], timeout=0.3))[0]
+        began = time.monotonic()
+        moving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        assert time.monotonic() - began < 1.0
+        assert link.unsettled == write
+        local.buffer.raw = bytes(400 * MB)
+        os.kill(there.pid, signal.SIGCONT)
+        if write:
+            await there.ask("disconnect", PEER.hex())
+            link.close()
+            link = await there.connect()
+        first = Local(MB)
+        await link.read([first.copy()])
+        # A write has nothing but zeros: it either overwrote the start of the segment or not.
+        assert first.raw == b"r" * MB or (write and set(first.raw) <= {0, ord("r")})
+        assert local.raw == bytes(400 * MB)
+        link.close()
