@@ -31,7 +31,15 @@ from output.results import Metric, floors_table, table
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from scenarios import monarch_jobs, overheads, placement, publishing, resharding, transfers
+from scenarios import (
+    monarch_jobs,
+    networks,
+    overheads,
+    placement,
+    publishing,
+    resharding,
+    transfers,
+)
 from scenarios.run import Bench
 
 from torchstore_cli.bench import floors, workload
@@ -53,6 +61,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "entries": publishing.entries,
     "partial": publishing.partial,
     "cast": publishing.cast,
+    "networks": networks.networks,
     "small": overheads.small,
     "batch": overheads.batch,
     "import": overheads.imports,

@@ -12,6 +12,7 @@ from measured.dicts import Dicts
 from measured.jobs import Job
 from measured.mapped import MappedTensors
 from measured.several_volumes import SeveralVolumes
+from measured.sockets import OverNetwork
 
 from torchstore_cli.bench.worker_main import Stores, serve, standard_commands
 
@@ -29,6 +30,7 @@ def main(loop: str) -> None:
             "checkpoints": Checkpoints(dicts),
             "mapped": MappedTensors(stores.run),
             "volumes": SeveralVolumes(stores.run),
+            "network": OverNetwork(stores.run),
             "job": job,
         }
     )

@@ -166,7 +166,7 @@ def check_extents(extents: Iterable[Extent], sizes: Mapping[int, int], nbytes: i
         if size is None:
             raise ProtocolError(f"there is no segment {segment}")
         last = offset + (rows - 1) * step
-        if rows < 1 or min(offset, last) < 0 or max(offset, last) + row > size:
+        if row < 1 or rows < 1 or min(offset, last) < 0 or max(offset, last) + row > size:
             raise ProtocolError(
                 f"{rows} rows of {row} bytes from {offset}, {step} bytes apart, are not inside "
                 f"segment {segment} of {size} bytes"
