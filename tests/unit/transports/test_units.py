@@ -113,7 +113,9 @@ def test_a_server_refuses_exactly_what_is_outside(
 ) -> None:
     extent = Extent(3, offset, nbytes, rows, step)
     starts = [offset + row * step for row in range(rows)]
-    inside = bool(starts) and nbytes > 0 and min(starts) >= 0 and max(starts) + nbytes <= 150 and right
+    inside = (
+        bool(starts) and nbytes > 0 and min(starts) >= 0 and max(starts) + nbytes <= 150 and right
+    )
     try:
         check_extents([extent], {3: 150}, nbytes * rows + (not right))
     except ProtocolError:

@@ -136,7 +136,7 @@ def _read(connection: Connection, request: _Request, segments: Segments) -> None
     crc = checksum(segments.views(request.extents)) if request.checked else 0
     small = [memoryview(ANSWER.pack(OK, request.checked, 0, crc, request.nbytes))]
     for extent in request.extents:
-        if extent.nbytes < _SEND_FILE or connection.encrypted:
+        if extent.nbytes < _SEND_FILE or connection.copies:
             small += segments.rows(extent)
             continue
         connection.send(small, more=True)

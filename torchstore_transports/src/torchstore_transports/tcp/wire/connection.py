@@ -53,6 +53,9 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.encrypted = isinstance(sock, ssl.SSLSocket)
+        #: Whether sending copies anyway: TLS does, and over the loopback a copy from memory is
+        #: faster than handing over pages one by one.
+        self.copies = self.encrypted or sock.getsockname()[0] == sock.getpeername()[0]
         self._shut = False
         self._lock = threading.Lock()
         if self.encrypted:
