@@ -110,7 +110,8 @@ def _parts(copy: Copy, cutter: _Cutter) -> Iterator[tuple[Piece, int, bool]]:
     """Parts of a copy that fit into what is left of the unit, with their offsets, and whether it is
     the last one. Rows are only divided if one is larger than a unit.
     """
-    address, segment, offset, nbytes, rows, stride, step, _ = copy
+    address, segment, offset, nbytes = copy
+    rows, stride, step = copy.rows, copy.stride, copy.step
     if nbytes < 0 or rows < 0 or not 0 <= segment < _SEGMENT_END:
         raise TransportError(f"a copy that makes no sense: {copy}")
     if not nbytes or not rows:
