@@ -682,7 +682,7 @@ async def test_doctor_finds_what_stops_a_store(store: ts.Client):
         assert result.json["ok"] is False
         return "\n".join(result.json["problems"])
 
-    block = "shm"
+    block = "shm,tcp"
     blocked = await problems(TORCHSTORE_BLOCK=block)
     assert "no transport moves large values" in blocked
     assert "shm: blocked" in blocked

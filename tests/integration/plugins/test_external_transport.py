@@ -277,7 +277,7 @@ async def test_where_it_is_not_installed_it_is_gone(installed: Path) -> None:
         assert "no transport is called 'procfd'" in str(error), error
     else:
         raise AssertionError("it was not refused")
-    await ts.initialize(capacity=64 << 20, prefault=0)
+    await ts.initialize(capacity=64 << 20, prefault=0, block=["tcp"])
     only = await volume()
     assert only["chosen"] == "shm", only
     assert "procfd" not in str(only)
@@ -292,7 +292,7 @@ async def test_where_it_is_not_installed_it_is_gone(installed: Path) -> None:
 @pytest.mark.usefixtures("with_package")
 async def test_without_a_word_of_the_user_its_bid_loses() -> None:
     out = await run("""
-    await ts.initialize(capacity=64 << 20, prefault=0)
+    await ts.initialize(capacity=64 << 20, prefault=0, block=["tcp"])
     only = await volume()
     assert only["chosen"] == "shm"
     assert [b["transport"] for b in only["bids"]] == ["shm", "procfd"], only
@@ -328,7 +328,7 @@ FALL_BACK = """
 tensors = {{f"k{{i}}": torch.full((100_000,), i) for i in range(6)}}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    await ts.initialize(capacity=64 << 20, prefault=0, prefer=["procfd"])
+    await ts.initialize(capacity=64 << 20, prefault=0, prefer=["procfd"], block=["tcp"])
     await ts.put_batch(tensors)
     for _ in range(2):
         got = await ts.get_batch(list(tensors))
@@ -382,7 +382,7 @@ async def test_when_the_last_link_fails_nothing_was_changed(
 ) -> None:
     monkeypatch.setenv("PROCFD_FAIL", "write:1")
     out = await run("""
-    await ts.initialize(capacity=64 << 20, prefault=0, block=["shm"])
+    await ts.initialize(capacity=64 << 20, prefault=0, block=["shm", "tcp"])
     await ts.put("k0", torch.arange(3))  # rides in the message
     await ts.put("k1", big)              # one piece: the failure comes with the second
     before = (await ts.status()).volumes[0].used_bytes

@@ -108,7 +108,7 @@ async def test_a_server_does_not_mind_names_that_it_has_not_installed() -> None:
 
 
 async def test_with_every_way_blocked_the_error_says_who_and_why(server: ServerThread) -> None:
-    async with connected(server.address, block=["shm", "inprocess", "inline"]) as client:
+    async with connected(server.address, block=["shm", "tcp", "inprocess", "inline"]) as client:
         with pytest.raises(ts.TransportUnavailableError) as caught:
             await client.put("k", torch.arange(100_000))
         assert {"shm", "inprocess", "inline"} <= {

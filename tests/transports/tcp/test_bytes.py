@@ -8,8 +8,8 @@ import os
 import random
 import threading
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.support import until
 from tests.transports.tcp.halves import MB, PEER, Local, linked, listening, sockets, threads, volume
 
@@ -77,9 +77,7 @@ async def test_ten_thousand_pieces() -> None:
             at += size
         await link.write(copies)
         shift = target.address - source.address
-        await link.read(
-            [msgspec.structs.replace(copy, address=copy.address + shift) for copy in copies]
-        )
+        await link.read([replace(copy, address=copy.address + shift) for copy in copies])
         assert target.raw[:at] == data[:at]
         assert there.memory[32 * MB - copies[0].nbytes : 32 * MB] == data[: copies[0].nbytes]
 
@@ -111,10 +109,7 @@ async def test_what_is_outside_is_refused(copy: Copy, write: bool) -> None:
     async with linked() as (link, there):
         local = Local(MB)
         there.memory[:4] = b"safe"
-        copies = [
-            Copy(local.address, 7, 100, 50),
-            msgspec.structs.replace(copy, address=local.address),
-        ]
+        copies = [Copy(local.address, 7, 100, 50), replace(copy, address=local.address)]
         with pytest.raises(TransportError, match=r"segment|sense"):
             await (link.write if write else link.read)(copies)
         assert there.memory[:4] == b"safe"

@@ -441,7 +441,11 @@ def test_every_observer_is_called_whatever_the_others_do(site: Site) -> None:
 @pytest.mark.parametrize(
     ("field", "names", "says"),
     [
-        ("prefer", ["shn"], r"prefer=.*no transport is called 'shn' \(.*inline.*shm\).*mean 'shm'"),
+        (
+            "prefer",
+            ["shn"],
+            r"prefer=.*no transport is called 'shn' \(.*inline.*shm.*\).*mean 'shm'",
+        ),
         ("prefer", ["shm", "zebra"], "no transport is called 'zebra'.*install its package"),
         ("prefer", ["local"], "no transport is called 'local'"),  # that is a runtime
         ("block", ["in-line"], "block=.*no plug-in is called 'in-line'.*mean 'inline'"),

@@ -45,6 +45,7 @@ def test_on_one_host_it_is_for_what_is_large_and_not_shared() -> None:
     context = _context(_offer(namespace_id()), same_host=True)
     ours, theirs, small = bid(context), shm().bid(context), inline().bid(context)
     assert isinstance(ours, Bid)
+    assert bid(_context(b"", same_host=True)) == ours
     assert isinstance(theirs, Bid)
     assert isinstance(small, Bid)
     for nbytes in (1, 1 << 20, GB):

@@ -21,11 +21,14 @@ _LOOPBACK_BYTES_PER_S = 1.5e9
 _UNKNOWN_MBITS_PER_S = 10_000
 _EFFICIENCY = 0.9
 _FRESH_S = 5.0
+_LOOPBACK = Bid(_LATENCY_S, _LOOPBACK_BYTES_PER_S, "same host: over the loopback")
 
 
 def _bid(context: LinkContext) -> Bid | Refusal:
     if not context.offered:
         return Refusal("the volume does not offer tcp")
+    if not context.offer and context.same_host:  # of a volume that only might be
+        return _LOOPBACK
     try:
         offer = msgspec.msgpack.decode(context.offer, type=Offer)
     except msgspec.DecodeError as error:
@@ -33,7 +36,7 @@ def _bid(context: LinkContext) -> Bid | Refusal:
     if offer.version != VERSION:
         return Refusal(f"the volume speaks version {offer.version} of tcp, not {VERSION}")
     if offer.namespace and offer.namespace == namespace_id():
-        return Bid(_LATENCY_S, _LOOPBACK_BYTES_PER_S, "same host: over the loopback")
+        return _LOOPBACK
     return bid_between(_here(int(time.monotonic() / _FRESH_S)), offer.networks)
 
 

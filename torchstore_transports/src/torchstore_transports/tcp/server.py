@@ -51,7 +51,7 @@ class TcpServer(TransportServer):
                 f"the client speaks version {client.version} of tcp, the volume {VERSION}"
             )
         try:
-            endpoints = self._listeners.listen(addresses_for(client))
+            endpoints = self._listeners.open(addresses_for(client))
         except (ConfigurationError, OSError) as error:
             raise TransportError(f"the volume does not know where to listen: {error}") from error
         if not endpoints:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
 from torchstore_transports.tcp.moving.transfers import Transfer
-from torchstore_transports.tcp.moving.units import Unit, views
+from torchstore_transports.tcp.moving.units import Unit
 from torchstore_transports.tcp.wire.connection import Connection
+from torchstore_transports.tcp.wire.memory import Incoming, outgoing
 from torchstore_transports.tcp.wire.protocol import (
     ANSWER,
     EXTENT,
@@ -84,9 +85,10 @@ class Streams:
                 return transfer
             self._transfers.append(transfer)
             for _ in range(min(width - self._free, STREAMS_MAX - self._threads)):
-                self._threads += 1
-                threading.Thread(target=self._run, name="torchstore-tcp", daemon=True).start()
+                self._start_thread()
             self._lock.notify(width)
+            if not self._threads:
+                transfer.fail(TransportError("this process can start no thread"))
             return transfer
 
     def forget(self, transfer: Transfer) -> None:
@@ -119,6 +121,14 @@ class Streams:
         self._closed = True
         for connection in list(self._connections):
             connection.forget()
+
+    def _start_thread(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="torchstore-tcp", daemon=True).start()
+        except RuntimeError as error:  # the limit of threads: those that there are do the work
+            log.warning("a stream less: %s", error)
+        else:
+            self._threads += 1
 
     # ---- a thread -------------------------------------------------------------------------
 
@@ -163,7 +173,7 @@ class Streams:
         """
         try:
             connection = self._connected(connection)
-        except (OSError, TransportError) as error:
+        except Exception as error:  # noqa: BLE001 - handed to the awaiting caller
             with self._lock:
                 transfer.streams -= 1
                 if transfer.streams:  # those that have a connection go on without this one
@@ -231,13 +241,13 @@ class Streams:
             return any(one.wanting and not one.streams for one in self._transfers)
 
     def _ask(self, connection: Connection, unit: Unit, *, write: bool) -> None:
-        crc = checksum(views(unit.pieces)) if write and self._checked else 0
+        views = outgoing(unit.pieces) if write else []
+        crc = checksum(views) if self._checked else 0
         operation = WRITE if write else READ
         count = len(unit.extents) // EXTENT.size
         header = REQUEST.pack(operation, self._checked, 0, count, unit.nbytes, crc)
         connection.send([memoryview(header + unit.extents)], more=write)
-        if write:
-            connection.send(views(unit.pieces))
+        connection.send(views)
 
     def _settle(self, connection: Connection, unit: Unit, *, write: bool) -> None:
         head = bytearray(ANSWER.size)
@@ -251,9 +261,11 @@ class Streams:
             raise TransportError(f"the volume answers {unit.nbytes} bytes with {nbytes}")
         if write:
             return
-        connection.receive(views(unit.pieces))
-        if checked and checksum(views(unit.pieces)) != crc:
+        incoming = Incoming(unit.pieces)
+        connection.receive(incoming.views)
+        if checked and checksum(incoming.views) != crc:
             raise TransportError("bytes were damaged on their way: their checksum is wrong")
+        incoming.place()
 
     # ---- the lock is held -----------------------------------------------------------------
 

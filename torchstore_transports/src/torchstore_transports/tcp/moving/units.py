@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
-from torchstore_transports.tcp.wire.connection import MEMORY
+from torchstore_transports.tcp.wire.memory import Piece
 from torchstore_transports.tcp.wire.protocol import EXTENT, EXTENTS_MAX, Extent
 
-__all__ = ["Piece", "Unit", "cut", "views"]
+__all__ = ["Unit", "cut"]
 
 _OFFSET_END = 1 << 63
 _SEGMENT_END = 1 << 32
 _ROWS_MAX = (1 << 32) - 1
-
-
-class Piece(NamedTuple):
-    """``rows`` rows of ``nbytes`` bytes of local memory, the starts of which are ``stride`` bytes
-    apart.
-    """
-
-    address: int
-    nbytes: int
-    rows: int
-    stride: int
 
 
 class Unit(NamedTuple):
@@ -136,11 +125,3 @@ def _parts(copy: Copy, cutter: _Cutter) -> Iterator[tuple[Piece, int, bool]]:
         here, there = address + row * stride, offset + row * step
         row += some
         yield Piece(here, nbytes, some, stride), there, row == rows
-
-
-def views(pieces: Iterable[Piece]) -> Iterator[memoryview]:
-    """The local memory of pieces, row by row."""
-    for address, nbytes, rows, stride in pieces:
-        for row in range(rows):
-            start = address + row * stride
-            yield MEMORY[start : start + nbytes]

@@ -36,7 +36,7 @@ class Listeners:
         self._thread: threading.Thread | None = None
         self._wake: socket.socket | None = None
 
-    def listen(self, addresses: Sequence[str]) -> list[tuple[str, int]]:
+    def open(self, addresses: Sequence[str]) -> list[tuple[str, int]]:
         """Listen at these addresses, too; where that is, in their order, without those that cannot
         be listened at.
         """

@@ -124,7 +124,13 @@ class Peers:
             if len(self._unknown) >= UNKNOWN_MAX:
                 _shut(self._unknown.pop(next(iter(self._unknown))))
             self._unknown[thread] = sock
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of threads
+            with self._lock:
+                self._unknown.pop(thread, None)
+            sock.close()
+            self._refusals.add("?", error)
 
     # ---- a thread -------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torchstore_core.contracts.transport import Segment
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
-from torchstore_transports.tcp.wire.connection import MEMORY, Connection
+from torchstore_transports.tcp.wire.connection import Connection
+from torchstore_transports.tcp.wire.memory import Incoming, Piece, outgoing
 from torchstore_transports.tcp.wire.protocol import (
     ANSWER,
     EXTENT,
@@ -55,22 +56,14 @@ class Segments:
         """The descriptor of a segment."""
         return self._segments[segment].fd
 
-    def views(self, extents: Sequence[Extent]) -> Iterator[memoryview]:
-        """The memory of extents, row by row.
+    def pieces(self, extents: Iterable[Extent]) -> Iterator[Piece]:
+        """The memory of extents.
 
         Raises:
             OSError: it cannot be mapped.
         """
-        for extent in extents:
-            yield from self.rows(extent)
-
-    def rows(self, extent: Extent) -> Iterator[memoryview]:
-        """The memory of one extent, row by row."""
-        segment, offset, nbytes, rows, step = extent
-        start = self._address(segment) + offset
-        for _ in range(rows):
-            yield MEMORY[start : start + nbytes]
-            start += step
+        for segment, offset, nbytes, rows, step in extents:
+            yield Piece(self._address(segment) + offset, nbytes, rows, step)
 
     def _address(self, segment: int) -> int:
         with self._lock:
@@ -126,18 +119,22 @@ def _received(connection: Connection, head: memoryview, segments: Segments) -> _
 
 
 def _write(connection: Connection, request: _Request, segments: Segments) -> None:
-    connection.receive(segments.views(request.extents))
-    if request.checked and checksum(segments.views(request.extents)) != request.crc:
+    incoming = Incoming(segments.pieces(request.extents))
+    connection.receive(incoming.views)
+    if request.checked and checksum(incoming.views) != request.crc:
         raise ProtocolError("bytes were damaged on their way: their checksum is wrong")
+    incoming.place()
     connection.send([memoryview(ANSWER.pack(OK, 0, 0, 0, 0))])
 
 
 def _read(connection: Connection, request: _Request, segments: Segments) -> None:
-    crc = checksum(segments.views(request.extents)) if request.checked else 0
+    crc = 0
+    if request.checked:
+        crc = checksum(outgoing(segments.pieces(request.extents)))
     small = [memoryview(ANSWER.pack(OK, request.checked, 0, crc, request.nbytes))]
     for extent in request.extents:
-        if extent.nbytes < _SEND_FILE or connection.encrypted:
-            small += segments.rows(extent)
+        if extent.nbytes < _SEND_FILE or connection.copies:
+            small += outgoing(segments.pieces([extent]))
             continue
         connection.send(small, more=True)
         small = []

@@ -8,7 +8,6 @@ for receiving and sending.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 import ssl
@@ -17,7 +16,7 @@ import threading
 from collections.abc import Iterable
 from itertools import islice
 
-__all__ = ["MEMORY", "STALL_S", "Connection", "tune"]
+__all__ = ["STALL_S", "Connection", "tune"]
 
 #: A connection is given up when its peer takes or gives no byte for so many seconds.
 STALL_S = 20.0
@@ -25,10 +24,6 @@ _KEEP_IDLE_S, _KEEP_INTERVAL_S, _KEEP_PROBES = 10, 5, 3
 _IOV_MAX = 1024
 # With TLS every call copies anyway, so that small rows are joined up to this many bytes.
 _JOINED_BYTES = 64 << 10
-
-#: All memory of this process; a slice of it is a view of the memory at those addresses. Slicing
-#: takes a tenth of the time that making an array type for every length does.
-MEMORY = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
 
 
 def tune(sock: socket.socket) -> None:
@@ -53,8 +48,12 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.encrypted = isinstance(sock, ssl.SSLSocket)
+        #: Whether sending copies anyway: TLS does, and over the loopback a copy from memory is
+        #: faster than handing over pages one by one.
+        self.copies = self.encrypted or sock.getsockname()[0] == sock.getpeername()[0]
         self._shut = False
-        self._lock = threading.Lock()
+        # Reentrant: the collector may drop a link, and shut its connections, at any moment.
+        self._lock = threading.RLock()
         if self.encrypted:
             sock.settimeout(STALL_S)
             return
