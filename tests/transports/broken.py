@@ -419,6 +419,16 @@ class Descriptors(SimpleLink):
         _litter.append(os.open(os.devnull, os.O_RDONLY))
 
 
+class Hasty(SimpleLink):
+    """Opens the segments, and then asks for something else before it has a link to close."""
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
+        made = await super().connect(offer, context)
+        await asyncio.sleep(0.2)
+        return made
+
+
 class Threads(SimpleLink):
     """Keeps a thread for each link."""
 
