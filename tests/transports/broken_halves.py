@@ -100,6 +100,19 @@ class Late(Posting):
         return
 
 
+class Later(Late):
+    """Says that everything has arrived, and writes it when it finds the time."""
+
+    delay = 0.4
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if not request.startswith(b"write"):
+            return await super().handshake(peer, request)
+        task = asyncio.ensure_future(self.later(request[5:]))
+        self.tasks.setdefault(peer, set()).add(task)
+        return b""
+
+
 class SettledLink(PostingLink):
     """Does not say that its peer may still be writing."""
 
@@ -266,7 +279,7 @@ def __getattr__(name: str) -> broken.Plugin:
         raise AttributeError(name)
     fields: dict[str, Any] = {}
     client = f"{which}Link" if f"{which}Link" in globals() else ""
-    if which in ("Late", "Posting"):
+    if which in ("Late", "Later", "Posting"):
         client = "PostingLink"
     if which == "Local":
         fields["bid"] = everywhere

@@ -71,7 +71,7 @@ def _clean() -> Iterator[None]:
         (client("MovesOn"), READING, "bytes came after a read had been cancelled"),
         (server("SettledLink"), CANCELLED, "bytes were written after"),
         (server("Late"), CANCELLED, "bytes were written after"),
-        (server("Late"), "test_a_killed_client_writes_no_more", "of a dead client came after"),
+        (server("Later"), "test_a_killed_client_writes_no_more", "of a dead client came after"),
         (client("Patient"), SOON, "ended after 1.. s, not within a second"),
         (client("Polite"), STOPPED, "ended after .* s, not within a second"),
         (client("Plain"), "test_a_killed_half_is_noticed", "ConnectionResetError.*no TransportErr"),
