@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import msgspec
-from tests.transports.broken.simple import Plugin, bid
+from tests.transports.broken.simple import Plugin, Simple, bid
 
 from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.transport import Bid, Refusal, TransportSpec
@@ -35,6 +35,10 @@ BIDS: dict[str, Any] = {
     "moody": lambda _: Bid(1.0 + next(_moods) // 40, 1e9, "?"),
     "slow": lambda context: (time.sleep(0.005), bid(context))[1],
 }
+
+
+plugin_halfless = Plugin(Simple, Simple)  # type: ignore[arg-type]
+plugin_speechless = Plugin(probe=lambda: "")
 
 
 def __getattr__(name: str) -> Plugin:

@@ -19,6 +19,7 @@ from torchstore_core.errors import TransportError
 from torchstore_core.machine.virtual_memory import map_shared
 
 _litter: list[Any] = []
+_remembered: list[SimpleLink] = []
 
 
 class Trusting(SimpleLink):
@@ -141,6 +142,23 @@ class Hasty(SimpleLink):
         return made
 
 
+class Remembered(SimpleLink):
+    """Is bound to its event loop, and stays when that has gone."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _remembered.append(self)
+
+
+class Limited(SimpleLink):
+    """Takes less than it says."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        if sum(copy.nbytes for copy in copies) > 500:
+            raise TransportError("that is too much")
+        await super().move(copies, write=write)
+
+
 class Threads(SimpleLink):
     """Keeps a thread for each link."""
 
@@ -171,6 +189,8 @@ class Children(SimpleLink):
 
 def clean() -> None:
     """Undo what the last ones have left."""
+    while _remembered:
+        _remembered.pop().close()
     while _litter:
         left = _litter.pop()
         if isinstance(left, int):
@@ -179,6 +199,10 @@ def clean() -> None:
             left.set()
         elif isinstance(left, subprocess.Popen):
             left.communicate()
+
+
+plugin_Remembered = Plugin(Remembered, loop_bound=True)
+plugin_Limited = Plugin(Limited, max_bytes=1000)
 
 
 def __getattr__(name: str) -> Plugin:

@@ -175,6 +175,15 @@ class Anew(Simple):
         self.gone.add(peer)
 
 
+class Single(Simple):
+    """Serves one client at a time."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if self.peers - {peer}:
+            raise TransportError("somebody else is served")
+        return await super().handshake(peer, request)
+
+
 class Endless(Simple):
     """Its close never ends."""
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from tests.transports.broken.simple import OPEN, Plugin, SimpleLink, named
 
-from torchstore_core.contracts.transport import Copy, Mapping
+from torchstore_core.contracts.transport import Copy, Mapping, Window
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.tasks import wait_ended
-from torchstore_core.machine.virtual_memory import map_shared
+from torchstore_core.machine.virtual_memory import map_private, map_shared
 
 _kept: list[Any] = []
 
@@ -119,6 +119,19 @@ class Shared(SimpleLink):
         block = (ctypes.c_char * size).from_address(base)
         _kept.append(block)
         return Mapping(base + offset, offset, nbytes, block)
+
+
+class Blind(SimpleLink):
+    """Its windows are private."""
+
+    def window(self, segment: int) -> Window:
+        fd, size = self.segments[segment]
+        address, _, block = map_private(fd, 0, size)
+        _kept.append(block)
+        return Window(address, size)
+
+    def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
+        return
 
 
 class MovesOn(SimpleLink):

@@ -162,14 +162,15 @@ class Plugin:
         client: type[Link] = SimpleLink,
         server: type[TransportServer] = Simple,
         bid: Callable[[LinkContext], Bid | Refusal] = bid,
+        **fields: Any,
     ) -> None:
-        self.bid = bid
+        self.fields = {"bid": bid, **fields}
         self.client, self.server = (f"{cls.__module__}:{cls.__name__}" for cls in (client, server))
 
     @hookimpl
     def torchstore_transport(self) -> TransportSpec:
         """See ``torchstore_core.contracts.hooks``."""
-        return TransportSpec("broken", bid=self.bid, client=self.client, server=self.server)
+        return TransportSpec("broken", client=self.client, server=self.server, **self.fields)
 
 
 def named(name: str, classes: dict[str, Any]) -> Plugin:
