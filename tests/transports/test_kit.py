@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.transports import broken, broken_halves
+from tests.transports.broken.ending import clean
 
 from torchstore_core.testing import TransportTests
 
+BROKEN = "tests.transports.broken"
 SIZES = "test_every_size_arrives"
 RANGE = "test_what_is_out_of_range_is_refused"
 LEAKS = "test_links_leave_nothing_behind"
@@ -37,79 +38,110 @@ def kit(entry: str) -> TransportTests:
     return Kit()
 
 
-def client(name: str) -> str:
-    return f"{broken.__name__}:plugin_{name}"
+def moving(name: str) -> str:
+    return f"{BROKEN}.moving:plugin_{name}"
 
 
-def server(name: str) -> str:
-    return f"{broken_halves.__name__}:plugin_{name}"
+def ending(name: str) -> str:
+    return f"{BROKEN}.ending:plugin_{name}"
+
+
+def half(name: str) -> str:
+    return f"{BROKEN}.halves:plugin_{name}"
 
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
-    broken.clean()
+    clean()
 
 
 @pytest.mark.parametrize(
     ("entry", "test", "says"),
     [
-        (client("Short"), SIZES, "write: 1 bytes are wrong"),
-        (client("Long"), SIZES, "read: .* bytes are wrong|beside the destination"),
-        (client("Clearing"), SIZES, "write changed its source"),
-        (client("Swapping"), "test_a_batch_of_many_pieces_arrives", "write: .* bytes are wrong"),
-        (client("Few"), "test_a_batch_of_many_pieces_arrives", "write: .* bytes are wrong"),
-        (client("Capped"), "test_a_large_transfer_arrives", "write: .* bytes are wrong"),
-        (client("Strideless"), "test_rows_arrive", "write: 3 rows of 5 bytes at 7 here, 5 there"),
-        (client("Busy"), "test_transfers_at_the_same_time_do_not_mix", "bytes are wrong"),
+        (moving("Short"), SIZES, "write: 1 bytes are wrong"),
+        (moving("Long"), SIZES, "read: .* bytes are wrong|beside the destination"),
+        (moving("Clearing"), SIZES, "write changed its source"),
+        (moving("Swapping"), "test_a_batch_of_many_pieces_arrives", "write: .* bytes are wrong"),
+        (moving("Few"), "test_a_batch_of_many_pieces_arrives", "write: .* bytes are wrong"),
+        (moving("Capped"), "test_a_large_transfer_arrives", "write: .* bytes are wrong"),
+        (moving("Strideless"), "test_rows_arrive", "write: 3 rows of 5 bytes at 7 here, 5 there"),
+        (moving("Busy"), "test_transfers_at_the_same_time_do_not_mix", "bytes are wrong"),
         (
-            client("Shared"),
+            moving("Shared"),
             "test_a_mapping_is_private_and_outlives_its_link",
             "changed the segment",
         ),
-        (client("MovesOn"), CANCELLED, "bytes were written after a write had been cancelled"),
-        (client("MovesOn"), READING, "bytes came after a read had been cancelled"),
-        (server("SettledLink"), CANCELLED, "bytes were written after"),
-        (server("Late"), CANCELLED, "bytes were written after"),
-        (server("Late"), "test_a_killed_client_writes_no_more", "of a dead client came after"),
-        (client("Patient"), SOON, "ended after 1.. s, not within a second"),
-        (client("Polite"), STOPPED, "ended after .* s, not within a second"),
-        (client("Plain"), "test_a_killed_half_is_noticed", "ConnectionResetError.*no TransportErr"),
-        (client("Trusting"), RANGE, "the byte after the segment was accepted"),
-        (client("Unsigned"), RANGE, "write of an offset that overflows 64 bits (was|raised)"),
-        (client("Untyped"), RANGE, "ValueError.*no TransportError"),
-        (client("Boasting"), "test_what_has_arrived_is_told_honestly", "is 8, and the copy at 5"),
-        (client("Undecided"), OFFERS, "raised (ValueError|UnicodeDecodeError).*no TransportError"),
-        (server("Silent"), OFFERS, "took more than 5 s"),
-        (server("Waiting"), HANDSHAKES, "took more than 5 s"),
-        (server("Accepting"), HANDSHAKES, "a garbage handshake was accepted"),
-        (server("Confused"), HANDSHAKES, "after garbage handshakes"),
-        (server("Pickled"), "test_handshakes_carry_no_pickles", "the offer is a pickle"),
-        (server("Pickled"), "test_its_halves_import_no_unpickler", "broken_halves imports pickle"),
-        (client("Open"), CLOSED, "a write after close.* was accepted"),
-        (client("Abrupt"), CLOSED, "OSError.*no TransportError"),
-        (client("Once"), CLOSE, "it is closed already"),
-        (client("Slow"), CLOSE, "took 0.[4-9]. s: it must not block"),
-        (server("Endless"), HALF_CLOSED, "close.* of the server half took more than 5 s"),
-        (server("Undying"), HALF_CLOSED, "connect after close.* was accepted"),
-        (client("Descriptors"), LEAKS, "descriptors of this process"),
-        (client("Threads"), LEAKS, "threads of this process"),
-        (client("Mappings"), LEAKS, "mapped files of this process"),
-        (client("Children"), LEAKS, "child processes"),
-        (server("Hoarding"), LEAKS, "descriptors of the server half"),
-        (server("Keeping"), "test_nothing_is_registered_after_the_last_client", "is 268435456 aft"),
-        (server("Anew"), "test_a_client_may_begin_anew_after_disconnect", "that client has left"),
-        (server("Local"), "test_two_network_namespaces", "write from another host: .*nobody is"),
-        (server("Refusing"), SIZES, "does not serve in another process: .*a day like this"),
-        (f"{broken.__name__}:heavy", "test_its_hook_module_is_light", "it imports torch"),
-        (client("OneLoop"), "test_two_event_loops_in_two_threads", "different loop|attached"),
-        *((f"{broken.__name__}:bid_{name}", BIDS, "for a volume") for name in ("nan", "negative")),
-        *((f"{broken.__name__}:bid_{name}", BIDS, "for a volume") for name in ("infinite", "none")),
-        (f"{broken.__name__}:bid_nothing", BIDS, "a rate of 0.0"),
-        (f"{broken.__name__}:bid_silent", BIDS, "a bid without a reason"),
-        (f"{broken.__name__}:bid_wordless", BIDS, "a refusal without a reason"),
-        (f"{broken.__name__}:bid_moody", PURE, "and then Bid"),
-        (f"{broken.__name__}:bid_slow", PURE, "a bid takes .* ms"),
+        (moving("Blind"), "test_a_window_shows_the_segment", "the segment has other bytes"),
+        (half("Single"), "test_two_client_processes", "write in another process: .*somebody else"),
+        (moving("MovesOn"), CANCELLED, "bytes were written after a write had been cancelled"),
+        (moving("MovesOn"), READING, "bytes came after a read had been cancelled"),
+        (half("Settled"), CANCELLED, "bytes were written after"),
+        (half("Late"), CANCELLED, "bytes were written after"),
+        (half("Later"), "test_a_killed_client_writes_no_more", "of a dead client came after"),
+        (moving("Patient"), SOON, "ended after 1.. s, not within a second"),
+        (moving("Polite"), STOPPED, "ended after .* s, not within a second"),
+        (moving("Plain"), "test_a_killed_half_is_noticed", "ConnectionResetError.*no TransportErr"),
+        (ending("Trusting"), RANGE, "the byte after the segment was accepted"),
+        (ending("Unsigned"), RANGE, "write of an offset that overflows 64 bits (was|raised)"),
+        (ending("Untyped"), RANGE, "ValueError.*no TransportError"),
+        (ending("Boasting"), "test_what_has_arrived_is_told_honestly", "is 8, and the copy at 5"),
+        (ending("Undecided"), OFFERS, "raised (ValueError|UnicodeDecodeError).*no TransportError"),
+        (ending("Silent"), OFFERS, "took more than 5 s"),
+        (half("Waiting"), HANDSHAKES, "took more than 5 s"),
+        (half("Accepting"), HANDSHAKES, "a garbage handshake was accepted"),
+        (half("Confused"), HANDSHAKES, "after garbage handshakes"),
+        (f"{BROKEN}.pickles:plugin", "test_handshakes_carry_no_pickles", "the offer is a pickle"),
+        (
+            f"{BROKEN}.pickles:plugin",
+            "test_its_halves_import_no_unpickler",
+            "pickles imports pickle",
+        ),
+        (ending("Open"), CLOSED, "a write after close.* was accepted"),
+        (ending("Abrupt"), CLOSED, "OSError.*no TransportError"),
+        (ending("Once"), CLOSE, "it is closed already"),
+        (ending("Slow"), CLOSE, "took 0.[4-9]. s: it must not block"),
+        (half("Endless"), HALF_CLOSED, "close.* of the server half took more than 5 s"),
+        (half("Undying"), HALF_CLOSED, "connect after close.* was accepted"),
+        (ending("Descriptors"), LEAKS, "descriptors of this process"),
+        (
+            ending("Hasty"),
+            "test_a_cancelled_connect_leaves_nothing_behind",
+            "16 cancelled connects left .*descriptors of this process",
+        ),
+        (
+            ending("Remembered"),
+            "test_a_link_that_is_dropped_leaves_nothing_behind",
+            "8 dropped links and loops left this behind: descriptors",
+        ),
+        (ending("Limited"), "test_more_than_max_bytes_is_not_asked_for", "that is too much"),
+        (ending("Threads"), LEAKS, "threads of this process"),
+        (ending("Mappings"), LEAKS, "mapped files of this process"),
+        (ending("Children"), LEAKS, "child processes"),
+        (half("Hoarding"), LEAKS, "descriptors of the server half"),
+        (half("Keeping"), "test_nothing_is_registered_after_the_last_client", "is 268435456 aft"),
+        (half("Anew"), "test_a_client_may_begin_anew_after_disconnect", "that client has left"),
+        (half("Local"), "test_two_network_namespaces", "write from another host: .*nobody is"),
+        (half("Refusing"), SIZES, "does not serve in another process: .*a day like this"),
+        (
+            f"{BROKEN}.bids:plugin_halfless",
+            "test_its_name_leads_to_its_halves",
+            "client half .*Simple' is no Link",
+        ),
+        (
+            f"{BROKEN}.bids:plugin_speechless",
+            "test_its_probe_says_in_words_what_is_missing",
+            "neither None nor a reason",
+        ),
+        (f"{BROKEN}.bids:heavy", "test_its_hook_module_is_light", "it imports torch"),
+        (moving("OneLoop"), "test_two_event_loops_in_two_threads", "different loop|attached"),
+        *((f"{BROKEN}.bids:bid_{name}", BIDS, "for a volume") for name in ("nan", "negative")),
+        *((f"{BROKEN}.bids:bid_{name}", BIDS, "for a volume") for name in ("infinite", "none")),
+        (f"{BROKEN}.bids:bid_nothing", BIDS, "a rate of 0.0"),
+        (f"{BROKEN}.bids:bid_silent", BIDS, "a bid without a reason"),
+        (f"{BROKEN}.bids:bid_wordless", BIDS, "a refusal without a reason"),
+        (f"{BROKEN}.bids:bid_moody", PURE, "and then Bid"),
+        (f"{BROKEN}.bids:bid_slow", PURE, "a bid takes .* ms"),
     ],
 )
 def test_what_is_wrong_is_found(entry: str, test: str, says: str) -> None:
@@ -127,7 +159,7 @@ class TestSimple(TransportTests):
     """What the broken ones are without their faults."""
 
     name = "broken"
-    entry = client("SimpleLink")
+    entry = f"{BROKEN}.simple:plugin_SimpleLink"
     light_halves = True
 
 
@@ -135,9 +167,5 @@ class TestPosting(TransportTests):
     """The same, two-sided."""
 
     name = "broken"
-    entry = server("Posting")
+    entry = half("Posting")
     light_halves = True
-
-
-# It unpickles on purpose, in another class of its module.
-TestPosting.test_its_halves_import_no_unpickler = None  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from torchstore_core.contracts.transport import Link
+from torchstore_core.errors import TransportError
 from torchstore_core.testing import leftovers
 from torchstore_core.testing.transports.base import TransportKit, check, run
 from torchstore_core.testing.transports.ends.endpoints import Endpoints
@@ -20,6 +22,7 @@ __all__ = ["ClosingTests"]
 _ROUNDS = 8
 _NBYTES = 300_001
 _CLOSE_S = 0.25
+_CONNECT_S = 10.0
 
 
 class ClosingTests(TransportKit):
@@ -87,6 +90,41 @@ class ClosingTests(TransportKit):
             run(drop())
         left = self._grown(endpoints, before)
         check(not left, f"{_ROUNDS} dropped links and loops left this behind: {'; '.join(left)}")
+
+    def test_a_cancelled_connect_leaves_nothing_behind(self) -> None:
+        """Whenever it is cancelled, and also when its link had just been made."""
+        endpoints = self.anywhere()
+
+        async def duration() -> float:
+            async with endpoints.session() as session:
+                began = time.monotonic()
+                await session.connect()
+                return time.monotonic() - began
+
+        async def cancelled(delay: float) -> None:
+            async with endpoints.session() as session:
+                connecting = asyncio.ensure_future(session.connect())
+                await asyncio.sleep(0)
+                await asyncio.wait([connecting], timeout=delay)
+                connecting.cancel()
+                await asyncio.wait([connecting], timeout=_CONNECT_S)
+                check(connecting.done(), f"a cancelled connect took more than {_CONNECT_S:g} s")
+                raised = None if connecting.cancelled() else connecting.exception()
+                known = raised is None or isinstance(raised, TransportError)
+                check(known, f"a cancelled connect raised {raised!r}, which is no TransportError")
+
+        took = run(duration())
+
+        def rounds() -> None:
+            for at in range(2 * _ROUNDS):
+                run(cancelled(took * at / (2 * _ROUNDS - 3)))  # the last ones come too late
+
+        rounds()
+        gc.collect()
+        before = _held(endpoints)
+        rounds()
+        left = self._grown(endpoints, before)
+        check(not left, f"{2 * _ROUNDS} cancelled connects left this behind: {'; '.join(left)}")
 
     def test_nothing_is_registered_after_the_last_client(self) -> None:
         """``registered`` is 0 then: the volume gives memory back to the system. While clients are

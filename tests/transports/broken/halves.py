@@ -1,19 +1,16 @@
-"""Transports with a server half that is wrong in one way each; see ``broken`` beside it."""
+"""Server halves that are wrong in one way each."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import os
-import pickle
 import socket
-import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
-from tests.transports import broken
-from tests.transports.broken import OFFER, OPEN, Simple, SimpleLink
+from tests.transports.broken.simple import OFFER, OPEN, Plugin, Simple, SimpleLink, named
 
 from torchstore_core.contracts.transport import (
     Bid,
@@ -100,6 +97,19 @@ class Late(Posting):
         return
 
 
+class Later(Late):
+    """Says that everything has arrived, and writes it when it finds the time."""
+
+    delay = 0.4
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if not request.startswith(b"write"):
+            return await super().handshake(peer, request)
+        task = asyncio.ensure_future(self.later(request[5:]))
+        self.tasks.setdefault(peer, set()).add(task)
+        return b""
+
+
 class SettledLink(PostingLink):
     """Does not say that its peer may still be writing."""
 
@@ -165,6 +175,15 @@ class Anew(Simple):
         self.gone.add(peer)
 
 
+class Single(Simple):
+    """Serves one client at a time."""
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        if self.peers - {peer}:
+            raise TransportError("somebody else is served")
+        return await super().handshake(peer, request)
+
+
 class Endless(Simple):
     """Its close never ends."""
 
@@ -220,22 +239,6 @@ class LocalLink(SimpleLink):
             raise TransportUnavailableError(f"nobody is there: {error}") from error
 
 
-class Pickled(Simple):
-    """Its offer is a pickle."""
-
-    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
-        await super().start(context, segments)
-        return pickle.dumps(OFFER)
-
-
-class PickledLink(SimpleLink):
-    """Loads it."""
-
-    @classmethod
-    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
-        return await super().connect(pickle.loads(offer), context)
-
-
 class Refusing(Simple):
     """Serves nowhere."""
 
@@ -243,38 +246,19 @@ class Refusing(Simple):
         raise TransportUnavailableError("not on a day like this")
 
 
-class Silent(SimpleLink):
-    """Waits for ever for an answer to an offer that it does not know."""
-
-    @classmethod
-    async def connect(cls, offer: bytes, context: LinkContext) -> Link:
-        if offer != OFFER:
-            time.sleep(0)
-            await asyncio.Event().wait()
-        return await super().connect(offer, context)
-
-
 def everywhere(context: LinkContext) -> Bid:
     """A bid for other hosts, too."""
     return Bid(1e-3, 1e9, "everywhere")
 
 
-def __getattr__(name: str) -> broken.Plugin:
-    """``plugin_X``: the plug-in with the server half ``X``, and ``XLink`` if there is one."""
-    which = name.removeprefix("plugin_")
-    if which == name or which not in globals():
-        raise AttributeError(name)
-    fields: dict[str, Any] = {}
-    client = f"{which}Link" if f"{which}Link" in globals() else ""
-    if which in ("Late", "Posting"):
-        client = "PostingLink"
-    if which == "Local":
-        fields["bid"] = everywhere
-    if which in ("SettledLink", "Silent"):
-        server = "Late" if which == "SettledLink" else f"{broken.__name__}:Simple"
-        client, which = which, server
-    return broken.Plugin(
-        f"{__name__}:{client}" if client else "SimpleLink",
-        which if ":" in which else f"{__name__}:{which}",
-        **fields,
-    )
+plugin_Posting = Plugin(PostingLink, Posting)
+plugin_Late = Plugin(PostingLink, Late)
+plugin_Later = Plugin(PostingLink, Later)
+plugin_Settled = Plugin(SettledLink, Late)
+plugin_Undying = Plugin(UndyingLink, Undying)
+plugin_Local = Plugin(LocalLink, Local, everywhere)
+
+
+def __getattr__(name: str) -> Plugin:
+    """``plugin_X``: the plug-in with the half ``X``."""
+    return named(name, globals())

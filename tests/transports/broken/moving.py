@@ -1,0 +1,194 @@
+"""Client halves that move wrong bytes, or some that they should not move any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tests.transports.broken.simple import OPEN, Plugin, SimpleLink, named
+
+from torchstore_core.contracts.transport import Copy, Mapping, Window
+from torchstore_core.errors import TransportError
+from torchstore_core.machine.tasks import wait_ended
+from torchstore_core.machine.virtual_memory import map_private, map_shared
+
+_kept: list[Any] = []
+
+
+class Short(SimpleLink):
+    """Writes one byte too few."""
+
+    def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
+        for address, offset, nbytes in super().pieces(copy):
+            yield address, offset, nbytes - (nbytes > 1)
+
+
+class Long(SimpleLink):
+    """Reads in words of 8 bytes."""
+
+    def piece(self, fd: int, address: int, offset: int, nbytes: int, *, write: bool) -> None:
+        size = nbytes if write else -(-nbytes // 8) * 8
+        super().piece(fd, address, offset, size, write=write)
+
+
+class Swapping(SimpleLink):
+    """Exchanges the sources of two copies of the same size."""
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        known: dict[int, int] = {}
+        swapped = list(copies)
+        for at, copy in enumerate(copies):
+            if (other := known.setdefault(copy.nbytes, at)) != at:
+                swapped[at] = copy._replace(address=copies[other].address)
+                swapped[other] = copies[other]._replace(address=copy.address)
+                break
+        await super().write(swapped)
+
+
+class Few(SimpleLink):
+    """Takes at most 4,096 copies a batch, and forgets the others."""
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        await super().write(copies[:4096])
+
+
+class Strideless(SimpleLink):
+    """Takes rows for one run."""
+
+    def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
+        yield from super().pieces(copy._replace(nbytes=copy.nbytes * copy.rows, rows=1))
+
+
+class Capped(SimpleLink):
+    """Loses what is behind the first 16 MB of a copy."""
+
+    def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
+        yield from super().pieces(copy._replace(nbytes=min(copy.nbytes, 16 << 20)))
+
+
+class Clearing(SimpleLink):
+    """Clears its source."""
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        await super().write(copies)
+        for copy in copies:
+            ctypes.memset(copy.address, 0, copy.nbytes * min(copy.rows, 1))
+
+
+class Busy(SimpleLink):
+    """Loses a batch while another one is under way."""
+
+    under_way = False
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        if self.under_way:
+            return
+        self.under_way = True
+        try:
+            await super().move(copies, write=write)
+        finally:
+            self.under_way = False
+
+
+class OneLoop(SimpleLink):
+    """Waits on its first event loop, and does not say that it is bound to it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.loop = asyncio.get_running_loop()
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        done = self.loop.create_future()
+        self.loop.call_soon(done.set_result, None)
+        await done
+        await super().move(copies, write=write)
+
+
+class Shared(SimpleLink):
+    """Its mappings are not private."""
+
+    def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
+        fd, size = self.segments[segment]
+        base = map_shared(fd, size)
+        block = (ctypes.c_char * size).from_address(base)
+        _kept.append(block)
+        return Mapping(base + offset, offset, nbytes, block)
+
+
+class Blind(SimpleLink):
+    """Its windows are private."""
+
+    def window(self, segment: int) -> Window:
+        fd, size = self.segments[segment]
+        address, _, block = map_private(fd, 0, size)
+        _kept.append(block)
+        return Window(address, size)
+
+    def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
+        return
+
+
+class MovesOn(SimpleLink):
+    """Raises when it is cancelled, and moves the rest all the same."""
+
+    async def stopped(self, work: asyncio.Future[None]) -> None:
+        return
+
+    def work(self, copies: Sequence[Copy], stop: threading.Event, write: bool) -> None:
+        files = {copy.segment: os.dup(self.segments[copy.segment][0]) for copy in copies}
+        time.sleep(0.002)
+        for copy in copies:
+            for address, offset, nbytes in self.pieces(copy):
+                self.piece(files[copy.segment], address, offset, nbytes, write=write)
+        for fd in files.values():
+            os.close(fd)
+
+
+class Patient(SimpleLink):
+    """A cancelled transfer waits for something that does not come."""
+
+    async def stopped(self, work: asyncio.Future[None]) -> None:
+        await super().stopped(work)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 1.5)
+
+
+class Polite(SimpleLink):
+    """Asks its server half before each transfer, and waits for the answer, cancelled or not."""
+
+    async def move(self, copies: Sequence[Copy], *, write: bool) -> None:
+        if self.closed:
+            raise TransportError("this link was closed")
+        asking = asyncio.ensure_future(self.ask())
+        cancelled = await wait_ended(asking, 4.0)
+        if not asking.done():
+            asking.cancel()
+        if cancelled:
+            raise asyncio.CancelledError
+        asking.result()
+        await super().move(copies, write=write)
+
+    async def ask(self) -> None:
+        if self.context.handshake is not None:
+            await self.context.handshake(OPEN)
+
+
+class Plain(Polite):
+    """Raises what the socket raises, when its server half is gone."""
+
+    async def ask(self) -> None:
+        try:
+            await super().ask()
+        except TransportError as error:
+            raise ConnectionResetError(str(error)) from error
+
+
+def __getattr__(name: str) -> Plugin:
+    """``plugin_X``: the plug-in with the half ``X``."""
+    return named(name, globals())
