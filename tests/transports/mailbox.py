@@ -75,6 +75,10 @@ class MailboxServer(TransportServer):
                 time.sleep(1000)
             case "fail":
                 raise ValueError("a fault of the half")
+            case "nothing":
+                return None  # type: ignore[return-value]
+            case "too much":
+                return bytes(8 << 20)
             case "read":
                 segment = self._checked(letter)
                 return os.pread(segment.fd, letter.nbytes, letter.offset)
