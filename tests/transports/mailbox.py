@@ -55,6 +55,7 @@ class MailboxServer(TransportServer):
         self._segments: dict[int, Segment] = {}
         self._held: dict[bytes, list[Letter]] = {}
         self._peers: set[bytes] = set()
+        self._odd: dict[bytes, str] = {}
         self._written = 0
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
@@ -75,6 +76,13 @@ class MailboxServer(TransportServer):
                 time.sleep(1000)
             case "fail":
                 raise ValueError("a fault of the half")
+            case "nothing":
+                return None  # type: ignore[return-value]
+            case "disconnect fails" | "disconnect hangs" | "close fails" | "no count":
+                self._odd[peer] = letter.what
+                return b""
+            case "too much":
+                return bytes(8 << 20)
             case "read":
                 segment = self._checked(letter)
                 return os.pread(segment.fd, letter.nbytes, letter.offset)
@@ -90,14 +98,23 @@ class MailboxServer(TransportServer):
 
     async def disconnect(self, peer: bytes) -> None:
         self._peers.discard(peer)
+        match self._odd.get(peer):
+            case "disconnect fails" | "close fails":
+                raise ValueError("a fault of the half")
+            case "disconnect hangs":
+                await asyncio.Event().wait()
         for letter in self._held.pop(peer, []):
             self._write(letter)
             Path(os.environ[GATE]).with_suffix(".held").unlink()
 
     def registered(self, segment: int) -> int:
+        if "no count" in self._odd.values():
+            raise ValueError("a fault of the half")
         return self._segments[segment].nbytes if self._peers else 0
 
     async def close(self) -> None:
+        if "close fails" in self._odd.values():
+            raise ValueError("a fault of the half")
         self._segments.clear()
 
     def _write(self, letter: Letter) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -137,6 +139,69 @@ async def test_a_half_says_what_is_registered_while_a_client_uses_it(tmp_path: P
         assert volume.memory.registered() == 0
     finally:
         await volume.close()
+
+
+@asynccontextmanager
+async def _volume(path: Path) -> AsyncIterator[Volume]:
+    """In this process."""
+    volume = Volume("s", 0, MB, Registry(), str(path))
+    try:
+        await volume.start()
+        yield volume
+    finally:
+        await volume.close()
+
+
+async def test_a_half_that_cannot_end_a_client_is_closed_and_the_others_end_it(
+    tmp_path: Path,
+) -> None:
+    """Two clients at the same time: neither returns before the half has closed."""
+    async with _volume(tmp_path) as volume:
+        fault = msgspec.msgpack.encode(Letter("close fails"))
+        who = msgspec.msgpack.encode(Letter("who"))
+        for peer in (b"one", b"two"):
+            await volume.handshake(peer, "mailbox", fault)
+            await volume.handshake(peer, "mailbox-apart", who)
+        await asyncio.gather(volume.disconnect(b"one"), volume.disconnect(b"two"))
+        with pytest.raises(ts.TransportUnavailableError, match="does not serve"):
+            await volume.handshake(b"one", "mailbox", who)
+        assert volume.memory.registered() == 0
+        assert await volume.handshake(b"one", "mailbox-apart", who)
+
+
+async def test_a_half_that_does_not_end_a_client_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchstore_core.server.memory.volume._DISCONNECT_S", 0.1)
+    async with _volume(tmp_path) as volume:
+        fault = msgspec.msgpack.encode(Letter("disconnect hangs"))
+        await volume.handshake(b"one", "mailbox", fault)
+        await asyncio.wait_for(volume.disconnect(b"one"), 10)
+        with pytest.raises(ts.TransportUnavailableError, match="does not serve"):
+            await volume.handshake(b"one", "mailbox", fault)
+
+
+async def test_handshakes_of_a_client_that_disconnects_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    monkeypatch.setenv(GATE, str(gate))
+    gate.touch()
+    async with _volume(tmp_path) as volume:
+        letter = msgspec.msgpack.encode(Letter("write", nbytes=1, data=b"x"))
+        writing = asyncio.ensure_future(volume.handshake(b"one", "mailbox", letter))
+        await until(held.exists, 10)
+        await volume.disconnect(b"one")
+        with pytest.raises(ts.TransportError, match="has disconnected"):
+            await asyncio.wait_for(writing, 10)
+
+
+async def test_pages_are_kept_if_a_half_does_not_know_what_is_registered(tmp_path: Path) -> None:
+    async with _volume(tmp_path) as volume:
+        fault = msgspec.msgpack.encode(Letter("no count"))
+        await volume.handshake(b"one", "mailbox", fault)
+        volume.memory.touched(MB)
+        assert volume.memory.trim(0) == 0
 
 
 async def _kill_during(pid: int, work: asyncio.Future[ts.ObjectRef]) -> None:

@@ -23,6 +23,7 @@ import msgspec
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import (
+    PluginError,
     ProtocolError,
     TorchStoreError,
     TransportError,
@@ -38,9 +39,11 @@ __all__ = ["IsolatedServer"]
 log = logging.getLogger(__name__)
 
 _MAX_FRAME = 4 << 20
+_MAX_DATA = 2 << 20
 _RECEIVE = 1 << 16
 _START_S = 60.0
 _CLOSE_S = 2.0
+_DISCONNECT_S = 5.0
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -99,6 +102,8 @@ class IsolatedServer(TransportServer):
         self._process: _HalfProcess | None = None
         self._starting = asyncio.Lock()
         self._peers: set[bytes] = set()
+        # Handshakes that wait for the process to start, and whose they are.
+        self._waiting: dict[object, bytes] = {}
         self._closed = False
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
@@ -107,18 +112,29 @@ class IsolatedServer(TransportServer):
         return self._offer
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
-        process = await self._running()
+        waiting = object()
+        self._waiting[waiting] = peer
+        try:
+            process = await self._running()
+        finally:
+            wanted = self._waiting.pop(waiting, None)
+        if wanted is None:
+            raise TransportError("this client has disconnected")
         self._peers.add(peer)
         return await process.ask("handshake", peer, request)
 
     async def disconnect(self, peer: bytes) -> None:
+        for waiting in [one for one, whose in self._waiting.items() if whose == peer]:
+            del self._waiting[waiting]
         process = self._process
         if process is None or peer not in self._peers:
             return
         self._peers.discard(peer)
         try:
-            await process.ask("disconnect", peer)
-        except TransportError:
+            async with asyncio.timeout(_DISCONNECT_S):
+                await process.ask("disconnect", peer)
+        except (TransportError, TimeoutError) as error:
+            log.warning("the process of %s cannot end a client: %r", self._half, error)
             await process.kill()  # what has no process moves no byte
 
     def registered(self, segment: int) -> int:
@@ -151,6 +167,7 @@ class IsolatedServer(TransportServer):
                 self._peers.clear()
             process = _HalfProcess(self._half, self._context, self._segments)
             try:
+                await process.connect()
                 self._offer = await asyncio.wait_for(process.ask("start"), _START_S)
             except BaseException as error:
                 await process.kill()
@@ -163,76 +180,90 @@ class IsolatedServer(TransportServer):
             return process
 
 
-class _HalfProcess:
+class _HalfProcess(asyncio.Protocol):
     """One such process, and what is asked of it."""
 
     def __init__(self, half: str, context: ServerContext, segments: Sequence[Segment]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            order = _Order(half, theirs.fileno(), context, list(segments))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, msgspec.json.encode(order).decode()],
-                pass_fds=[theirs.fileno(), *(segment.fd for segment in segments)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        ours.setblocking(False)
-        self._sock = ours
         self._half = half
+        self._reader = FrameReader(_MAX_FRAME)
+        self._transport: asyncio.Transport | None = None
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[bytes]] = {}
-        self._sending = asyncio.Lock()
+        self._unanswered: set[int] = set()
         self.registered: tuple[int, ...] = ()
         self.ended = False
-        self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._killing: asyncio.Task[None] | None = None
+        self._sock, theirs = socket.socketpair()
+        order = _Order(half, theirs.fileno(), context, list(segments))
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, msgspec.json.encode(order).decode()],
+                    pass_fds=[theirs.fileno(), *(segment.fd for segment in segments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # an interrupt at the terminal is not for it
+                )
+        except BaseException:
+            self._sock.close()
+            raise
+
+    async def connect(self) -> None:
+        """Before anything is asked."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self._sock)
 
     @property
     def is_asked(self) -> bool:
         """Whether it has not answered everything yet."""
-        return bool(self._pending)
+        return bool(self._unanswered)
 
     async def ask(self, method: str, peer: bytes = b"", data: bytes = b"") -> bytes:
-        """Call a method of the half.
+        """Call a method of the half. What is asked first is begun first.
 
         Raises:
             TransportError: what it raises, or that the process has died.
         """
-        if self.ended:
+        if self.ended or self._transport is None:
             raise self._died()
-        loop = asyncio.get_running_loop()
         number = next(self._ids)
-        pending: asyncio.Future[bytes] = loop.create_future()
+        pending: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._pending[number] = pending
+        self._unanswered.add(number)
         try:
-            async with self._sending:
-                await loop.sock_sendall(self._sock, _frame(_Ask(number, method, peer, data)))
+            self._transport.write(_frame(_Ask(number, method, peer, data)))
             return await pending
-        except OSError as error:
-            raise self._died() from error
         finally:
             del self._pending[number]
 
     async def kill(self) -> None:
         """End it, and wait for that. Idempotent."""
         self._process.kill()
-        await asyncio.to_thread(self._process.wait)
-        self._reading.cancel()
+        if self._transport is None:
+            self._sock.close()
+        else:
+            self._transport.abort()
         self._end()
+        await asyncio.to_thread(self._process.wait)
 
-    async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
-        reader = FrameReader(_MAX_FRAME)
+    # ---- asyncio.Protocol -----------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
         try:
-            while data := await loop.sock_recv(self._sock, _RECEIVE):
-                for body in reader.feed(data):
-                    self._answered(msgspec.msgpack.decode(body, type=_Answer))
-        except (OSError, ProtocolError, msgspec.DecodeError) as error:
+            for body in self._reader.feed(data):
+                self._answered(msgspec.msgpack.decode(body, type=_Answer))
+        except (ProtocolError, msgspec.DecodeError) as error:
             log.warning("the process of %s cannot be understood: %s", self._half, error)
-        finally:
-            self._end()
+            self._fail()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail()
+
+    # ---- inside ---------------------------------------------------------------------------
 
     def _answered(self, answer: _Answer) -> None:
         self.registered = answer.registered
+        self._unanswered.discard(answer.id)
         pending = self._pending.get(answer.id)
         if pending is None or pending.done():
             return
@@ -241,11 +272,15 @@ class _HalfProcess:
         else:
             pending.set_result(answer.data)
 
+    def _fail(self) -> None:
+        if not self.ended:
+            self._end()
+            self._killing = asyncio.get_running_loop().create_task(self.kill())
+
     def _end(self) -> None:
         if self.ended:
             return
         self.ended = True
-        self._sock.close()
         for pending in self._pending.values():
             if not pending.done():
                 pending.set_exception(self._died())
@@ -265,15 +300,19 @@ async def _serve(order: _Order) -> None:
     reader = FrameReader(_MAX_FRAME)
     sending = asyncio.Lock()
     tasks: set[asyncio.Task[None]] = set()
+    asking: dict[bytes, set[asyncio.Task[None]]] = {}  # handshakes, by their client
 
-    async def call(ask: _Ask) -> bytes:
+    async def call(ask: _Ask) -> object:
         match ask.method:
             case "start":
                 return await half.start(order.context, order.segments)
             case "handshake":
                 return await half.handshake(ask.peer, ask.data)
             case "disconnect":
+                under_way = list(asking.get(ask.peer, ()))
                 await half.disconnect(ask.peer)
+                for task in under_way:
+                    task.cancel()  # nobody wants to know any more
             case "close":
                 await half.close()
         return b""
@@ -281,24 +320,57 @@ async def _serve(order: _Order) -> None:
     async def answer(ask: _Ask) -> None:
         data, code, message = b"", "", ""
         try:
-            data = await call(ask)
+            data = _checked(ask.method, await call(ask))
         except TorchStoreError as error:
             code, message = error.code, error.message
+        except asyncio.CancelledError:
+            code, message = TransportError.code, "this client has disconnected"
         except Exception as error:
             log.warning("%s failed in %s", order.half, ask.method, exc_info=True)
             code, message = TransportError.code, f"its server half failed: {error!r}"
-        registered = tuple(half.registered(segment.id) for segment in order.segments)
+        registered = tuple(_registered(half, segment) for segment in order.segments)
         async with sending:
             with contextlib.suppress(OSError):
                 reply = _Answer(ask.id, data, code, message, registered)
                 await loop.sock_sendall(sock, _frame(reply))
 
+    def begin(ask: _Ask) -> None:
+        task = loop.create_task(answer(ask))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        if ask.method == "handshake":
+            mine = asking.setdefault(ask.peer, set())
+            mine.add(task)
+
+            def ended(task: asyncio.Task[None]) -> None:
+                mine.discard(task)
+                if not mine and asking.get(ask.peer) is mine:
+                    del asking[ask.peer]
+
+            task.add_done_callback(ended)
+
     with contextlib.suppress(OSError):
         while data := await loop.sock_recv(sock, _RECEIVE):
             for body in reader.feed(data):
-                task = loop.create_task(answer(msgspec.msgpack.decode(body, type=_Ask)))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+                begin(msgspec.msgpack.decode(body, type=_Ask))
+
+
+def _checked(method: str, data: object) -> bytes:
+    """What a method of a half has returned, if it can be sent."""
+    if not isinstance(data, bytes):
+        raise PluginError(f"its {method} returned a {type(data).__qualname__}, not bytes")
+    if len(data) > _MAX_DATA:
+        raise TransportError(f"its {method} returned {len(data)} bytes; {_MAX_DATA} are the limit")
+    return data
+
+
+def _registered(half: TransportServer, segment: Segment) -> int:
+    """What a half has registered of a segment; all of it if it does not know."""
+    try:
+        return int(half.registered(segment.id))
+    except Exception:
+        log.warning("it does not say what is registered", exc_info=True)
+        return segment.nbytes
 
 
 def _end_with(sock: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+from collections.abc import Awaitable
+from typing import Any
 
 from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
 from torchstore_core.errors import (
@@ -23,6 +26,9 @@ __all__ = ["Volume", "default_capacity", "default_prefault"]
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+# How long a half may take to end a client before it is closed, and to close.
+_DISCONNECT_S = 10.0
+_CLOSE_S = 10.0
 
 
 class Volume:
@@ -52,6 +58,10 @@ class Volume:
         self._registry = registry
         self._context = ServerContext(store_name, self.id, directory, topology.probe())
         self._halves: dict[str, TransportServer] = {}
+        self._closing: set[asyncio.Task[None]] = set()  # halves that could not end a client
+        # Handshakes that halves are answering, by their client; those that were cancelled.
+        self._asking: dict[bytes, set[asyncio.Task[Any]]] = {}
+        self._dropped: set[asyncio.Task[Any]] = set()
         self.memory.registered = self._registered
 
     async def start(self) -> m.VolumeInfo:
@@ -84,8 +94,12 @@ class Volume:
     async def close(self) -> None:
         """Stop serving and release the memory; what clients have mapped stays. Idempotent."""
         halves, self._halves = self._halves, {}
-        for half in halves.values():
-            await half.close()
+        for name, half in halves.items():
+            self._close_half(name, half)
+        if self._closing:
+            _, late = await asyncio.wait(self._closing, timeout=_CLOSE_S)
+            if late:
+                log.warning("volume %s: not every transport has closed", self.id)
         self.memory.close()
 
     async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
@@ -99,7 +113,7 @@ class Volume:
         if half is None:
             raise TransportUnavailableError(f"volume {self.id} does not serve {transport!r}")
         try:
-            answer: object = await half.handshake(peer, request)
+            answer: object = await self._asked(peer, half.handshake(peer, request))
         except TransportError:
             raise
         except Exception as error:
@@ -117,16 +131,59 @@ class Volume:
         """Return when no half has anything under way for that client. One that cannot end it is
         closed.
         """
+        asking = list(self._asking.get(peer, ()))
         for name, half in list(self._halves.items()):
             try:
-                await half.disconnect(peer)
+                async with asyncio.timeout(_DISCONNECT_S):
+                    await half.disconnect(peer)
             except Exception as error:  # noqa: BLE001 - it may still write: it must not
                 log.warning("transport %s is not served any more: %r", name, error)
-                self._halves.pop(name, None)
+                if self._halves.get(name) is half:
+                    del self._halves[name]
+                    self._close_half(name, half)
+        if self._closing:  # until then they may write, for whichever client
+            await asyncio.wait(list(self._closing))
+        for task in asking:
+            if task in self._asking.get(peer, ()):  # nobody wants to know its answer any more
+                self._dropped.add(task)
+                task.cancel()
+
+    async def _asked(self, peer: bytes, answer: Awaitable[bytes]) -> bytes:
+        """What a half answers, unless the client disconnects before."""
+        task = asyncio.current_task()
+        if task is None:
+            return await answer
+        mine = self._asking.setdefault(peer, set())
+        mine.add(task)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if task in self._dropped and not task.uncancel():
+                raise TransportError("this client has disconnected") from None
+            raise
+        finally:
+            self._dropped.discard(task)
+            mine.discard(task)
+            if not mine and self._asking.get(peer) is mine:
+                del self._asking[peer]
+
+    def _close_half(self, name: str, half: TransportServer) -> None:
+        async def close() -> None:
+            try:
                 await half.close()
+            except Exception:
+                log.exception("transport %s failed to close", name)
+
+        task = asyncio.get_running_loop().create_task(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _registered(self) -> int:
-        return max([half.registered(0) for half in self._halves.values()], default=0)
+        try:
+            return max([half.registered(0) for half in self._halves.values()], default=0)
+        except Exception:
+            log.warning("volume %s: a transport does not say what it uses", self.id, exc_info=True)
+            return self.capacity
 
 
 def default_capacity() -> int:

@@ -56,8 +56,7 @@ class Handshakes:
         session.met.add(volume.index)
 
         async def work() -> None:
-            settling = self._settling.get((session.peer, volume.index))
-            if settling is not None:
+            while (settling := self._settling.get((session.peer, volume.index))) is not None:
                 await asyncio.wait([settling])
             try:
                 if session.ending or session.closed is not None:

@@ -1,0 +1,113 @@
+"""Server halves in processes of their own, whatever these do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support import until
+from tests.transports.mailbox import GATE, Letter
+
+import torchstore_core as ts
+from torchstore_core.contracts.transport import Segment, ServerContext
+from torchstore_core.machine.topology import probe
+from torchstore_core.server.memory.isolated import IsolatedServer
+from torchstore_core.server.memory.segment import open_memory
+
+MB = 1 << 20
+
+
+class _Half:
+    """An isolated mailbox with one segment."""
+
+    def __init__(self, server: IsolatedServer, fd: int) -> None:
+        self.server = server
+        self._fd = fd
+
+    async def ask(self, letter: Letter, peer: bytes = b"me") -> bytes:
+        return await self.server.handshake(peer, msgspec.msgpack.encode(letter))
+
+    async def pid(self) -> int:
+        return int(await self.ask(Letter("who")))
+
+    def first_byte(self) -> bytes:
+        return os.pread(self._fd, 1, 0)
+
+
+@asynccontextmanager
+async def _half() -> AsyncIterator[_Half]:
+    server = IsolatedServer("tests.transports.mailbox:MailboxServer")
+    fd = open_memory("test", MB)
+    try:
+        await server.start(ServerContext("s", "v", "/tmp", probe()), [Segment(0, fd, MB)])
+        yield _Half(server, fd)
+    finally:
+        await server.close()
+        os.close(fd)
+
+
+async def test_a_client_that_disconnects_while_the_process_starts_writes_nothing() -> None:
+    async with _half() as half:
+        os.kill(await half.pid(), signal.SIGKILL)
+        await until(lambda: half.server.registered(0) == 0, 10)
+        writing = asyncio.ensure_future(half.ask(Letter("write", data=b"x")))
+        other = asyncio.ensure_future(half.ask(Letter("who"), b"other"))
+        await asyncio.sleep(0)
+        await half.server.disconnect(b"me")
+        with pytest.raises(ts.TransportError, match="has disconnected"):
+            await writing
+        assert int(await other)
+        assert half.first_byte() == b"\0"
+        assert await half.ask(Letter("write", nbytes=1, data=b"y")) == b""
+        assert half.first_byte() == b"y"
+
+
+async def test_a_half_that_hangs_is_killed_when_a_client_disconnects() -> None:
+    """With all that it has not read yet: one frame does not fit into the socket's buffer."""
+    async with _half() as half:
+        before = await half.pid()
+        letters = [Letter("hang"), *[Letter("write", data=bytes(MB // 2))] * 4]
+        asking = [asyncio.ensure_future(half.ask(letter)) for letter in letters]
+        await asyncio.sleep(0)
+        await half.server.disconnect(b"me")
+        for one in asking:
+            with pytest.raises(ts.TransportError, match="has died"):
+                await one
+        assert await half.pid() != before
+
+
+async def test_handshakes_of_a_client_that_disconnects_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    monkeypatch.setenv(GATE, str(gate))
+    gate.touch()
+    async with _half() as half:
+        writing = asyncio.ensure_future(half.ask(Letter("write", data=b"x")))
+        await until(held.exists, 10)
+        await half.server.disconnect(b"me")
+        with pytest.raises(ts.TransportError, match="has disconnected"):
+            await asyncio.wait_for(writing, 10)
+
+
+@pytest.mark.parametrize("what", ["nothing", "too much"])
+async def test_an_impossible_answer_is_an_error_of_that_handshake_alone(what: str) -> None:
+    async with _half() as half:
+        before = await half.pid()
+        with pytest.raises(ts.TorchStoreError, match="returned"):
+            await half.ask(Letter(what))
+        assert await half.pid() == before
+
+
+async def test_a_dead_process_leaves_nothing_behind() -> None:
+    """Not even a zombie, though nobody asks for it again."""
+    async with _half() as half:
+        pid = await half.pid()
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not Path(f"/proc/{pid}").exists(), 10)
