@@ -1,0 +1,200 @@
+"""The thread of a client that alone uses an agent: it starts transfers and waits for their end."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+from torchstore_core.contracts.transport import Copy
+from torchstore_core.errors import TorchStoreError, TransportError
+from torchstore_rdma import layout
+from torchstore_rdma.library import Agent, Transfer
+from torchstore_rdma.pacing import Pace
+from torchstore_rdma.protocol import Exposed
+
+__all__ = ["Engine", "Job", "NotExposedError"]
+
+_LONGEST_PAUSE_S = 500e-6
+
+
+class NotExposedError(TransportError):
+    """A copy reaches beyond what is registered of its segment, up to ``need`` bytes."""
+
+    def __init__(self, need: int) -> None:
+        super().__init__(f"not registered up to {need}")
+        self.need = need
+
+
+def _future() -> Future[None]:
+    """One that nobody can cancel: who waits for it may be cancelled, what it stands for cannot."""
+    made: Future[None] = Future()
+    made.set_running_or_notify_cancel()
+    return made
+
+
+class Job:
+    """A batch of copies. ``done`` is resolved when it has ended, and no byte of it moves then."""
+
+    def __init__(self, copies: Sequence[Copy], *, write: bool) -> None:
+        self.copies = copies
+        self.write = write
+        self.done = _future()
+        self.failure = ""
+        self.given_up = False
+        self.parts: Iterator[layout.Part] | None = None
+        self.transfer: Transfer | None = None
+        self.registrations: list[object] = []
+
+
+class Engine:
+    """A thread with an agent, from the first moment on, until :meth:`stop`.
+
+    Args:
+        make: creates the agent, and returns it with the name of the peer. Runs in the thread.
+        exposed: the peer's segments.
+        pins: local memory is registered for each batch, because registering keeps its pages, and
+            nobody tells when it is freed. (UCX keeps such registrations in a cache, which it
+            invalidates when memory is unmapped.) If False, the agent has registered all of it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], tuple[Agent, str]],
+        exposed: dict[int, Exposed],
+        *,
+        pins: bool,
+    ) -> None:
+        self.exposed = exposed
+        self._make = make
+        self._pins = pins
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._draining = False
+        #: Resolved with None when the agent has been destroyed: from then on nothing moves.
+        self.ended = _future()
+        #: Resolved when the agent is there.
+        self.started = _future()
+        self._thread = threading.Thread(target=self._run, name="torchstore-rdma", daemon=True)
+        self._thread.start()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it ends, or has ended."""
+        return self._stopping
+
+    def submit(self, job: Job) -> None:
+        """Begin a batch. If the engine has stopped, the batch fails."""
+        with self._changed:
+            if not (self._stopping or self._draining):
+                self._waiting.append(job)
+                self._changed.notify()
+                return
+        job.done.set_exception(TransportError("the connection has ended"))
+
+    def stop(self) -> None:
+        """Destroy the agent as soon as the call of the library that is under way returns."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Stop when no batch is under way any more."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify()
+
+    # ---- in the thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            agent, peer = self._make()
+        except TorchStoreError as error:
+            self._stopping = True
+            self.ended.set_result(None)
+            self.started.set_exception(error)
+            return
+        self.started.set_result(None)
+        jobs: list[Job] = []
+        try:
+            self._serve(agent, peer, jobs)
+        finally:
+            for job in jobs:
+                job.transfer = None
+            agent.close()
+            self.ended.set_result(None)
+            with self._changed:
+                self._stopping = True
+                jobs += self._waiting
+                self._waiting.clear()
+            for job in jobs:
+                job.done.set_exception(TransportError(job.failure or "the connection has ended"))
+
+    def _serve(self, agent: Agent, peer: str, jobs: list[Job]) -> None:
+        pace = Pace(_LONGEST_PAUSE_S)
+        while True:
+            with self._changed:
+                while not (jobs or self._waiting or self._stopping or self._draining):
+                    self._changed.wait()
+                if self._stopping or (self._draining and not (jobs or self._waiting)):
+                    return
+                if self._waiting:
+                    pace.hurry()
+                jobs += self._waiting
+                self._waiting.clear()
+            for job in list(jobs):
+                if self._step(agent, peer, job):
+                    jobs.remove(job)
+            if jobs:
+                pace.wait(len(jobs))
+
+    def _step(self, agent: Agent, peer: str, job: Job) -> bool:
+        """Go on with a batch; whether it has ended. Of one that was given up, the part that is
+        under way goes on, because nothing stops it.
+        """
+        try:
+            if job.transfer is None:
+                if job.given_up:
+                    raise TransportError("it was given up")
+                if job.parts is None:
+                    job.parts = self._begin(agent, job)
+                part = next(job.parts, None)
+                if part is None:
+                    self._forget(agent, job)
+                    job.done.set_result(None)
+                    return True
+                job.transfer = agent.prepare(peer, *part, write=job.write)
+                is_done = job.transfer.start()
+            else:
+                is_done = job.transfer.is_done()
+            if is_done:
+                job.transfer.release()
+                job.transfer = None
+        except TorchStoreError as error:
+            if job.transfer is not None:
+                # It may still move bytes, until the agent is destroyed. Only the text is kept: the
+                # error refers to the transfer, and so to the agent.
+                job.failure = error.message
+                self._stopping = True
+                return False
+            self._forget(agent, job)
+            job.done.set_exception(error)
+            return True
+        return False
+
+    def _begin(self, agent: Agent, job: Job) -> Iterator[layout.Part]:
+        made = layout.table(job.copies, self.exposed)
+        need = layout.end_of(made)
+        if len(made) and need > min([one.end for one in self.exposed.values()]):
+            raise NotExposedError(need)
+        if self._pins:
+            for address, nbytes in layout.spans(made):
+                job.registrations.append(agent.register(address, nbytes))
+        return layout.parts(made, self.exposed)
+
+    @staticmethod
+    def _forget(agent: Agent, job: Job) -> None:
+        while job.registrations:
+            agent.deregister(job.registrations.pop())
