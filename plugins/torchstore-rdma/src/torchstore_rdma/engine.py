@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,8 @@ from torchstore_rdma.pacing import Pace
 from torchstore_rdma.protocol import Exposed
 
 __all__ = ["Engine", "Job", "NotExposedError"]
+
+log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 500e-6
 
@@ -32,6 +35,13 @@ def _future() -> Future[None]:
     made: Future[None] = Future()
     made.set_running_or_notify_cancel()
     return made
+
+
+def _bare(error: TorchStoreError) -> TorchStoreError:
+    """The same error without its traceback, which refers to the agent and would keep it alive."""
+    if isinstance(error, NotExposedError):
+        return NotExposedError(error.need)
+    return type(error)(error.message, details=error.details)
 
 
 class Job:
@@ -114,7 +124,7 @@ class Engine:
         except TorchStoreError as error:
             self._stopping = True
             self.ended.set_result(None)
-            self.started.set_exception(error)
+            self.started.set_exception(_bare(error))
             return
         self.started.set_result(None)
         jobs: list[Job] = []
@@ -123,7 +133,8 @@ class Engine:
         finally:
             for job in jobs:
                 job.transfer = None
-            agent.close()
+            if not agent.close():
+                log.error("an agent of NIXL is still referred to, and so not destroyed")
             self.ended.set_result(None)
             with self._changed:
                 self._stopping = True
@@ -174,13 +185,12 @@ class Engine:
                 job.transfer = None
         except TorchStoreError as error:
             if job.transfer is not None:
-                # It may still move bytes, until the agent is destroyed. Only the text is kept: the
-                # error refers to the transfer, and so to the agent.
+                # It may still move bytes, until the agent is destroyed.
                 job.failure = error.message
                 self._stopping = True
                 return False
             self._forget(agent, job)
-            job.done.set_exception(error)
+            job.done.set_exception(_bare(error))
             return True
         return False
 

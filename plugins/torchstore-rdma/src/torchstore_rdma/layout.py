@@ -106,8 +106,12 @@ def spans(made: Table) -> list[tuple[int, int]]:
 
 
 def _split(made: Table) -> Table:
-    """The same bytes, with no entry larger than a part."""
-    made = _repeat(made, np.where(made[:, _NBYTES] > PART, made[:, _ROWS], 1), 1)
+    """The same bytes, with no entry larger than a part, and no rows that overlap: the library
+    refuses those.
+    """
+    overlapping = np.minimum(made[:, _STRIDE], made[:, _STEP]) < made[:, _NBYTES]
+    apart = overlapping | (made[:, _NBYTES] > PART)
+    made = _repeat(made, np.where(apart, made[:, _ROWS], 1), 1)
     several = made[:, _ROWS] > 1
     rows = np.maximum(PART // (made[:, _NBYTES] + _ROW), 1)
     return _repeat(_repeat(made, np.where(several, -(-made[:, _ROWS] // rows), 1), rows), None, 0)

@@ -9,6 +9,7 @@ addresses lead nowhere.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from torchstore_rdma.pacing import Pace
 from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Offer, Request, Welcome
 
 __all__ = ["RdmaServer"]
+
+log = logging.getLogger(__name__)
 
 # Registering pins pages, and so makes them: a sparse segment is registered as far as it is needed.
 _LEAST_STEP = 256 << 20
@@ -68,8 +71,10 @@ class _Connection:
         """No byte of the client moves afterwards. Idempotent."""
         with self.lock:
             agent, self._agent = self._agent, None
-            if agent is not None:
-                agent.close()
+            if agent is not None and not agent.close():
+                # Bytes might still arrive. Without this process they cannot.
+                log.critical("an agent of NIXL cannot be destroyed: this process ends")
+                os._exit(1)
             while self._mapped:
                 unmap(*self._mapped.pop())
 
