@@ -42,7 +42,7 @@ def here(rdma_devices: Sequence[str], environment: Mapping[str, str] = os.enviro
     """Where this process runs.
 
     Raises:
-        TransportUnavailableError: ``TORCHSTORE_BIND`` names an address that this host does not have.
+        TransportUnavailableError: this host has no address that ``TORCHSTORE_BIND`` names.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

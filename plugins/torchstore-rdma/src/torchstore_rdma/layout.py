@@ -45,7 +45,7 @@ def table(copies: Sequence[Copy], exposed: Mapping[int, Exposed]) -> Table:
     Raises:
         TransportError: a copy is not inside of its segment, or is of a device.
     """
-    if any([copy.device for copy in copies]):
+    if any(copy.device for copy in copies):
         raise TransportError("this transport only moves host memory")
     try:
         flat = chain.from_iterable([copy[:_COLUMNS] for copy in copies])
@@ -94,7 +94,7 @@ def parts(made: Table, exposed: Mapping[int, Exposed]) -> Iterator[Part]:
 
 
 def spans(made: Table) -> list[tuple[int, int]]:
-    """The local memory of the copies as ``(address, nbytes)``, in whole pages, neighbours merged."""
+    """The local memory of the copies as ``(address, nbytes)``: whole pages, neighbours merged."""
     starts = made[:, _ADDRESS] // _PAGE * _PAGE
     ends = made[:, _ADDRESS] + (made[:, _ROWS] - 1) * made[:, _STRIDE] + made[:, _NBYTES]
     ends = -(-ends // _PAGE) * _PAGE

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -25,16 +26,18 @@ from torchstore_core.errors import (
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_rdma import fabric, library
 from torchstore_rdma.engine import Engine, Job, NotExposedError
-from torchstore_rdma.protocol import Goodbye, Hello, Welcome
+from torchstore_rdma.protocol import Goodbye, Hello, Request, Wake, Welcome
 
 __all__ = ["RdmaLink"]
 
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
-# Of a cancelled batch: how long its bytes may take to arrive by themselves; how long the server half
-# has to answer; how long the library's current call may take.
+# Of a cancelled batch: how long its bytes may take to arrive by themselves; how long the server
+# half has to answer; how long the library's current call may take.
 _ARRIVE_S, _GOODBYE_S, _STOP_S = 0.3, 0.35, 0.25
+# After how long without a transfer the server half may be late to notice one, and how long it gets.
+_QUIET_S, _WAKE_S = 10e-3, 1e-3
 
 # The connections of this process, by name.
 _alive: weakref.WeakValueDictionary[str, _Connection] = weakref.WeakValueDictionary()
@@ -57,6 +60,9 @@ class _Connection:
         self._pid = os.getpid()
         self._engine: Engine | None = None
         self._context = context
+        self._pins = fabric.pins(context.client.rdma_devices, context.client.cuda_devices)
+        self._one_sided = False
+        self._used = time.monotonic()
         _alive[self.name] = self
 
     async def open(self, need: int) -> None:
@@ -71,16 +77,16 @@ class _Connection:
         alive = [name for name, one in list(_alive.items()) if not one.is_gone()]
         answer = await self._ask(Hello(self.name, alive, place, need))
         welcome = msgspec.msgpack.decode(answer, type=Welcome)
-        pins = fabric.pins(devices, self._context.client.cuda_devices)
 
         def make() -> tuple[library.Agent, str]:
             agent = library.Agent(f"client/{self.name}", fabric.options(place, welcome.place))
-            if not pins:
+            if not self._pins:
                 agent.register(*library.EVERYTHING)
             return agent, agent.meet(welcome.metadata)
 
         exposed = {one.segment: one for one in welcome.exposed}
-        self._engine = Engine(make, exposed, pins=pins)
+        self._one_sided = bool(place.rdma_devices and welcome.place.rdma_devices)
+        self._engine = Engine(make, exposed, pins=self._pins)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await asyncio.wrap_future(self._engine.started)
@@ -119,12 +125,24 @@ class _Connection:
         """
         if self._engine is None:
             raise TransportError("the connection has ended")
+        quiet = time.monotonic() - self._used
         self._engine.submit(job)
         try:
-            await asyncio.wrap_future(job.done)
+            waiting = asyncio.wrap_future(job.done)
+            if quiet > _QUIET_S and not self._one_sided:
+                await asyncio.wait([waiting], timeout=_WAKE_S)
+                if not waiting.done():
+                    await self._wake()
+            await waiting
         finally:
+            self._used = time.monotonic()
             if self._engine.stopping:
                 self.usable, self.gone = False, True
+
+    async def _wake(self) -> None:
+        """Over TCP, the server half takes part in a transfer; it looks rarely after a pause."""
+        with contextlib.suppress(TransportError):  # what is wrong, the transfer shows
+            await self._ask(Wake())
 
     async def give_up(self, job: Job) -> bool:
         """Have a batch end: nothing of it reaches memory of this process when this returns. Returns
@@ -169,7 +187,7 @@ class _Connection:
         if self._engine is not None:
             self._engine.drain()
 
-    async def _ask(self, request: Hello | Goodbye) -> bytes:
+    async def _ask(self, request: Request) -> bytes:
         handshake = self._context.handshake
         if handshake is None:
             raise TransportUnavailableError("there is no way to ask the volume")
@@ -233,25 +251,30 @@ class RdmaLink(Link):
 
     async def _connected(self, need: int) -> _Connection:
         """A connection that reaches the first ``need`` bytes of a segment."""
-        with self._lock:
-            connection = self._connection
-            if self._closed:
-                raise TransportError("this link was closed")
-        if connection is not None and connection.usable:
-            return connection
+        found = self._usable()
+        if found is not None:
+            return found
         made = _Connection(self._context)
         await made.open(need)
-        with self._lock:
-            # By now the server half has ended all that have broken before.
-            self.unsettled = False
-            connection = self._connection
-            if not self._closed and (connection is None or not connection.usable):
-                self._connection = made
-                return made
-        made.retire()
-        if self._closed or connection is None:
+        # By now the server half has ended all that have broken before.
+        self.unsettled = False
+        try:
+            with self._lock:
+                found = self._usable()
+                if found is None:
+                    self._connection = made
+                    return made
+        except TransportError:
+            made.close()
+            raise
+        made.retire()  # another call was faster
+        return found
+
+    def _usable(self) -> _Connection | None:
+        if self._closed:
             raise TransportError("this link was closed")
-        return connection
+        connection = self._connection
+        return connection if connection is not None and connection.usable else None
 
 
 async def _ended(future: Future[None], timeout: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 __all__ = ["Pace"]
@@ -27,10 +28,12 @@ class Pace:
         self._worked = time.perf_counter()
         self._used = time.thread_time()
         self._pause = _FIRST_SLEEP_S
+        self._woken = threading.Event()
 
     def hurry(self) -> None:
-        """There will be something to do now."""
+        """There is something to do now. May be called by any thread."""
         self._worked = time.perf_counter()
+        self._woken.set()
 
     def wait(self, calls: int = 1) -> None:
         """After a round of that many calls: sleep as long as is adequate."""
@@ -44,6 +47,7 @@ class Pace:
         elif idle < _YIELD_S:
             time.sleep(0)
         else:
-            time.sleep(self._pause)
+            if self._woken.wait(self._pause):
+                self._woken.clear()
             self._pause = min(self._pause * _GROWTH, self._longest)
         self._used = time.thread_time()

@@ -41,9 +41,7 @@ def _bid(context: LinkContext) -> Bid | Refusal:
         except msgspec.DecodeError:
             return Refusal("the volume has another version of torchstore-rdma")
         if offer.library != _version():
-            return Refusal(
-                f"the volume has NIXL {offer.library}, this process {_version()}: they need the same"
-            )
+            return Refusal(f"the volume has NIXL {offer.library}, this process has {_version()}")
     if context.client.rdma_devices and context.volume.rdma_devices:
         return Bid(_DEVICE_LATENCY_S, _DEVICE_BYTES_PER_S, "RDMA devices on both hosts")
     without = [

@@ -6,7 +6,7 @@ import msgspec
 
 from torchstore_rdma.fabric import Place
 
-__all__ = ["Exposed", "Goodbye", "Hello", "Offer", "Request", "Welcome"]
+__all__ = ["Exposed", "Goodbye", "Hello", "Offer", "Request", "Wake", "Welcome"]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -57,9 +57,15 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
-    """The client gives a connection up. The (empty) answer says that no byte of it moves any more."""
+    """The client gives a connection up. The answer, which is empty, says that it has ended: no byte
+    moves through it any more.
+    """
 
     connection: str
 
 
-Request = Hello | Goodbye
+class Wake(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
+    """A transfer has begun that needs the server half, after a time without any."""
+
+
+Request = Hello | Goodbye | Wake

@@ -22,7 +22,7 @@ from torchstore_core.errors import TransportError, TransportNotReadyError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_rdma import fabric, library
 from torchstore_rdma.pacing import Pace
-from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Offer, Request, Welcome
+from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Offer, Request, Wake, Welcome
 
 __all__ = ["RdmaServer"]
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 # Registering pins pages, and so makes them: a sparse segment is registered as far as it is needed.
 _LEAST_STEP = 256 << 20
-# How late the first bytes of a transfer that needs the server half (over TCP) may be noticed.
-_LONGEST_PAUSE_S = 2e-3
+# A transfer that needs the server half (over TCP) may be noticed this late if nobody says so.
+_LONGEST_PAUSE_S = 50e-3
 
 
 class _Connection:
@@ -89,6 +89,7 @@ class RdmaServer(TransportServer):
         self._connections: dict[tuple[bytes, str], _Connection] = {}
         self._locks: dict[bytes, asyncio.Lock] = {}
         self._polling: threading.Thread | None = None
+        self._pace = Pace(_LONGEST_PAUSE_S)
         self._closed = False
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
@@ -103,6 +104,9 @@ class RdmaServer(TransportServer):
             asked = msgspec.msgpack.decode(request, type=Request)
         except msgspec.DecodeError as error:
             raise TransportError(f"a handshake cannot be understood: {error}") from error
+        if isinstance(asked, Wake):
+            self._pace.hurry()
+            return b""
         async with self._locks.setdefault(peer, asyncio.Lock()):
             if isinstance(asked, Goodbye):
                 await self._end([(peer, asked.connection)])
@@ -143,6 +147,7 @@ class RdmaServer(TransportServer):
         if self._polling is None:
             self._polling = threading.Thread(target=self._poll, name="rdma-poll", daemon=True)
             self._polling.start()
+        self._pace.hurry()  # the client connects next
         return Welcome(made.metadata, made.exposed, place)
 
     async def _end(self, which: Sequence[tuple[bytes, str]]) -> None:
@@ -152,7 +157,6 @@ class RdmaServer(TransportServer):
 
     def _poll(self) -> None:
         """In a thread: over TCP, a transfer needs this side, too."""
-        pace = Pace(_LONGEST_PAUSE_S)
         while not self._closed:
             connections = list(self._connections.values())
             if not connections:
@@ -161,7 +165,7 @@ class RdmaServer(TransportServer):
             for connection in connections:
                 connection.progress()
             del connection
-            pace.wait(len(connections))
+            self._pace.wait(len(connections))
 
 
 def _close(connections: Sequence[_Connection]) -> None:
