@@ -23,10 +23,6 @@ pytestmark = needs_nixl
 _BIG = 512 * MB
 
 
-async def _under_way(target_has_some: object) -> None:
-    await until(target_has_some, 20)
-
-
 @pytest.mark.parametrize("fabric", FABRICS)
 async def test_a_cancelled_write_ends_within_a_second_and_writes_no_more(
     fabric: str, tmp_path: Path
@@ -104,6 +100,38 @@ async def test_a_peer_that_is_stopped(write: bool, tmp_path: Path) -> None:
         again = await volume.link()
         await again.write([mine.copy()])
         assert volume.count(2) == _BIG
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_a_peer_that_goes_on_while_a_call_is_cancelled(write: bool, tmp_path: Path) -> None:
+    """It says that it is over, and survives: the client must not leave before."""
+    async with pair(tmp_path, _BIG, "tcp") as volume:
+        volume.fill(7)
+        link, mine = await volume.link(), Memory(_BIG, 1)
+        before = volume.pid
+        connection = link._connection
+        assert connection is not None
+        moving = asyncio.ensure_future((link.write if write else link.read)([mine.copy()]))
+        if write:
+            await until(lambda: volume.look(0, 1) == b"\1", 20)
+        else:
+            await until(lambda: mine._buffer[0] == b"\7", 20)
+        await halt(before)
+        moving.cancel()
+        await until(lambda: connection.gone, 5)  # the time to end by itself is over
+        os.kill(before, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        assert not link.unsettled
+        mine.fill(2)
+        volume.fill(3)
+        await asyncio.sleep(0.5)
+        assert mine.count(2) == _BIG
+        assert volume.count(3) == _BIG
+        await link.write([mine.copy()])
+        assert volume.count(2) == _BIG
+        assert volume.pid == before
+        assert volume.is_alive()
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
