@@ -36,6 +36,8 @@ _CONNECT_S = 10.0
 # Of a cancelled batch: how long its bytes may take to arrive by themselves; how long the server
 # half has to answer; how long the library's current call may take.
 _ARRIVE_S, _GOODBYE_S, _STOP_S = 0.3, 0.35, 0.25
+# How often a connection that breaks is made anew within one batch, counting the first.
+_TRIES = 3
 # After how long without a transfer the server half may be late to notice one, and how long it gets.
 _QUIET_S, _WAKE_S = 10e-3, 1e-3
 
@@ -227,7 +229,14 @@ class RdmaLink(Link):
     async def _move(self, copies: Sequence[Copy], *, write: bool) -> None:
         need, broken = 0, 0
         while True:
-            connection = await self._connected(need)
+            try:
+                connection = await self._connected(need)
+            except TransportError as error:
+                # The server half's process may be seen to die only now. Asked again, it is back.
+                if not 0 < broken < _TRIES or isinstance(error, TransportUnavailableError):
+                    raise
+                broken += 1
+                continue
             job = Job(copies, write=write)
             try:
                 await connection.run(job)
@@ -241,7 +250,7 @@ class RdmaLink(Link):
                 # Until the next connection is made, or the server half has been asked.
                 self.unsettled = self.unsettled or write
                 broken += 1
-                if broken > 1:
+                if broken == _TRIES:
                     raise
             except asyncio.CancelledError:
                 ending = asyncio.ensure_future(connection.give_up(job))
