@@ -121,5 +121,20 @@ def test_what_is_out_of_range_is_refused(copy: Copy) -> None:
 
 def test_how_far_copies_reach() -> None:
     made = layout.table([Copy(0, 0, 5, 10), Copy(0, 0, 100, 10, 3, 10, 50)], _SEGMENTS)
-    assert layout.end_of(made) == 210
-    assert layout.end_of(layout.table([], _SEGMENTS)) == 0
+    part, short = Exposed(0, 0, 209, _SIZE), Exposed(3, 0, 8, 8)
+    assert layout.lacking(made, {0: part, 3: short}) == 210
+    assert layout.lacking(made, {0: Exposed(0, 0, 210, _SIZE), 3: short}) == 0
+    assert layout.lacking(layout.table([], _SEGMENTS), {0: part}) == 0
+
+
+def test_each_part_says_with_which_copy_it_begins() -> None:
+    sizes = [5, 0, 3 * layout.PART, 7, layout.PART // 2, layout.PART // 2, 9]
+    copies = [Copy(1 << 30, 0, 0, nbytes) for nbytes in sizes]
+    parts = list(layout.parts(layout.table(copies, _SEGMENTS), _SEGMENTS))
+    moved = 0
+    for part in parts:
+        # What earlier parts have moved is at least all copies before its first.
+        assert moved >= sum(sizes[: part.first])
+        moved += int((part.local[:, 1] * part.local[:, 4]).sum())
+    assert moved == sum(sizes)
+    assert parts[-1].first > 2

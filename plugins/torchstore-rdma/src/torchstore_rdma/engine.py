@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TorchStoreError, TransportError
@@ -20,6 +21,8 @@ __all__ = ["Engine", "Job", "NotExposedError"]
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 500e-6
+# Parts of a batch under way at a time, so that the network does not wait for Python.
+_AHEAD = 2
 
 
 class NotExposedError(TransportError):
@@ -37,11 +40,18 @@ def _future() -> Future[None]:
     return made
 
 
-def _bare(error: TorchStoreError) -> TorchStoreError:
+def _bare(error: TorchStoreError, job: Job | None = None) -> TorchStoreError:
     """The same error without its traceback, which refers to the agent and would keep it alive."""
     if isinstance(error, NotExposedError):
         return NotExposedError(error.need)
-    return type(error)(error.message, details=error.details)
+    return type(error)(error.message, details={"done": job.arrived()} if job else {})
+
+
+class _Flying(NamedTuple):
+    """A part that is under way, and the copy that it begins with."""
+
+    first: int
+    transfer: Transfer
 
 
 class Job:
@@ -54,8 +64,16 @@ class Job:
         self.failure = ""
         self.given_up = False
         self.parts: Iterator[layout.Part] | None = None
-        self.transfer: Transfer | None = None
+        self.flying: list[_Flying] = []
+        self.started = 0
+        self.all_started = False
         self.registrations: list[object] = []
+
+    def arrived(self) -> int:
+        """How many of the copies, counted from the first, have certainly arrived."""
+        if self.all_started and not self.flying:
+            return len(self.copies)
+        return min([flying.first for flying in self.flying], default=self.started)
 
 
 class Engine:
@@ -131,8 +149,9 @@ class Engine:
         try:
             self._serve(agent, peer, jobs)
         finally:
+            arrived = [job.arrived() for job in jobs]
             for job in jobs:
-                job.transfer = None
+                job.flying.clear()
             if not agent.close():
                 log.error("an agent of NIXL is still referred to, and so not destroyed")
             self.ended.set_result(None)
@@ -140,8 +159,10 @@ class Engine:
                 self._stopping = True
                 jobs += self._waiting
                 self._waiting.clear()
-            for job in jobs:
-                job.done.set_exception(TransportError(job.failure or "the connection has ended"))
+            arrived += [0] * (len(jobs) - len(arrived))
+            for job, done in zip(jobs, arrived, strict=True):
+                why = job.failure or "the connection has ended"
+                job.done.set_exception(TransportError(why, details={"done": done}))
 
     def _serve(self, agent: Agent, peer: str, jobs: list[Job]) -> None:
         pace = Pace(_LONGEST_PAUSE_S)
@@ -162,42 +183,55 @@ class Engine:
                 pace.wait(len(jobs))
 
     def _step(self, agent: Agent, peer: str, job: Job) -> bool:
-        """Go on with a batch; whether it has ended. Of one that was given up, the part that is
-        under way goes on, because nothing stops it.
+        """Go on with a batch; whether it has ended. Of one that was given up, what is under way
+        goes on, because nothing stops it.
         """
         try:
-            if job.transfer is None:
-                if job.given_up:
-                    raise TransportError("it was given up")
-                if job.parts is None:
-                    job.parts = self._begin(agent, job)
-                part = next(job.parts, None)
-                if part is None:
-                    self._forget(agent, job)
-                    job.done.set_result(None)
-                    return True
-                job.transfer = agent.prepare(peer, *part, write=job.write)
-                is_done = job.transfer.start()
-            else:
-                is_done = job.transfer.is_done()
-            if is_done:
-                job.transfer.release()
-                job.transfer = None
+            if job.parts is None:
+                job.parts = self._begin(agent, job)
+            for flying in list(job.flying):
+                if flying.transfer.is_done():
+                    flying.transfer.release()
+                    job.flying.remove(flying)
+            if len(job.flying) < _AHEAD and not job.given_up:
+                self._start(agent, peer, job, job.parts)
+            if job.flying:
+                return False
+            if job.given_up:
+                raise TransportError("it was given up")
+            if job.all_started:
+                self._forget(agent, job)
+                job.done.set_result(None)
+                return True
         except TorchStoreError as error:
-            if job.transfer is not None:
-                # It may still move bytes, until the agent is destroyed.
+            if job.flying:
+                # They may still move bytes, until the agent is destroyed.
                 job.failure = error.message
                 self._stopping = True
                 return False
             self._forget(agent, job)
-            job.done.set_exception(_bare(error))
+            job.done.set_exception(_bare(error, job))
             return True
         return False
 
+    @staticmethod
+    def _start(agent: Agent, peer: str, job: Job, parts: Iterator[layout.Part]) -> None:
+        part = next(parts, None)
+        if part is None:
+            job.all_started = True
+            return
+        job.started = part.first
+        transfer = agent.prepare(peer, part, write=job.write)
+        # It counts as under way even if starting it fails.
+        flying = _Flying(part.first, transfer)
+        job.flying.append(flying)
+        if transfer.start():
+            transfer.release()
+            job.flying.remove(flying)
+
     def _begin(self, agent: Agent, job: Job) -> Iterator[layout.Part]:
         made = layout.table(job.copies, self.exposed)
-        need = layout.end_of(made)
-        if len(made) and need > min([one.end for one in self.exposed.values()]):
+        if need := layout.lacking(made, self.exposed):
             raise NotExposedError(need)
         if self._pins:
             for address, nbytes in layout.spans(made):

@@ -15,7 +15,7 @@ from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
 from torchstore_rdma.protocol import Exposed
 
-__all__ = ["PART", "Part", "end_of", "parts", "spans", "table"]
+__all__ = ["PART", "Part", "lacking", "parts", "spans", "table"]
 
 #: Bytes of a part: what cannot be interrupted on one host. A row counts as some bytes, too.
 PART = 32 << 20
@@ -23,7 +23,7 @@ _ROW = 4096
 _PAGE = 4096
 
 # The columns of a table.
-_ADDRESS, _SEGMENT, _OFFSET, _NBYTES, _ROWS, _STRIDE, _STEP = range(7)
+_ADDRESS, _SEGMENT, _OFFSET, _NBYTES, _ROWS, _STRIDE, _STEP, _COPY = range(8)
 _COLUMNS = 7
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
@@ -31,9 +31,10 @@ Table = np.ndarray[Any, np.dtype[np.int64]]
 
 class Part(NamedTuple):
     """Descriptors of a transfer: rows of ``address, nbytes, 0, stride, count``, and an index for
-    each piece.
+    each piece. ``first``: which copy it begins with. All copies before that are in earlier parts.
     """
 
+    first: int
     local: np.ndarray[Any, Any]
     remote: np.ndarray[Any, Any]
     indices: np.ndarray[Any, Any]
@@ -49,9 +50,10 @@ def table(copies: Sequence[Copy], exposed: Mapping[int, Exposed]) -> Table:
         raise TransportError("this transport only moves host memory")
     try:
         flat = chain.from_iterable([copy[:_COLUMNS] for copy in copies])
-        made = np.fromiter(flat, np.int64, len(copies) * _COLUMNS).reshape(-1, _COLUMNS)
+        plain = np.fromiter(flat, np.int64, len(copies) * _COLUMNS).reshape(-1, _COLUMNS)
     except (OverflowError, ValueError, TypeError) as error:
         raise TransportError("a copy is outside of its segment") from error
+    made = np.column_stack([plain, np.arange(len(plain))])
     limits = np.zeros(len(made), dtype=np.int64)
     for segment, found in exposed.items():
         limits[made[:, _SEGMENT] == segment] = found.nbytes
@@ -73,12 +75,14 @@ def table(copies: Sequence[Copy], exposed: Mapping[int, Exposed]) -> Table:
     return made
 
 
-def end_of(made: Table) -> int:
-    """How far into a segment the copies reach, in bytes."""
-    if not len(made):
-        return 0
-    ends = made[:, _OFFSET] + (made[:, _ROWS] - 1) * made[:, _STEP] + made[:, _NBYTES]
-    return int(ends.max())
+def lacking(made: Table, exposed: Mapping[int, Exposed]) -> int:
+    """How far into a segment the copies reach if that is beyond what is registered; else 0."""
+    ends = made[:, _OFFSET] + np.maximum((made[:, _ROWS] - 1) * made[:, _STEP], 0)
+    ends += made[:, _NBYTES]
+    beyond = np.zeros(len(made), dtype=bool)
+    for segment, found in exposed.items():
+        beyond |= (made[:, _SEGMENT] == segment) & (ends > found.end)
+    return int(ends[beyond].max(initial=0))
 
 
 def parts(made: Table, exposed: Mapping[int, Exposed]) -> Iterator[Part]:
@@ -155,4 +159,4 @@ def _part(some: Table, exposed: Mapping[int, Exposed]) -> Part:
         np.stack([start, nbytes, nothing, step, rows], axis=1).astype(np.uint64)
         for start, step in sides
     )
-    return Part(local, remote, np.arange(int(rows.sum()), dtype=np.int32))
+    return Part(int(some[0, _COPY]), local, remote, np.arange(int(rows.sum()), dtype=np.int32))

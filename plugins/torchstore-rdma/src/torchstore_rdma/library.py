@@ -25,7 +25,7 @@ from torchstore_core.errors import TransportError, TransportUnavailableError
 from torchstore_rdma.plugin import LIBRARY
 
 if TYPE_CHECKING:
-    import numpy as np
+    from torchstore_rdma.layout import Part
 
 __all__ = ["EVERYTHING", "Agent", "Transfer", "version"]
 
@@ -176,27 +176,20 @@ class Agent:
     def prepare(
         self,
         peer: str,
-        local: np.ndarray[Any, Any],
-        remote: np.ndarray[Any, Any],
-        indices: np.ndarray[Any, Any],
+        part: Part,
         *,
         write: bool,
     ) -> Transfer:
         """Prepare to move memory of this process to the peer's, or the other way round.
 
-        Args:
-            local, remote: rows of ``address, nbytes, 0, stride, count``, on both sides as many
-                bytes in the same pieces.
-            indices: ``0, 1, …`` for each of those pieces.
-
         Raises:
             TransportError: a range is not registered.
         """
         try:
-            ours = self._agent.prep_xfer_dlist("", local, _HOST)
-            theirs = self._agent.prep_xfer_dlist(peer, remote, _HOST)
+            ours = self._agent.prep_xfer_dlist("", part.local, _HOST)
+            theirs = self._agent.prep_xfer_dlist(peer, part.remote, _HOST)
             handle = self._agent.make_prepped_xfer(
-                "WRITE" if write else "READ", ours, indices, theirs, indices
+                "WRITE" if write else "READ", ours, part.indices, theirs, part.indices
             )
         except self._errors as error:
             raise TransportError(f"NIXL refuses the transfer: {error}") from error

@@ -38,6 +38,7 @@ _CONNECT_S = 10.0
 _ARRIVE_S, _GOODBYE_S, _STOP_S = 0.3, 0.35, 0.25
 # How often a connection that breaks is made anew within one batch, counting the first.
 _TRIES = 3
+_AGAIN_S = 0.1
 # After how long without a transfer the server half may be late to notice one, and how long it gets.
 _QUIET_S, _WAKE_S = 10e-3, 1e-3
 
@@ -99,7 +100,10 @@ class _Connection:
                 f"UCX did not reach the volume within {_CONNECT_S:g} s"
             ) from error
         except BaseException:
-            await self.end()
+            try:
+                await self.end()
+            finally:
+                self.close()
             raise
         self.usable = True
 
@@ -227,24 +231,27 @@ class RdmaLink(Link):
             connection.close()
 
     async def _move(self, copies: Sequence[Copy], *, write: bool) -> None:
-        need, broken = 0, 0
+        need, broken, done = 0, 0, 0
         while True:
             try:
                 connection = await self._connected(need)
             except TransportError as error:
-                # The server half's process may be seen to die only now. Asked again, it is back.
+                # The server half's process may have died just now: a little later it is back.
                 if not 0 < broken < _TRIES or isinstance(error, TransportUnavailableError):
                     raise
                 broken += 1
+                await asyncio.sleep(_AGAIN_S)
                 continue
-            job = Job(copies, write=write)
+            job = Job(copies[done:], write=write)
             try:
                 await connection.run(job)
                 return
             except NotExposedError as error:
                 need = error.need
                 connection.retire()
-            except TransportError:
+            except TransportError as error:
+                done += error.details.get("done", 0)
+                error.details["done"] = done
                 if connection.usable or self._closed:
                     raise
                 # Until the next connection is made, or the server half has been asked.
