@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 DISTS := torchstore_core torchstore_transports torchstore_strategies \
 	plugins/torchstore-cli plugins/torchstore-spmd plugins/torchstore-inprocess \
-	plugins/torchstore-monarch
+	plugins/torchstore-monarch plugins/torchstore-rdma
 SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model.txt \
 	$(addsuffix /pyproject.toml,$(DISTS)) \
 	torchstore_core/setup.py $(wildcard torchstore_core/src/torchstore_core/_native.c)
@@ -51,7 +51,8 @@ $(STAMP): $(SETUP_INPUTS)
 		-e ./plugins/torchstore-cli \
 		-e ./plugins/torchstore-spmd \
 		-e ./plugins/torchstore-inprocess \
-		-e ./plugins/torchstore-monarch
+		-e ./plugins/torchstore-monarch \
+		-e ./plugins/torchstore-rdma
 	@touch $@
 
 demo: $(STAMP)

@@ -1,0 +1,1 @@
+"""``rdma``: one-sided transfers through NIXL, over whatever fabric UCX finds between two hosts."""

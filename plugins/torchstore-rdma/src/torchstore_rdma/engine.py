@@ -1,0 +1,244 @@
+"""The thread of a client that alone uses an agent: it starts transfers and waits for their end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from torchstore_core.contracts.transport import Copy
+from torchstore_core.errors import TorchStoreError, TransportError
+from torchstore_rdma import layout
+from torchstore_rdma.library import Agent, Transfer
+from torchstore_rdma.pacing import Pace
+from torchstore_rdma.protocol import Exposed
+
+__all__ = ["Engine", "Job", "NotExposedError"]
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 500e-6
+# Parts of a batch under way at a time, so that the network does not wait for Python.
+_AHEAD = 2
+
+
+class NotExposedError(TransportError):
+    """A copy reaches beyond what is registered of its segment, up to ``need`` bytes."""
+
+    def __init__(self, need: int) -> None:
+        super().__init__(f"not registered up to {need}")
+        self.need = need
+
+
+def _future() -> Future[None]:
+    """One that nobody can cancel: who waits for it may be cancelled, what it stands for cannot."""
+    made: Future[None] = Future()
+    made.set_running_or_notify_cancel()
+    return made
+
+
+def _bare(error: TorchStoreError, job: Job | None = None) -> TorchStoreError:
+    """The same error without its traceback, which refers to the agent and would keep it alive."""
+    if isinstance(error, NotExposedError):
+        return NotExposedError(error.need)
+    return type(error)(error.message, details={"done": job.arrived()} if job else {})
+
+
+class _Flying(NamedTuple):
+    """A part that is under way, and the copy that it begins with."""
+
+    first: int
+    transfer: Transfer
+
+
+class Job:
+    """A batch of copies. ``done`` is resolved when it has ended, and no byte of it moves then."""
+
+    def __init__(self, copies: Sequence[Copy], *, write: bool) -> None:
+        self.copies = copies
+        self.write = write
+        self.done = _future()
+        self.failure = ""
+        self.given_up = False
+        self.parts: Iterator[layout.Part] | None = None
+        self.flying: list[_Flying] = []
+        self.started = 0
+        self.all_started = False
+        self.registrations: list[object] = []
+
+    def arrived(self) -> int:
+        """How many of the copies, counted from the first, have certainly arrived."""
+        if self.all_started and not self.flying:
+            return len(self.copies)
+        return min([flying.first for flying in self.flying], default=self.started)
+
+
+class Engine:
+    """A thread with an agent, from the first moment on, until :meth:`stop`.
+
+    Args:
+        make: creates the agent, and returns it with the name of the peer. Runs in the thread.
+        exposed: the peer's segments.
+        pins: local memory is registered for each batch, because registering keeps its pages, and
+            nobody tells when it is freed. (UCX keeps such registrations in a cache, which it
+            invalidates when memory is unmapped.) If False, the agent has registered all of it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], tuple[Agent, str]],
+        exposed: dict[int, Exposed],
+        *,
+        pins: bool,
+    ) -> None:
+        self.exposed = exposed
+        self._make = make
+        self._pins = pins
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._draining = False
+        #: Resolved with None when the agent has been destroyed: from then on nothing moves.
+        self.ended = _future()
+        #: Resolved when the agent is there.
+        self.started = _future()
+        self._thread = threading.Thread(target=self._run, name="torchstore-rdma", daemon=True)
+        self._thread.start()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it ends, or has ended."""
+        return self._stopping
+
+    def submit(self, job: Job) -> None:
+        """Begin a batch. If the engine has stopped, the batch fails."""
+        with self._changed:
+            if not (self._stopping or self._draining):
+                self._waiting.append(job)
+                self._changed.notify()
+                return
+        job.done.set_exception(TransportError("the connection has ended"))
+
+    def stop(self) -> None:
+        """Destroy the agent as soon as the call of the library that is under way returns."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Stop when no batch is under way any more."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify()
+
+    # ---- in the thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            agent, peer = self._make()
+        except TorchStoreError as error:
+            self._stopping = True
+            self.ended.set_result(None)
+            self.started.set_exception(_bare(error))
+            return
+        self.started.set_result(None)
+        jobs: list[Job] = []
+        try:
+            self._serve(agent, peer, jobs)
+        finally:
+            arrived = [job.arrived() for job in jobs]
+            for job in jobs:
+                job.flying.clear()
+            if not agent.close():
+                log.error("an agent of NIXL is still referred to, and so not destroyed")
+            self.ended.set_result(None)
+            with self._changed:
+                self._stopping = True
+                jobs += self._waiting
+                self._waiting.clear()
+            arrived += [0] * (len(jobs) - len(arrived))
+            for job, done in zip(jobs, arrived, strict=True):
+                why = job.failure or "the connection has ended"
+                job.done.set_exception(TransportError(why, details={"done": done}))
+
+    def _serve(self, agent: Agent, peer: str, jobs: list[Job]) -> None:
+        pace = Pace(_LONGEST_PAUSE_S)
+        while True:
+            with self._changed:
+                while not (jobs or self._waiting or self._stopping or self._draining):
+                    self._changed.wait()
+                if self._stopping or (self._draining and not (jobs or self._waiting)):
+                    return
+                if self._waiting:
+                    pace.hurry()
+                jobs += self._waiting
+                self._waiting.clear()
+            for job in list(jobs):
+                if self._step(agent, peer, job):
+                    jobs.remove(job)
+            if jobs:
+                pace.wait(len(jobs))
+
+    def _step(self, agent: Agent, peer: str, job: Job) -> bool:
+        """Go on with a batch; whether it has ended. Of one that was given up, what is under way
+        goes on, because nothing stops it.
+        """
+        try:
+            if job.parts is None:
+                job.parts = self._begin(agent, job)
+            for flying in list(job.flying):
+                if flying.transfer.is_done():
+                    flying.transfer.release()
+                    job.flying.remove(flying)
+            if len(job.flying) < _AHEAD and not job.given_up:
+                self._start(agent, peer, job, job.parts)
+            if job.flying:
+                return False
+            if job.given_up:
+                raise TransportError("it was given up")
+            if job.all_started:
+                self._forget(agent, job)
+                job.done.set_result(None)
+                return True
+        except TorchStoreError as error:
+            if job.flying:
+                # They may still move bytes, until the agent is destroyed.
+                job.failure = error.message
+                self._stopping = True
+                return False
+            self._forget(agent, job)
+            job.done.set_exception(_bare(error, job))
+            return True
+        return False
+
+    @staticmethod
+    def _start(agent: Agent, peer: str, job: Job, parts: Iterator[layout.Part]) -> None:
+        part = next(parts, None)
+        if part is None:
+            job.all_started = True
+            return
+        job.started = part.first
+        transfer = agent.prepare(peer, part, write=job.write)
+        # It counts as under way even if starting it fails.
+        flying = _Flying(part.first, transfer)
+        job.flying.append(flying)
+        if transfer.start():
+            transfer.release()
+            job.flying.remove(flying)
+
+    def _begin(self, agent: Agent, job: Job) -> Iterator[layout.Part]:
+        made = layout.table(job.copies, self.exposed)
+        if need := layout.lacking(made, self.exposed):
+            raise NotExposedError(need)
+        if self._pins:
+            for address, nbytes in layout.spans(made):
+                job.registrations.append(agent.register(address, nbytes))
+        return layout.parts(made, self.exposed)
+
+    @staticmethod
+    def _forget(agent: Agent, job: Job) -> None:
+        while job.registrations:
+            agent.deregister(job.registrations.pop())

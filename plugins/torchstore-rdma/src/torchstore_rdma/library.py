@@ -1,0 +1,222 @@
+"""NIXL, as this package uses it: agents without threads, with one UCX backend each.
+
+Three properties of the library decide how it is used here; all were measured.
+
+* Its own progress thread polls without a pause and takes a whole processor for each agent. So it is
+  switched off, and whoever waits for something calls the library again and again (:mod:`.pacing`).
+* To deregister memory, to remove a remote agent, or to release a transfer that is under way stops
+  nothing: the bytes still arrive. Only when the agent is destroyed nothing moves through it.
+* It is not safe for threads: an agent belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_rdma.plugin import LIBRARY
+
+if TYPE_CHECKING:
+    from torchstore_rdma.layout import Part
+
+__all__ = ["EVERYTHING", "Agent", "Transfer", "version"]
+
+#: All addresses of a process, as ``(address, nbytes)``: where registering costs nothing.
+EVERYTHING = 1 << 16, (1 << 48) - (1 << 17)
+
+_HOST = "DRAM"
+_loading = threading.Lock()
+_loaded_by = 0
+# The libraries read these when they are loaded. They would write warnings to the standard output.
+_QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "error", "UCX_LOG_FILE": "stderr"}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    added = [name for name in _QUIET if name not in os.environ]
+    os.environ.update({name: _QUIET[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def version() -> str:
+    """The version of the library.
+
+    Raises:
+        TransportUnavailableError: it is not installed, or cannot be loaded.
+    """
+    _load()
+    return metadata.version(LIBRARY[1])
+
+
+def _load() -> Any:
+    global _loaded_by
+    if _loaded_by not in (0, os.getpid()):
+        raise TransportUnavailableError("NIXL was loaded before this process was forked")
+    try:
+        loaded = import_module(LIBRARY[0])
+    except (ImportError, OSError) as error:
+        raise TransportUnavailableError(f"NIXL cannot be loaded: {error}") from error
+    _loaded_by = os.getpid()
+    return loaded
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    bindings = import_module(f"{LIBRARY[0]}._bindings")
+    return tuple(
+        one
+        for name, one in vars(bindings).items()
+        if name.endswith("Error") and isinstance(one, type) and issubclass(one, Exception)
+    )
+
+
+class Transfer:
+    """Some bytes that are under way. Released when it is done, or with its agent."""
+
+    __slots__ = ("_agent", "_handle", "_lists")
+
+    def __init__(self, agent: Agent, handle: Any, lists: tuple[Any, Any]) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._lists = lists
+
+    def start(self) -> bool:
+        """Begin; whether it is done already. Between processes of one host UCX copies right here,
+        without holding the interpreter's lock.
+
+        Raises:
+            TransportError: it failed.
+        """
+        return self._agent.state(lambda nixl: nixl.transfer(self._handle))
+
+    def is_done(self) -> bool:
+        """Have the library go on with what is under way.
+
+        Raises:
+            TransportError: it failed; the peer may have died.
+        """
+        return self._agent.state(lambda nixl: nixl.check_xfer_state(self._handle))
+
+    def release(self) -> None:
+        """Only when it is done."""
+        self._handle.release()
+        for one in self._lists:
+            one.release()
+
+
+class Agent:
+    """An agent of the library. It must be used by one thread at a time.
+
+    Args:
+        name: unique among all agents that may meet it.
+        options: of its UCX backend.
+
+    Raises:
+        TransportUnavailableError: the library cannot be loaded, or finds no way to communicate.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, str]) -> None:
+        with _loading, _quietly():
+            library = _load()
+            self._errors = _errors()
+            config = library.nixl_agent_config(enable_prog_thread=False, backends=[])
+            self._agent: Any = library.nixl_agent(name, config)
+            try:
+                self._agent.create_backend("UCX", dict(options))
+            except self._errors as error:
+                raise TransportUnavailableError(f"UCX cannot start: {error}") from error
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach this agent and the memory registered with it."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def meet(self, metadata: bytes) -> str:
+        """Learn of a peer; its name.
+
+        Raises:
+            TransportError: this is no metadata of the same library.
+        """
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except self._errors as error:
+            raise TransportError(f"the peer's metadata cannot be used: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def register(self, address: int, nbytes: int) -> object:
+        """Register host memory; what :meth:`deregister` takes.
+
+        Raises:
+            TransportError: the system refuses (a limit of locked memory, for example).
+        """
+        try:
+            return self._agent.register_memory([(address, nbytes, 0, "")], _HOST)
+        except self._errors as error:
+            raise TransportError(f"{nbytes} bytes cannot be registered: {error}") from error
+
+    def deregister(self, registration: object) -> None:
+        """Forget what was registered. Peers may still reach the memory for a while."""
+        self._agent.deregister_memory(registration)
+
+    def progress(self) -> None:
+        """Have the library do what peers want of it."""
+        with contextlib.suppress(*self._errors):  # a peer that has gone
+            self._agent.get_new_notifs()
+
+    def prepare(
+        self,
+        peer: str,
+        part: Part,
+        *,
+        write: bool,
+    ) -> Transfer:
+        """Prepare to move memory of this process to the peer's, or the other way round.
+
+        Raises:
+            TransportError: a range is not registered.
+        """
+        try:
+            ours = self._agent.prep_xfer_dlist("", part.local, _HOST)
+            theirs = self._agent.prep_xfer_dlist(peer, part.remote, _HOST)
+            handle = self._agent.make_prepped_xfer(
+                "WRITE" if write else "READ", ours, part.indices, theirs, part.indices
+            )
+        except self._errors as error:
+            raise TransportError(f"NIXL refuses the transfer: {error}") from error
+        return Transfer(self, handle, (ours, theirs))
+
+    def state(self, ask: Any) -> bool:
+        """Whether a transfer is done.
+
+        Raises:
+            TransportError: it failed.
+        """
+        try:
+            state = ask(self._agent)
+        except self._errors as error:
+            raise TransportError(f"the transfer failed: {type(error).__name__}") from error
+        if state == "ERR":
+            raise TransportError("the transfer failed")
+        return bool(state == "DONE")
+
+    def close(self) -> bool:
+        """Destroy it: afterwards nothing moves. All of its transfers must have been dropped.
+
+        Returns:
+            Whether it has been destroyed. False if something still refers to it.
+        """
+        left = weakref.ref(self._agent.agent)
+        self._agent = None
+        if left() is not None:
+            gc.collect()
+        return left() is None

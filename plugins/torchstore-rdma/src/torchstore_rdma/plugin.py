@@ -1,0 +1,69 @@
+"""Descriptor of the ``rdma`` transport."""
+
+from __future__ import annotations
+
+import functools
+from importlib import metadata
+from importlib.util import find_spec
+
+import msgspec
+
+from torchstore_core.contracts.hooks import hookimpl
+from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
+from torchstore_rdma.protocol import Offer
+
+__all__ = ["torchstore_transport"]
+
+#: The module of the library, and the distribution that it comes with.
+LIBRARY = "nixl_cu12", "nixl-cu12"
+
+# With devices: an estimate that ranks it before everything that goes through sockets. Without: what
+# was measured over UCX's TCP, less a margin, because plain sockets and shared memory are faster.
+_DEVICE_LATENCY_S, _DEVICE_BYTES_PER_S = 300e-6, 12e9
+_PLAIN_LATENCY_S, _PLAIN_BYTES_PER_S = 5e-3, 0.6e9
+
+
+@functools.cache
+def _version() -> str:
+    return metadata.version(LIBRARY[1])
+
+
+def _probe() -> str | None:
+    if find_spec(LIBRARY[0]) is None:
+        return f"NIXL is not installed here: pip install {LIBRARY[1]}"
+    return None
+
+
+def _bid(context: LinkContext) -> Bid | Refusal:
+    if context.offered:
+        try:
+            offer = msgspec.msgpack.decode(context.offer, type=Offer)
+        except msgspec.DecodeError:
+            return Refusal("the volume has another version of torchstore-rdma")
+        if offer.library != _version():
+            return Refusal(f"the volume has NIXL {offer.library}, this process has {_version()}")
+    if context.client.rdma_devices and context.volume.rdma_devices:
+        return Bid(_DEVICE_LATENCY_S, _DEVICE_BYTES_PER_S, "RDMA devices on both hosts")
+    without = [
+        whose
+        for whose, place in (("this host", context.client), ("the volume's host", context.volume))
+        if not place.rdma_devices
+    ]
+    return Bid(
+        _PLAIN_LATENCY_S,
+        _PLAIN_BYTES_PER_S,
+        f"no RDMA device on {without[0]}: UCX over TCP or shared memory, slower than tcp and shm",
+    )
+
+
+@hookimpl
+def torchstore_transport() -> TransportSpec:
+    """See ``torchstore_core.contracts.hooks``."""
+    return TransportSpec(
+        "rdma",
+        bid=_bid,
+        client="torchstore_rdma.link:RdmaLink",
+        server="torchstore_rdma.server:RdmaServer",
+        probe=_probe,
+        isolated=True,
+    )
