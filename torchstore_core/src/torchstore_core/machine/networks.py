@@ -1,0 +1,186 @@
+"""The addresses at which other hosts may reach this one, and how fast its networks are. Torch-free.
+
+Names of hosts are not looked up: what a name server says of this host may be wrong here, and asking
+may take seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["LOOPBACK", "Network", "common", "local_address_to", "namespace_id", "networks"]
+
+#: The only address at which a process of the same network namespace is met.
+LOOPBACK = "127.0.0.1"
+
+_UP, _LOOPBACK = 0x1, 0x8  # of the flags of an interface: IFF_UP, IFF_LOOPBACK
+_DISCARD_PORT = 9
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Network(msgspec.Struct, frozen=True, array_like=True):
+    """An address of this host, and the network that it is in.
+
+    Args:
+        interface: its name, such as ``eth0``.
+        address: an IPv4 address, or a global or site-wide IPv6 address.
+        prefix: the length of the network's prefix, in bits.
+        mbits_per_s: the rate of the interface; 0 if the system does not know it.
+    """
+
+    interface: str
+    address: str
+    prefix: int
+    mbits_per_s: int = 0
+
+    def contains(self, address: str) -> bool:
+        """Whether an address is in the same network as this one.
+
+        >>> Network("eth0", "10.1.2.3", 16).contains("10.1.9.9")
+        True
+        >>> Network("eth0", "10.1.2.3", 16).contains("fd00::1")
+        False
+        """
+        other = ipaddress.ip_address(address)
+        mine = ipaddress.ip_network(f"{self.address}/{self.prefix}", strict=False)
+        return other.version == mine.version and other in mine
+
+
+class _SocketAddress(ctypes.Structure):
+    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))
+
+
+class _InterfaceAddress(ctypes.Structure):
+    """The beginning of ``struct ifaddrs``."""
+
+
+_InterfaceAddress._fields_ = (
+    ("next", ctypes.POINTER(_InterfaceAddress)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SocketAddress)),
+    ("netmask", ctypes.POINTER(_SocketAddress)),
+)
+
+
+def networks() -> tuple[Network, ...]:
+    """Return the addresses of the interfaces that are up, without the loopback and without what is
+    valid on one link only.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    found: list[Network] = []
+    for interface, flags, address, netmask in _interface_addresses():
+        if not flags & _UP or flags & _LOOPBACK:
+            continue
+        if address.is_loopback or address.is_link_local or address.is_unspecified:
+            continue
+        prefix = int(netmask).bit_count()
+        found.append(Network(interface, str(address), prefix, _mbits_per_s(interface)))
+    return tuple(found)
+
+
+def common(
+    here: Iterable[Network], there: Iterable[Network]
+) -> tuple[tuple[Network, Network], ...]:
+    """Return the pairs of addresses, one of each host, that are in the same network, the fastest
+    first. An address that both hosts have (as those of container bridges are) is none that one of
+    them reaches the other at.
+
+    >>> mine = [Network("a", "10.0.0.1", 24, 1000), Network("b", "10.9.0.1", 16, 100)]
+    >>> [pair[1].address for pair in common(mine, [Network("x", "10.9.7.7", 16, 100)])]
+    ['10.9.7.7']
+    """
+    mine, others = tuple(here), tuple(there)
+    shared = {one.address for one in mine} & {one.address for one in others}
+    pairs = [
+        (one, other)
+        for one in mine
+        for other in others
+        if one.address not in shared
+        and other.address not in shared
+        and one.contains(other.address)
+        and other.contains(one.address)
+    ]
+    return tuple(sorted(pairs, key=_rate, reverse=True))
+
+
+def _rate(pair: Sequence[Network]) -> int:
+    return min(one.mbits_per_s for one in pair)
+
+
+def local_address_to(address: str) -> str | None:
+    """Return the address of this host from which the kernel would send to ``address``; None if it
+    has no route. Nothing is sent.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((address, _DISCARD_PORT))
+            return str(sock.getsockname()[0])
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def namespace_id() -> str:
+    """Return an id of the network namespace of this process: two processes have the same one
+    exactly if they meet at the same loopback address. Empty if the system does not tell.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net")
+    except OSError:
+        return ""
+    return f"{boot}/{namespace.st_dev}:{namespace.st_ino}"
+
+
+def _mbits_per_s(interface: str) -> int:
+    try:
+        # Interfaces that are no hardware refuse to be read, or say -1.
+        return max(0, int(Path("/sys/class/net", interface, "speed").read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+def _interface_addresses() -> Iterator[tuple[str, int, _Address, _Address]]:
+    """All of ``getifaddrs``: name, flags, address, netmask."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.freeifaddrs.argtypes = [ctypes.POINTER(_InterfaceAddress)]
+    first = ctypes.POINTER(_InterfaceAddress)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"getifaddrs: {os.strerror(code)}")
+    try:
+        at = first
+        while at:
+            entry = at.contents
+            address = _decoded(entry.address)
+            netmask = _decoded(entry.netmask)
+            if address is not None and netmask is not None:
+                yield entry.name.decode(errors="replace"), entry.flags, address, netmask
+            at = entry.next
+    finally:
+        libc.freeifaddrs(first)
+
+
+def _decoded(pointer: ctypes._Pointer[_SocketAddress]) -> _Address | None:
+    if not pointer:
+        return None
+    given = pointer.contents
+    # After the family come the port, and for IPv6 also the flow information.
+    if given.family == socket.AF_INET:
+        return ipaddress.IPv4Address(bytes(given.data[2:6]))
+    if given.family == socket.AF_INET6:
+        return ipaddress.IPv6Address(bytes(given.data[6:22]))
+    return None
