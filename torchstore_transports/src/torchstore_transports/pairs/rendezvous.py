@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from typing import Any
 
 from torchstore_core.errors import TransportError
 from torchstore_transports.pairs.pair import TIMEOUT_S, Store
 from torchstore_transports.pairs.protocol import StoreCall, encode
 
-__all__ = ["Board", "LocalStore", "RemoteStore"]
+__all__ = ["Board", "LocalStore", "PairStore", "RemoteStore"]
 
 _MAX_KEYS = 1024
 
@@ -79,22 +80,32 @@ class Board:
             return total
 
 
-class _PairStore(Store):
-    """The part of a store that is the same at both ends. Its methods are called by C++ threads."""
+class PairStore(Store):
+    """The part of a store that is the same at both ends. Libraries call it from threads of theirs.
+
+    Attributes:
+        before_call: called whenever the store is used: by then a library has read what it reads
+            from the environment.
+    """
+
+    before_call: Callable[[], None] = staticmethod(lambda: None)
 
     def _call(self, call: StoreCall) -> bytes:
         raise NotImplementedError
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:  # it is bytes, whatever the base class says
+        self.before_call()
         self._call(StoreCall(0, "set", key, value=bytes(value)))
 
     def get(self, key: str) -> bytes:
+        self.before_call()
         return self._call(StoreCall(0, "wait", key))
 
     def add(self, key: str, amount: int) -> int:
+        self.before_call()
         return int(self._call(StoreCall(0, "add", key, amount=amount)))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         for key in keys:
             self.get(key)
@@ -102,7 +113,7 @@ class _PairStore(Store):
                 raise TransportError(f"{keys} were not all set within {TIMEOUT_S:g} s")
 
 
-class LocalStore(_PairStore):
+class LocalStore(PairStore):
     """The store as the server half's end sees it."""
 
     def __init__(self, board: Board) -> None:
@@ -113,7 +124,7 @@ class LocalStore(_PairStore):
         return self._board.call(call)
 
 
-class RemoteStore(_PairStore):
+class RemoteStore(PairStore):
     """The store as the link's end sees it: every call is a handshake on the event loop that is
     connecting.
 
