@@ -125,8 +125,8 @@ class PairLink(Link):
 
         moving = in_thread(move)
         asking = asyncio.ensure_future(self._handshake(encode(Transfer(pair, into, extents))))
+        both: list[asyncio.Future[Any]] = [asking, moving]
         try:
-            both: list[asyncio.Future[Any]] = [asking, moving]
             await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
             for one in both:
                 if one.done():
@@ -136,6 +136,8 @@ class PairLink(Link):
             asking.cancel()
             await self._give_up(line, pair, asking, into=into)
             raise
+        finally:
+            del moving, asking, both, line  # otherwise an error would keep them, and they the error
 
     async def _give_up(
         self, line: Line, pair: int, asking: asyncio.Future[bytes], *, into: bool

@@ -21,18 +21,21 @@ def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     time, and neither other work nor the end of this process should wait for it.
     """
     result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
-            result.set_exception(error)
-
     result.set_running_or_notify_cancel()
     waiting = asyncio.wrap_future(result)
     waiting.add_done_callback(_retrieve)  # nobody may wait for it any more
-    threading.Thread(target=run, daemon=True, name="torchstore-pair").start()
+    run = threading.Thread(target=_run, args=(call, result), daemon=True, name="torchstore-pair")
+    run.start()
     return waiting
+
+
+def _run(call: Callable[[], T], result: Future[T]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
+        result.set_exception(error)
+    finally:
+        del call, result  # otherwise the error would keep them, and they the error
 
 
 def _retrieve(done: asyncio.Future[T]) -> None:
