@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["MESSAGE_MAX", "Message", "messages"]
+__all__ = ["MESSAGE_MAX", "Message", "Run", "groups", "messages"]
 
 #: Size of the largest message in bytes. It bounds what one wait of a pair is for.
 MESSAGE_MAX = 8 << 20
 # Pieces of at least this size are a message of their own, which needs no staging. Smaller ones are
 # gathered, because a message costs about as much as copying so many bytes.
 _ALONE_MIN = 256 << 10
+# The receiver of a put acknowledges so many bytes, or messages, together.
+_GROUP_BYTES = 32 << 20
+_GROUP_MESSAGES = 64
 
 Run = tuple[int, int]
 
@@ -54,6 +57,24 @@ def messages(runs: Iterable[Run]) -> Iterator[Message]:
             total += nbytes
     if gathered:
         yield _joined(gathered, total)
+
+
+def groups(given: Iterable[Message]) -> Iterator[list[Message]]:
+    """Divide messages into groups that are acknowledged together, the same ones at both ends.
+
+    >>> [len(group) for group in groups(messages([(0, 80 << 20)]))]
+    [4, 4, 2]
+    """
+    group: list[Message] = []
+    total = 0
+    for message in given:
+        group.append(message)
+        total += message.nbytes
+        if total >= _GROUP_BYTES or len(group) >= _GROUP_MESSAGES:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def _joined(runs: Sequence[Run], total: int) -> Message:

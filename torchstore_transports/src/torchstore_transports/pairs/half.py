@@ -64,10 +64,9 @@ class _Served:
         def work() -> None:
             try:
                 if into:
-                    line.receive(runs)
-                    line.send_token()
+                    line.accept(runs)
                 else:
-                    line.send(runs)
+                    line.serve(runs)
             except TransportError as error:
                 log.info("a batch over a pair failed: %s", error)
                 line.kill()

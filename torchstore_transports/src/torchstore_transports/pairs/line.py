@@ -12,13 +12,37 @@ import torch
 
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.copying import copy_pieces
-from torchstore_transports.pairs.batches import MESSAGE_MAX, Message, Run, messages
+from torchstore_transports.pairs.batches import MESSAGE_MAX, Message, Run, groups, messages
 from torchstore_transports.pairs.pair import Pair, Wait, memory_at
 
 __all__ = ["Line"]
 
-# Messages under way at a time: one moves while the next is being prepared.
+# Messages, and groups of them, under way at a time: one moves while the next is being prepared.
 _WINDOW = 4
+_GROUPS = 3
+
+
+class _Sent:
+    """A message that is being sent, and the staging memory that it needs."""
+
+    def __init__(self, wait: Wait, staged: torch.Tensor | None) -> None:
+        self._wait: Wait | None = wait
+        self.staged = staged
+
+    def wait(self) -> None:
+        """Wait for it; libraries allow that only once."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
+class _Received(_Sent):
+    """A message that is being received; ``is_last`` of a group."""
+
+    def __init__(self, wait: Wait, staged: torch.Tensor | None, message: Message | None) -> None:
+        super().__init__(wait, staged)
+        self.message = message
+        self.is_last = False
 
 
 class Line:
@@ -36,57 +60,71 @@ class Line:
         self._lock = threading.Lock()
         self._killed = False
 
-    def send(self, runs: Iterable[Run]) -> None:
+    # The client calls the first two, the server half the other two.
+
+    def upload(self, runs: Iterable[Run]) -> None:
+        """Send ``(address, nbytes)`` runs. When this returns, they have arrived.
+
+        Raises:
+            TransportError: the pair has failed, or was killed.
+        """
+        pending: deque[list[_Sent | _Received]] = deque()
+        with _failures():
+            for group in groups(messages(runs)):
+                sent = [self._send(message) for message in group]
+                pending.append([self._receive(None), *sent])
+                if len(pending) >= _GROUPS:
+                    self._finish(*pending.popleft())
+            while pending:
+                self._finish(*pending.popleft())
+
+    def download(self, runs: Iterable[Run]) -> None:
+        """Receive what :meth:`serve` sends from runs of the same sizes.
+
+        Raises:
+            TransportError: the pair has failed, or was killed.
+        """
+        pending: deque[_Received] = deque()
+        with _failures():
+            for message in (*messages(runs), None):
+                pending.append(self._receive(message))
+                if len(pending) > _WINDOW:
+                    self._finish_first(pending)
+            while pending:
+                self._finish_first(pending)
+
+    def serve(self, runs: Iterable[Run]) -> None:
         """Send ``(address, nbytes)`` runs.
 
         Raises:
             TransportError: the pair has failed, or was killed.
         """
-        pending: deque[tuple[Wait, torch.Tensor | None]] = deque()
+        pending: deque[_Sent] = deque()
         with _failures():
-            for message in messages(runs):
-                tensor, staged = self._tensor(message)
-                if staged is not None:
-                    self._copy(message, staged, gather=True)
-                pending.append((self._pair.send(tensor), staged))
+            for message in (*messages(runs), None):
+                pending.append(self._send(message))
                 if len(pending) >= _WINDOW:
-                    self._sent(*pending.popleft())
+                    self._finish(pending.popleft())
+            self._finish(*pending)
+
+    def accept(self, runs: Iterable[Run]) -> None:
+        """Receive what :meth:`upload` sends from runs of the same sizes.
+
+        Raises:
+            TransportError: the pair has failed, or was killed.
+        """
+        pending: deque[_Received] = deque()
+        acknowledged: list[_Sent] = []
+        with _failures():
+            for group in groups(messages(runs)):
+                for message in group:
+                    pending.append(self._receive(message))
+                    if len(pending) > _WINDOW:
+                        self._finish_first(pending, acknowledged)
+                pending[-1].is_last = True
             while pending:
-                self._sent(*pending.popleft())
-
-    def receive(self, runs: Iterable[Run]) -> None:
-        """Receive what the other end sends with runs of the same sizes.
-
-        Raises:
-            TransportError: the pair has failed, or was killed.
-        """
-        pending: deque[tuple[Wait, torch.Tensor | None, Message]] = deque()
-        with _failures():
-            for message in messages(runs):
-                tensor, staged = self._tensor(message)
-                pending.append((self._pair.receive(tensor), staged, message))
-                if len(pending) >= _WINDOW:
-                    self._received(*pending.popleft())
-            while pending:
-                self._received(*pending.popleft())
-
-    def send_token(self) -> None:
-        """Send a message without contents.
-
-        Raises:
-            TransportError: the pair has failed, or was killed.
-        """
-        with _failures():
-            self._pair.send(self._token())()
-
-    def receive_token(self) -> None:
-        """Wait for a message without contents.
-
-        Raises:
-            TransportError: the pair has failed, or was killed.
-        """
-        with _failures():
-            self._pair.receive(self._token())()
+                self._finish_first(pending, acknowledged)
+            self._finish(*acknowledged)
 
     def kill(self) -> None:
         """End the pair. When this returns, no memory that was given to the line is touched any
@@ -102,11 +140,21 @@ class Line:
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pair))
 
-    def _token(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.uint8, device=self._pair.device)
+    def _send(self, message: Message | None) -> _Sent:
+        """Begin to send a message; None for one without contents."""
+        tensor, staged = self._tensor(message)
+        if message is not None and staged is not None:
+            self._copy(message, staged, gather=True)
+        return _Sent(self._pair.send(tensor), staged)
 
-    def _tensor(self, message: Message) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _receive(self, message: Message | None) -> _Received:
+        tensor, staged = self._tensor(message)
+        return _Received(self._pair.receive(tensor), staged, message)
+
+    def _tensor(self, message: Message | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the memory of a message, and again if it is staging memory."""
+        if message is None:
+            return torch.zeros(1, dtype=torch.uint8, device=self._pair.device), None
         if len(message.runs) == 1 and self._pair.device.type == "cpu":
             return memory_at(*message.runs[0]), None
         if self._staging:
@@ -115,16 +163,30 @@ class Line:
             staged = torch.empty(MESSAGE_MAX, dtype=torch.uint8, device=self._pair.device)
         return staged[: message.nbytes], staged
 
-    def _sent(self, wait: Wait, staged: torch.Tensor | None) -> None:
-        wait()
-        if staged is not None:
-            self._staging.append(staged)
+    def _finish_first(
+        self, pending: deque[_Received], acknowledged: list[_Sent] | None = None
+    ) -> None:
+        """Finish the first of several receives, and acknowledge a group.
 
-    def _received(self, wait: Wait, staged: torch.Tensor | None, message: Message) -> None:
-        wait()
-        if staged is not None:
-            self._copy(message, staged, gather=False)
-            self._staging.append(staged)
+        When a pair ends, libraries tell those that wait for a message that has not begun, but not
+        those whose message has arrived in part. So the second one, which completes after the first,
+        is waited for before it.
+        """
+        if len(pending) > 1:
+            pending[1].wait()
+        first = pending.popleft()
+        self._finish(first)
+        if first.is_last and acknowledged is not None:
+            acknowledged.append(self._send(None))
+
+    def _finish(self, *operations: _Sent | _Received) -> None:
+        for one in operations:
+            one.wait()
+            if one.staged is None:
+                continue
+            if isinstance(one, _Received) and one.message is not None:
+                self._copy(one.message, one.staged, gather=False)
+            self._staging.append(one.staged)
 
     def _copy(self, message: Message, staged: torch.Tensor, *, gather: bool) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import pkgutil
 import secrets
@@ -116,14 +117,7 @@ class PairLink(Link):
         runs = [(copy.address, copy.nbytes) for copy in part]
         extents = [(copy.segment, copy.offset, copy.nbytes) for copy in part]
 
-        def move() -> None:
-            if into:
-                line.send(runs)
-                line.receive_token()  # they have arrived
-            else:
-                line.receive(runs)
-
-        moving = in_thread(move)
+        moving = in_thread(functools.partial(line.upload if into else line.download, runs))
         asking = asyncio.ensure_future(self._handshake(encode(Transfer(pair, into, extents))))
         both: list[asyncio.Future[Any]] = [asking, moving]
         try:
