@@ -53,12 +53,13 @@ class PairTests:
     async def half_pid(self, client: ts.Client) -> int:
         """The process of the server half."""
         server = (await client.status()).controller_pid
-        found: list[int] = []
-        for task in Path(f"/proc/{server}/task").iterdir():
-            for pid in (task / "children").read_text().split():
-                if self.half.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(int(pid))
-        (pid,) = found
+        tasks = Path(f"/proc/{server}/task").iterdir()
+        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+        (pid,) = (
+            int(pid)
+            for pid in children
+            if self.half.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
         return pid
 
     # ---- bytes ----------------------------------------------------------------------------
@@ -287,7 +288,7 @@ class PairTests:
             threads = threading.active_count()
             for _ in range(8):
                 putting = asyncio.ensure_future(client.put("u", torch.ones(8 * MB)))
-                await until(lambda: _is_moving() or putting.done(), 10)
+                await until(lambda put=putting: _is_moving() or put.done(), 10)
                 putting.cancel()
                 await asyncio.wait([putting])
                 await client.put("t", torch.zeros(MB))
@@ -306,17 +307,20 @@ class PairTests:
                 await client.put("parent", torch.arange({MB}))
 
                 async def child():
-                    client = await ts.connect({address!r}, prefer=[{self.name!r}])
-                    assert torch.equal(await client.get("parent"), torch.arange({MB}))
-                    await client.put("child", torch.arange({MB}))
+                    got = torch.zeros({MB}, dtype=torch.int64)
+                    await client.get("parent", got)
+                    assert torch.equal(got, torch.arange({MB}))
+                    await client.put("child", got)
 
-                import threading
-                pid = os.fork()
-                if not pid:
+                import multiprocessing, threading
+                def in_child():
                     thread = threading.Thread(target=asyncio.run, args=(child(),))
                     thread.start(); thread.join()
-                    sys.exit()
-                assert os.waitpid(pid, 0)[1] == 0
+
+                process = multiprocessing.get_context("fork").Process(target=in_child)
+                process.start()
+                await asyncio.to_thread(process.join)
+                assert process.exitcode == 0
                 assert torch.equal(await client.get("child"), torch.arange({MB}))
                 print("done")
                 """)
