@@ -9,7 +9,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 DISTS := torchstore_core torchstore_transports torchstore_strategies \
 	plugins/torchstore-cli plugins/torchstore-spmd plugins/torchstore-inprocess \
-	plugins/torchstore-monarch plugins/torchstore-rdma
+	plugins/torchstore-gloo plugins/torchstore-torchcomms plugins/torchstore-monarch \
+	plugins/torchstore-rdma
 SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model.txt \
 	$(addsuffix /pyproject.toml,$(DISTS)) \
 	torchstore_core/setup.py $(wildcard torchstore_core/src/torchstore_core/_native.c)
@@ -17,6 +18,9 @@ SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model
 # Extra arguments: make test PYTEST_ARGS="-k boxes -x" TEST_PROCESSES=0, make bench BENCH_ARGS="--quick"
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+# A folder of wheels that no package index has: make setup WHEELS=../wheels. Tests that need one that
+# is not there are skipped.
+WHEELS ?=
 # More than there are cores: many tests wait for processes.
 TEST_PROCESSES ?= 3
 
@@ -51,8 +55,11 @@ $(STAMP): $(SETUP_INPUTS)
 		-e ./plugins/torchstore-cli \
 		-e ./plugins/torchstore-spmd \
 		-e ./plugins/torchstore-inprocess \
+		-e ./plugins/torchstore-gloo \
+		-e ./plugins/torchstore-torchcomms \
 		-e ./plugins/torchstore-monarch \
 		-e ./plugins/torchstore-rdma
+	$(if $(wildcard $(WHEELS)/torchcomms-*.whl),$(PIP) install --no-deps $(wildcard $(WHEELS)/torchcomms-*.whl))
 	@touch $@
 
 demo: $(STAMP)

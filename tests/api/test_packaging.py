@@ -24,6 +24,8 @@ SOURCES = {
     "torchstore_cli": ROOT / "plugins/torchstore-cli/src",
     "torchstore_spmd": ROOT / "plugins/torchstore-spmd/src",
     "torchstore_inprocess": ROOT / "plugins/torchstore-inprocess/src",
+    "torchstore_gloo": ROOT / "plugins/torchstore-gloo/src",
+    "torchstore_torchcomms": ROOT / "plugins/torchstore-torchcomms/src",
     "torchstore_monarch": ROOT / "plugins/torchstore-monarch/src",
 }
 GROUPS = [f"torchstore.{kind}" for kind in ("transports", "strategies", "runtimes", "plugins")]

@@ -1,0 +1,63 @@
+"""Pairs of ``ProcessGroupGloo``."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from torchstore_transports.pairs.pair import TIMEOUT_S, Pair, Store, Wait
+
+__all__ = ["GlooPair", "make"]
+
+_TIMEOUT = timedelta(seconds=TIMEOUT_S)
+# gloo matches the messages of a tag in the order in which they were sent.
+_TAG, _NEVER_SENT = 1, 2
+_Group: Any = distributed.ProcessGroupGloo  # torch does not describe its methods
+
+
+class GlooPair(Pair):
+    """A process group of two processes, which nobody else knows."""
+
+    def __init__(self, group: Any, store: Store, peer: int) -> None:
+        self._group = group
+        self._store = store  # the group calls methods that are implemented in Python
+        self._peer = peer
+
+    def send(self, tensor: torch.Tensor) -> Wait:
+        """See ``Pair``."""
+        work = self._group.send([tensor], self._peer, _TAG)
+        return lambda: _wait(work, tensor)
+
+    def receive(self, tensor: torch.Tensor) -> Wait:
+        """See ``Pair``."""
+        work = self._group.recv([tensor], self._peer, _TAG)
+        return lambda: _wait(work, tensor)
+
+    def kill(self) -> None:
+        """See ``Pair``.
+
+        gloo cannot interrupt a wait, but it closes the connection of a pair as soon as one has
+        timed out. It does that in the lock under which it reads and writes the socket, so no
+        message is touched afterwards.
+        """
+        with contextlib.suppress(RuntimeError):  # the time-out, or that the pair has failed before
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._group.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def _wait(work: Any, tensor: torch.Tensor) -> None:
+    """Wait. The tensor is an argument so that it lives until then."""
+    work.wait(_TIMEOUT)
+
+
+def make(store: Store, rank: int, address: str) -> Pair:
+    """See ``torchstore_transports.pairs.pair.PairFactory``."""
+    options = _Group._Options()
+    options._devices = [_Group.create_device(hostname=address)]
+    options._timeout = _TIMEOUT
+    options._threads = 1
+    return GlooPair(_Group(store, rank, 2, options), store, 1 - rank)

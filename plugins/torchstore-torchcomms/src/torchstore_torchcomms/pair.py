@@ -1,0 +1,134 @@
+"""Pairs of torchcomms' communicators."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from torchstore_torchcomms.backends import BACKEND, agreed, device_of, usable
+from torchstore_transports.pairs.pair import TIMEOUT_S, Pair, Wait
+from torchstore_transports.pairs.rendezvous import PairStore
+
+__all__ = ["TorchCommsPair", "make"]
+
+_TIMEOUT = timedelta(seconds=TIMEOUT_S)
+_RANK, _SIZE = "TORCHCOMM_RANK", "TORCHCOMM_SIZE"
+_LOG_LEVEL = "GLOG_minloglevel"
+_environment = threading.Lock()
+
+
+class TorchCommsPair(Pair):
+    """A communicator of two processes, which nobody else knows."""
+
+    def __init__(self, comm: Any, store: PairStore, peer: int, device: torch.device) -> None:
+        self._comm = comm
+        self._store = store  # the communicator calls methods that are implemented in Python
+        self._peer = peer
+        self.device = device
+
+    def send(self, tensor: torch.Tensor) -> Wait:
+        """See ``Pair``."""
+        work = self._comm.send(tensor, self._peer, async_op=True, timeout=_TIMEOUT)
+        return lambda: self._wait(work, tensor)
+
+    def receive(self, tensor: torch.Tensor) -> Wait:
+        """See ``Pair``."""
+        work = self._comm.recv(tensor, self._peer, async_op=True, timeout=_TIMEOUT)
+        return lambda: self._wait(work, tensor)
+
+    def kill(self) -> None:
+        """See ``Pair``.
+
+        gloo cannot interrupt a wait, but it closes the connection of a pair as soon as one has
+        timed out: here a barrier, which the other end never enters. Nothing else does, because
+        messages have no tags, and one that is larger than expected ends this process.
+
+        On a device only staging memory is given to the communicator, which is left to it.
+        """
+        with contextlib.suppress(RuntimeError):  # the time-out, or that the pair has failed before
+            if self.device.type == "cpu":
+                self._comm.barrier(async_op=False, timeout=timedelta(milliseconds=1))
+            elif self._comm.is_abort_supported():
+                self._comm.abort()
+
+    def _wait(self, work: Any, tensor: torch.Tensor) -> None:
+        """Wait. The tensor is an argument so that it lives until then."""
+        if self.device.type == "cpu":
+            work.wait()
+        else:  # not only this device's stream, but the caller
+            work.wait_blocking()
+
+
+def make(store: PairStore, rank: int, address: str) -> Pair:
+    """See ``torchstore_transports.pairs.pair.PairFactory``."""
+    torchcomms = _imported()
+    store.set(f"backends/{rank}", " ".join(usable()).encode())
+    first, second = (store.get(f"backends/{end}").decode().split() for end in (0, 1))
+    backend = agreed(first, second)
+    if backend is None:
+        raise RuntimeError(
+            f"the volume ({', '.join(first) or 'none'}) and the client "
+            f"({', '.join(second) or 'none'}) have no backend of torchcomms in common; "
+            f"{BACKEND} may exclude some"
+        )
+    device = device_of(backend)
+    with _ranked(rank, store):
+        comm = torchcomms.new_comm(
+            backend,
+            device,
+            f"torchstore-{secrets.token_hex(8)}",
+            abort_process_on_timeout_or_error=False,
+            timeout=_TIMEOUT,
+            store=store,
+            hints={"persistent_store": "true", "hostname": address},
+        )
+    return TorchCommsPair(comm, store, 1 - rank, device)
+
+
+@contextlib.contextmanager
+def _ranked(rank: int, store: PairStore) -> Iterator[None]:
+    """Set the rank, which torchcomms only takes from the environment, until the communicator that
+    is made first uses the store. Other threads of this process see it for less than a millisecond.
+    What the backend logs, it logs for its developers: only errors appear unless the user asks.
+    """
+    meanwhile = {_RANK: str(rank), _SIZE: "2"}
+    _environment.acquire()
+    if _LOG_LEVEL not in os.environ:  # a backend reads it when it is loaded
+        meanwhile[_LOG_LEVEL] = "2"
+    before = {name: os.environ.get(name) for name in meanwhile}
+    restored = threading.Event()
+
+    def restore() -> None:
+        if restored.is_set():
+            return
+        restored.set()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _environment.release()
+
+    os.environ.update(meanwhile)
+    store.before_call = restore
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _imported() -> ModuleType:
+    try:
+        import torchcomms
+    except ImportError as error:
+        raise RuntimeError(f"torchcomms does not work here: {error}") from error
+    module: ModuleType = torchcomms
+    return module

@@ -1,0 +1,359 @@
+"""What every transport over pairs has to do. Each plug-in's tests subclass :class:`PairTests`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import Script, run_script
+from tests.support import SMALL, bits, halt, running_store, until
+
+import torchstore_core as ts
+from torchstore_core.contracts.transport import Copy
+from torchstore_transports.pairs.link import PairLink
+
+MB = 1 << 20
+_SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (64, 3), (1000, 77), (3 * MB + 5,)]
+_DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.uint16]
+#: So large that it is still under way when a test looks.
+_LARGE = 512 * MB
+
+
+class PairTests:
+    """Attributes: ``name`` of the transport, and ``half``, the module of its server half."""
+
+    name: str
+    half: str
+
+    @asynccontextmanager
+    async def store(self, **arguments: Any) -> AsyncIterator[ts.Client]:
+        async with running_store(prefer=[self.name], **{**SMALL, **arguments}) as client:
+            yield client
+            assert {entry["chosen"] for entry in await client.explain()} == {self.name}
+
+    async def link(self, client: ts.Client) -> PairLink:
+        """The link that the client uses."""
+        session = await client._joined.session(10)
+        (volume,) = session.volumes
+        candidate = next(c for c in volume.candidates(1) if c.spec.name == self.name)
+        link = await volume.connect(candidate)
+        assert isinstance(link, PairLink)
+        return link
+
+    async def half_pid(self, client: ts.Client) -> int:
+        """The process of the server half."""
+        server = (await client.status()).controller_pid
+        tasks = Path(f"/proc/{server}/task").iterdir()
+        children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+        (pid,) = (
+            int(pid)
+            for pid in children
+            if self.half.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        return pid
+
+    # ---- bytes ----------------------------------------------------------------------------
+
+    async def test_every_byte_arrives(self) -> None:
+        torch.manual_seed(1)
+        async with self.store() as client:
+            for dtype in _DTYPES:
+                values = {
+                    f"{dtype}/{shape}": torch.randint(0, 2, shape).to(dtype) for shape in _SHAPES
+                }
+                await client.put_batch(values)
+                got = {key: torch.zeros_like(value) for key, value in values.items()}
+                await client.get_batch(got)
+                for key, value in values.items():
+                    assert torch.equal(bits(got[key]), bits(value)), key
+
+    async def test_strides_and_slices(self) -> None:
+        rows = torch.arange(4 * MB).view(2048, 2048)
+        async with self.store() as client:
+            await client.put("columns", rows[:, ::2])
+            assert torch.equal(await client.get("columns"), rows[:, ::2])
+            into = torch.zeros(1024, 2048, dtype=torch.int64).t()
+            await client.get("columns", into)
+            assert torch.equal(into, rows[:, ::2])
+
+    async def test_thousands_of_pieces(self) -> None:
+        """Some are large, so that there is everything: messages of one piece and of many."""
+        torch.manual_seed(2)
+        sizes = [1 + 37 * i % 4001 for i in range(9000)] + [MB, 9 * MB + 1, 100_000, 3]
+        values = {
+            f"{i}": torch.randint(0, 255, (n,), dtype=torch.uint8) for i, n in enumerate(sizes)
+        }
+        async with self.store() as client:
+            for _ in range(2):
+                await client.put_batch(values)
+                got = {key: torch.zeros_like(value) for key, value in values.items()}
+                await client.get_batch(got)
+                assert all(torch.equal(got[key], values[key]) for key in values)
+
+    async def test_another_process(self) -> None:
+        async with self.store() as client:
+            address = await ts.address()
+            await run_script(f"""
+                client = await ts.connect({address!r}, prefer=[{self.name!r}])
+                await client.put("t", torch.arange({4 * MB}))
+                assert {{e["chosen"] for e in await client.explain()}} == {{{self.name!r}}}
+                """)
+            got = torch.zeros(4 * MB, dtype=torch.int64)
+            await client.get("t", got)
+            assert torch.equal(got, torch.arange(4 * MB))
+
+    async def test_many_at_the_same_time(self) -> None:
+        """On two event loops: batches must not be mixed up."""
+        async with self.store() as client:
+
+            async def one(number: int) -> None:
+                value = torch.full((MB // 4 + number,), float(number))
+                for _ in range(5):
+                    await client.put(f"{number}", value)
+                    got = torch.zeros_like(value)
+                    await client.get(f"{number}", got)
+                    assert torch.equal(got, value)
+
+            async def some(first: int) -> None:
+                await asyncio.gather(*(one(first + i) for i in range(8)))
+
+            await asyncio.gather(asyncio.to_thread(asyncio.run, some(100)), some(0))
+
+    async def test_only_ranges_of_the_segment(self) -> None:
+        """Others are refused before anything moves, and the link can be used afterwards."""
+        memory = torch.full((64,), 7, dtype=torch.uint8)
+        at, size = memory.data_ptr(), SMALL["capacity"]
+        wrong = [(0, size - 63), (0, size + 1), (0, 1 << 63), (1, 0), (0, (1 << 64) - 64)]
+        async with self.store() as client:
+            link = await self.link(client)
+            for segment, offset in wrong:
+                for call in (link.write, link.read):
+                    with pytest.raises(ts.TransportError, match="not inside of segment"):
+                        await call([Copy(at, segment, offset, 64)])
+            assert not link.unsettled
+            assert torch.equal(memory, torch.full((64,), 7, dtype=torch.uint8))
+            await link.write([Copy(at, 0, size - 64, 64)])
+            back = torch.zeros(64, dtype=torch.uint8)
+            await link.read([Copy(back.data_ptr(), 0, size - 64, 64)])
+            assert torch.equal(back, memory)
+
+    # ---- what goes wrong ------------------------------------------------------------------
+
+    async def test_a_cancelled_read_writes_nothing_afterwards(self) -> None:
+        """In the middle of a message: the half is stopped while it sends one."""
+        async with self.store(capacity=768 << 20) as client:
+            await client.put("large", torch.full((_LARGE,), 3, dtype=torch.uint8))
+            half = await self.half_pid(client)
+            into = torch.zeros(_LARGE, dtype=torch.uint8)
+            getting = asyncio.ensure_future(client.get("large", into))
+            await until(lambda: int(into[0]) == 3 or getting.done(), 20)
+            os.kill(half, signal.SIGSTOP)
+            try:
+                assert not getting.done()
+                await self._cancel(getting)
+                before = into.sum(dtype=torch.int64)
+                assert before < 3 * _LARGE
+            finally:
+                os.kill(half, signal.SIGCONT)
+            again = torch.zeros(_LARGE, dtype=torch.uint8)
+            await client.get("large", again)
+            assert int(again.sum(dtype=torch.int64)) == 3 * _LARGE
+            assert into.sum(dtype=torch.int64) == before
+
+    async def test_a_cancelled_write_is_settled(self) -> None:
+        """Its memory is not used before the half has given it up, and the link lives on."""
+        async with self.store(capacity=768 << 20) as client:
+            link = await self.link(client)
+            value = torch.ones(_LARGE, dtype=torch.uint8)
+            putting = asyncio.ensure_future(client.put("large", value))
+            await until(lambda: _moves_bytes(client), 10)
+            await self._cancel(putting)
+            await until(lambda: _nothing_unfinished(client), 10)
+            assert not link.unsettled
+            for number in range(3):
+                await client.put("next", torch.full((_LARGE,), number, dtype=torch.uint8))
+                got = torch.zeros(_LARGE, dtype=torch.uint8)
+                await client.get("next", got)
+                assert int(got.sum(dtype=torch.int64)) == number * _LARGE
+                await client.delete("next")
+            assert await self.link(client) is link
+
+    async def test_a_write_cancelled_while_the_half_is_stopped_is_in_quarantine(self) -> None:
+        async with self.store() as client:
+            await client.put("small", torch.zeros(MB))
+            half = await self.half_pid(client)
+            await halt(half)
+            try:
+                putting = asyncio.ensure_future(client.put("t", torch.ones(16 * MB)))
+                await until(lambda: _moves_bytes(client), 10)
+                await self._cancel(putting)
+                assert not await _nothing_unfinished(client)
+            finally:
+                os.kill(half, signal.SIGCONT)
+            await until(lambda: _nothing_unfinished(client), 10)
+            await client.put("t", torch.ones(16 * MB))
+            assert torch.equal(await client.get("t"), torch.ones(16 * MB))
+
+    async def test_cancelling_one_call_does_not_disturb_others(self) -> None:
+        async with self.store() as client:
+            others = [
+                asyncio.ensure_future(client.put(f"{i}", torch.full((4 * MB,), float(i))))
+                for i in range(6)
+            ]
+            await until(lambda: _moves_bytes(client), 10)
+            others[0].cancel()
+            others[3].cancel()
+            await asyncio.wait(others)
+            for i in (1, 2, 4, 5):
+                await others[i]
+                assert torch.equal(await client.get(f"{i}"), torch.full((4 * MB,), float(i)))
+
+    async def test_the_half_is_killed_in_the_middle(self) -> None:
+        """The operation carries on over a new pair, or over another transport."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            async with running_store(prefer=[self.name], capacity=768 << 20) as client:
+                value = torch.ones(_LARGE, dtype=torch.uint8)
+                await client.put("small", torch.ones(MB))
+                half = await self.half_pid(client)
+                putting = asyncio.ensure_future(client.put("large", value))
+                await until(lambda: _moves_bytes(client), 10)
+                os.kill(half, signal.SIGKILL)
+                await asyncio.wait_for(putting, 30)
+                got = torch.zeros_like(value)
+                await client.get("large", got)
+                assert torch.equal(got, value)
+                await until(lambda: self._used_again(client), 30)
+                assert await self.half_pid(client) != half
+
+    async def test_a_pair_that_died_unnoticed_is_made_anew(self) -> None:
+        async with self.store() as client:
+            await client.put("t", torch.arange(MB))
+            half = await self.half_pid(client)
+            os.kill(half, signal.SIGKILL)
+            await until(lambda: not Path(f"/proc/{half}/fd/0").exists(), 10)
+            await client.put("t", torch.arange(MB) + 1)
+            assert torch.equal(await client.get("t"), torch.arange(MB) + 1)
+
+    async def test_a_half_that_is_stopped_fails_within_the_time_of_the_pair(self) -> None:
+        async with running_store(prefer=[self.name]) as client:
+            await client.put("t", torch.arange(4 * MB))
+            half = await self.half_pid(client)
+            await halt(half)
+            try:
+                got = torch.zeros(4 * MB, dtype=torch.int64)
+                begun = time.monotonic()
+                with pytest.warns(RuntimeWarning, match=f"{self.name}.* failed"):
+                    await client.get("t", got)
+                assert 15 < time.monotonic() - begun < 30
+                assert torch.equal(got, torch.arange(4 * MB))
+            finally:
+                os.kill(half, signal.SIGCONT)
+            await until(lambda: self._used_again(client), 30)
+
+    async def test_a_killed_client_leaves_nothing(self) -> None:
+        async with self.store() as client:
+            await client.put("t", torch.zeros(MB))
+            half = await self.half_pid(client)
+            before = _open_files(half)
+            body = f"""
+                client = await ts.connect({(await ts.address())!r}, prefer=[{self.name!r}])
+                await client.put("mine", torch.zeros({8 * MB}))
+                while True:
+                    await client.put("mine", torch.zeros({8 * MB}))
+                """
+            for _ in range(3):
+                with Script(body):
+                    await until(lambda: client.exists("mine"), 30)
+            await until(lambda: _nothing_unfinished(client), 30)
+            await until(lambda: _open_files(half) <= before, 30)
+            await client.put("t", torch.ones(MB))
+            assert torch.equal(await client.get("t"), torch.ones(MB))
+
+    async def test_nothing_is_left_of_pairs_that_were_given_up(self) -> None:
+        async with self.store() as client:
+            await client.put("t", torch.zeros(MB))
+            half = await self.half_pid(client)
+            baseline = [_open_files(os.getpid()), _open_files(half)]
+            threads = threading.active_count()
+            for _ in range(8):
+                putting = asyncio.ensure_future(client.put("u", torch.ones(8 * MB)))
+                await until(lambda put=putting: _is_moving() or put.done(), 10)
+                putting.cancel()
+                await asyncio.wait([putting])
+                await client.put("t", torch.zeros(MB))
+            # The thread of a transfer that was under way ends with the time of its pair.
+            await until(lambda: threading.active_count() <= threads, 40)
+            await until(lambda: _open_files(half) <= baseline[1] + 1, 40)
+            await until(lambda: _open_files(os.getpid()) <= baseline[0] + 1, 40)
+
+    async def test_a_forked_child(self) -> None:
+        """It makes a pair of its own, and its parent's lives on."""
+        async with self.store() as client:
+            address = await ts.address()
+            out = await run_script(f"""
+                import os
+                client = await ts.connect({address!r}, prefer=[{self.name!r}])
+                await client.put("parent", torch.arange({MB}))
+
+                async def child():
+                    got = torch.zeros({MB}, dtype=torch.int64)
+                    await client.get("parent", got)
+                    assert torch.equal(got, torch.arange({MB}))
+                    await client.put("child", got)
+
+                import multiprocessing, threading
+                def in_child():
+                    thread = threading.Thread(target=asyncio.run, args=(child(),))
+                    thread.start(); thread.join()
+
+                process = multiprocessing.get_context("fork").Process(target=in_child)
+                process.start()
+                await asyncio.to_thread(process.join)
+                assert process.exitcode == 0
+                assert torch.equal(await client.get("child"), torch.arange({MB}))
+                print("done")
+                """)
+            assert "done" in out
+            assert torch.equal(await client.get("child"), torch.arange(MB))
+
+    # ---- parts ----------------------------------------------------------------------------
+
+    async def _cancel(self, work: asyncio.Future[Any]) -> None:
+        begun = time.monotonic()
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert time.monotonic() - begun < 2
+
+    async def _used_again(self, client: ts.Client) -> bool:
+        await client.put("any", torch.zeros(MB))
+        return {entry["chosen"] for entry in await client.explain()} == {self.name}
+
+
+def _is_moving() -> bool:
+    """Whether a batch has begun in this process."""
+    return any(thread.name == "torchstore-pair" for thread in threading.enumerate())
+
+
+async def _moves_bytes(client: ts.Client) -> bool:
+    """Whether a put has been granted memory, and a batch has begun."""
+    return not await _nothing_unfinished(client) and _is_moving()
+
+
+async def _nothing_unfinished(client: ts.Client) -> bool:
+    return not any(volume.unfinished_bytes for volume in (await client.status()).volumes)
+
+
+def _open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))

@@ -1,0 +1,79 @@
+"""At which addresses the two ends of a pair listen. Torch-free."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+
+from torchstore_core.errors import ConfigurationError, TransportUnavailableError
+from torchstore_core.machine.networks import (
+    LOOPBACK,
+    Network,
+    common,
+    local_address_to,
+    namespace_id,
+    networks,
+)
+from torchstore_transports.pairs.protocol import Hello
+
+__all__ = ["BIND", "addresses_here", "meeting_addresses"]
+
+#: Environment variable with the addresses or the interfaces of this host that may be used,
+#: separated by commas.
+BIND = "TORCHSTORE_BIND"
+
+
+def addresses_here() -> tuple[tuple[Network, ...], bool]:
+    """Return the addresses at which other hosts may reach this one, and whether the user has chosen
+    them.
+
+    Raises:
+        ConfigurationError: ``TORCHSTORE_BIND`` names neither an address nor an interface.
+        OSError: the system does not list its addresses.
+    """
+    every = networks()
+    chosen = [name.strip() for name in os.environ.get(BIND, "").split(",") if name.strip()]
+    if not chosen:
+        return every, False
+    found: list[Network] = []
+    for name in chosen:
+        matching = [one for one in every if name in (one.interface, one.address)]
+        found += matching or [_literal(name)]
+    return tuple(found), True
+
+
+def _literal(name: str) -> Network:
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{BIND}: {name!r} is neither an address nor an interface of this host"
+        ) from error
+    return Network("", str(address), address.max_prefixlen)
+
+
+def meeting_addresses(hello: Hello) -> tuple[str, str]:
+    """Choose where the end of this host and that of the link's host listen, in this order.
+
+    Raises:
+        TransportUnavailableError: no address of either host is known to reach the other.
+    """
+    here, bound = addresses_here()
+    if hello.namespace and hello.namespace == namespace_id():
+        mine = here[0].address if bound and here else LOOPBACK
+        other = hello.networks[0].address if hello.bound and hello.networks else LOOPBACK
+        return mine, other
+    for one, peer in common(here, hello.networks):
+        return one.address, peer.address
+    for peer in hello.networks:
+        local = local_address_to(peer.address)
+        if local is not None and any(one.address == local for one in here):
+            return local, peer.address
+    raise TransportUnavailableError(
+        "the hosts of the client and of the volume have no addresses at which they reach each "
+        f"other: {_text(hello.networks)} and {_text(here)}; {BIND} says which ones to use"
+    )
+
+
+def _text(given: tuple[Network, ...]) -> str:
+    return ", ".join(one.address for one in given) or "none"

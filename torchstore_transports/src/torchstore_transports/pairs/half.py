@@ -1,0 +1,204 @@
+"""The server half of a transport over pairs. It imports torch with the first client."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from torchstore_core.contracts.transport import Segment, ServerContext, TransportServer
+from torchstore_core.errors import (
+    TransportError,
+    TransportNotReadyError,
+    TransportUnavailableError,
+)
+from torchstore_core.machine.virtual_memory import map_shared, unmap
+from torchstore_transports.pairs import protocol as p
+from torchstore_transports.pairs.addresses import meeting_addresses
+from torchstore_transports.pairs.threads import in_thread
+
+if TYPE_CHECKING:
+    from torchstore_transports.pairs.line import Line
+    from torchstore_transports.pairs.rendezvous import Board
+
+__all__ = ["PairServer"]
+
+log = logging.getLogger(__name__)
+
+# How long a transfer that was announced waits for the pair to be made, and for the one before it.
+_WAIT_S = 20.0
+# Of one client. More are left over only from links that were closed.
+_MAX_PAIRS = 16
+
+
+class _Served:
+    """The server half's end of one pair."""
+
+    def __init__(self, peer: bytes, link: bytes, board: Board, making: asyncio.Future[Line]):
+        self.peer = peer
+        self.link = link
+        self.board = board
+        self.making = making
+        self.given_up = False
+        self._last: asyncio.Future[None] | None = None
+
+    async def move(self, runs: Sequence[tuple[int, int]], *, into: bool) -> None:
+        """Begin to move a batch.
+
+        Raises:
+            TransportError: the pair could not be made, or was given up.
+        """
+        line = await self._line()
+        if self._last is not None:
+            await asyncio.wait([self._last], timeout=_WAIT_S)
+            if not self._last.done():
+                raise TransportError("the batch before this one has not ended")
+        if self.given_up:
+            raise TransportError("the pair was given up")
+
+        def work() -> None:
+            try:
+                if into:
+                    line.accept(runs)
+                else:
+                    line.serve(runs)
+            except TransportError as error:
+                log.info("a batch over a pair failed: %s", error)
+                line.kill()
+
+        self._last = in_thread(work)
+
+    async def give_up(self) -> None:
+        """End the pair. No byte of it reaches a segment once this returns."""
+        self.given_up = True
+        if self.making.done() and not self.making.cancelled() and not self.making.exception():
+            await in_thread(self.making.result().kill)
+
+    async def _line(self) -> Line:
+        await asyncio.wait([self.making], timeout=_WAIT_S)
+        if not self.making.done():
+            raise TransportNotReadyError(f"the pair was not made within {_WAIT_S:g} s")
+        try:
+            return self.making.result()
+        except RuntimeError as error:
+            raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
+
+
+class PairServer(TransportServer):
+    """Makes an end of a pair for each link, and moves the batches that links announce.
+
+    The segments are mapped, and messages are received into them and sent from them directly. What
+    a client announces is checked against the segments before anything moves.
+
+    Attributes:
+        factory: ``"module:function"`` of the library's :data:`~.pair.PairFactory`.
+    """
+
+    factory: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._segments: dict[int, tuple[int, int]] = {}
+        self._served: dict[int, _Served] = {}
+        self._numbers = itertools.count(1)
+
+    async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
+        """See ``contracts.transport``."""
+        for segment in segments:
+            self._segments[segment.id] = map_shared(segment.fd, segment.nbytes), segment.nbytes
+        return msgspec.msgpack.encode(p.VERSION)
+
+    async def handshake(self, peer: bytes, request: bytes) -> bytes:
+        """See ``contracts.transport``."""
+        try:
+            asked = p.decode(request)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"this is no request to this transport: {error}") from error
+        if isinstance(asked, p.Hello):
+            return await self._welcome(peer, asked)
+        if isinstance(asked, p.Stop):
+            served = self._served.get(asked.pair)
+            if served is not None and served.peer == peer:
+                await self._give_up([asked.pair])
+            return b""
+        served = self._served.get(asked.pair)
+        if served is None or served.peer != peer:
+            raise TransportError(f"there is no pair {asked.pair} any more")
+        if isinstance(asked, p.StoreCall):
+            call, board = asked, served.board
+            return await in_thread(lambda: board.call(call))
+        await served.move(self._checked(asked.extents), into=asked.into)
+        return b""
+
+    async def disconnect(self, peer: bytes) -> None:
+        """See ``contracts.transport``."""
+        await self._give_up([number for number, one in self._served.items() if one.peer == peer])
+
+    async def close(self) -> None:
+        """See ``contracts.transport``."""
+        await self._give_up(list(self._served))
+        segments, self._segments = self._segments, {}
+        for address, nbytes in segments.values():
+            unmap(address, nbytes)
+
+    async def _welcome(self, peer: bytes, hello: p.Hello) -> bytes:
+        if hello.version != p.VERSION:
+            raise TransportUnavailableError(
+                f"the client and the volume have different versions of this transport "
+                f"({hello.version} and {p.VERSION})"
+            )
+        mine, other = meeting_addresses(hello)
+        prepare = await in_thread(lambda: _load(self.factory))
+        of_peer = [number for number, one in self._served.items() if one.peer == peer]
+        replaced = [number for number in of_peer if self._served[number].link == hello.link]
+        await self._give_up([*replaced, *of_peer[: -_MAX_PAIRS + 1]])
+        number = next(self._numbers)
+        board, make = prepare(mine)
+        self._served[number] = _Served(peer, hello.link, board, in_thread(make))
+        return p.encode(p.Welcome(number, other))
+
+    async def _give_up(self, numbers: Sequence[int]) -> None:
+        given_up = [one for number in numbers if (one := self._served.pop(number, None))]
+        for one in given_up:
+            one.given_up = True
+        for one in given_up:
+            await one.give_up()
+
+    def _checked(self, extents: Sequence[p.Extent]) -> list[tuple[int, int]]:
+        """Return the addresses of extents.
+
+        Raises:
+            TransportError: one is not inside of its segment.
+        """
+        runs: list[tuple[int, int]] = []
+        for number, offset, nbytes in extents:
+            address, size = self._segments.get(number, (0, -1))
+            if not (0 <= offset <= size and 0 <= nbytes <= size - offset):
+                raise TransportError(
+                    f"{nbytes} bytes at {offset} are not inside of segment {number}"
+                )
+            runs.append((address + offset, nbytes))
+        return runs
+
+
+def _load(factory: str) -> Callable[[str], tuple[Board, Callable[[], Line]]]:
+    """Import torch and the library; blocks for seconds.
+
+    Returns:
+        A function that is given an address of this host, and returns a board and the call that
+        makes the line that meets its other end there.
+    """
+    from torchstore_transports.pairs.line import Line
+    from torchstore_transports.pairs.rendezvous import Board, LocalStore
+
+    make = pkgutil.resolve_name(factory)
+
+    def prepare(address: str) -> tuple[Board, Callable[[], Line]]:
+        board = Board()
+        return board, lambda: Line(make(LocalStore(board), 0, address))
+
+    return prepare

@@ -1,0 +1,195 @@
+"""The client half of a transport over pairs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import pkgutil
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from torchstore_core.contracts.transport import Copy, Link, LinkContext
+from torchstore_core.errors import (
+    ConfigurationError,
+    TransportError,
+    TransportNotReadyError,
+    TransportUnavailableError,
+)
+from torchstore_core.machine.networks import namespace_id
+from torchstore_core.machine.tasks import wait_ended
+from torchstore_transports.pairs.addresses import addresses_here
+from torchstore_transports.pairs.line import Line
+from torchstore_transports.pairs.protocol import (
+    VERSION,
+    Hello,
+    Stop,
+    Transfer,
+    decode_welcome,
+    encode,
+)
+from torchstore_transports.pairs.rendezvous import RemoteStore
+from torchstore_transports.pairs.threads import Turns, in_thread
+
+__all__ = ["PairLink"]
+
+# A batch is announced in parts of at most so many copies and bytes. A handshake has room for about
+# 50,000 copies, and only whole parts are known to have arrived when a later one fails.
+_PART_COPIES = 8192
+_PART_BYTES = 1 << 30
+# A cancelled call has to end within a second.
+_SETTLE_S = 0.6
+# A pair that was idle may be dead without anybody having noticed. A batch that finds this out soon
+# is moved over a new one.
+_STALE_S = 5.0
+
+
+class PairLink(Link):
+    """Announces each part of a batch in a handshake, and moves it over a pair at the same time.
+
+    Batches take turns, those of all event loops. The pair is made when the link is connected, and
+    made anew when it was lost. A cancelled call ends the pair: it cannot be interrupted otherwise.
+    The server half is then asked to end its side of it, so that a cancelled write usually has a
+    certain outcome, and other calls carry on with a new pair.
+
+    Attributes:
+        factory: ``"module:function"`` of the library's :data:`~.pair.PairFactory`.
+    """
+
+    factory: ClassVar[str]
+
+    def __init__(self, handshake: Callable[[bytes], Awaitable[bytes]]) -> None:
+        self._handshake = handshake
+        self._id = secrets.token_bytes(16)
+        self._turns = Turns()
+        self._line: tuple[Line, int] | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    @classmethod
+    async def connect(cls, offer: bytes, context: LinkContext) -> PairLink:
+        """See ``contracts.transport``."""
+        if context.handshake is None:
+            raise TransportUnavailableError("there is no way to ask the volume for a pair")
+        link = cls(context.handshake)
+        await link._ready()
+        return link
+
+    async def write(self, copies: Sequence[Copy]) -> None:
+        """See ``contracts.transport``."""
+        await self._move(copies, into=True)
+
+    async def read(self, copies: Sequence[Copy]) -> None:
+        """See ``contracts.transport``."""
+        await self._move(copies, into=False)
+
+    def close(self) -> None:
+        """See ``contracts.transport``."""
+        self._closed = True
+        line, self._line = self._line, None
+        if line is not None and os.getpid() != self._pid:
+            line[0].leak()
+
+    async def _move(self, copies: Sequence[Copy], *, into: bool) -> None:
+        done = 0
+        async with self._turns:
+            for part in _parts(copies):
+                try:
+                    await self._move_part(part, into=into)
+                except TransportError as error:
+                    raise TransportError(error.message, details={"done": done}) from error
+                done += len(part)
+
+    async def _move_part(self, part: Sequence[Copy], *, into: bool) -> None:
+        fresh = self._line is None
+        begun = time.monotonic()
+        try:
+            await self._attempt(part, into=into)
+        except TransportError:
+            if fresh or self.unsettled or time.monotonic() - begun > _STALE_S:
+                raise
+            await self._attempt(part, into=into)
+
+    async def _attempt(self, part: Sequence[Copy], *, into: bool) -> None:
+        line, pair = await self._ready()
+        runs = [(copy.address, copy.nbytes) for copy in part]
+        extents = [(copy.segment, copy.offset, copy.nbytes) for copy in part]
+
+        moving = in_thread(functools.partial(line.upload if into else line.download, runs))
+        asking = asyncio.ensure_future(self._handshake(encode(Transfer(pair, into, extents))))
+        both: list[asyncio.Future[Any]] = [asking, moving]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            for one in both:
+                if one.done():
+                    one.result()
+        except BaseException:
+            self._line = None
+            asking.cancel()
+            await self._give_up(line, pair, asking, into=into)
+            raise
+        finally:
+            del moving, asking, both, line  # otherwise an error would keep them, and they the error
+
+    async def _give_up(
+        self, line: Line, pair: int, asking: asyncio.Future[bytes], *, into: bool
+    ) -> None:
+        """End a pair. Returns when nothing of it moves at this end, and, if it wrote, at the other
+        end; or else with ``unsettled``.
+        """
+        cancelled = await wait_ended(in_thread(line.kill))
+        cancelled |= await wait_ended(asking, _SETTLE_S)
+        if into:
+            stopping = asyncio.ensure_future(self._handshake(encode(Stop(pair))))
+            cancelled |= await wait_ended(stopping, _SETTLE_S)
+            if not stopping.done() or stopping.exception() is not None:
+                stopping.cancel()
+                self.unsettled = True
+        if cancelled:
+            raise asyncio.CancelledError
+
+    async def _ready(self) -> tuple[Line, int]:
+        """Return the pair and its number; make one if there is none.
+
+        Raises:
+            TransportNotReadyError: the two ends have not met within the time.
+            TransportError: the server half refuses, or the link is closed.
+        """
+        if self._closed:
+            raise TransportError("this link was closed")
+        if self._line is not None:
+            return self._line
+        try:
+            here, bound = addresses_here()
+        except (OSError, ConfigurationError) as error:
+            raise TransportUnavailableError(f"no address to be reached at: {error}") from error
+        hello = Hello(VERSION, self._id, namespace_id(), here, bound)
+        welcome = decode_welcome(await self._handshake(encode(hello)))
+        store = RemoteStore(welcome.pair, self._handshake)
+
+        def make() -> Line:
+            return Line(pkgutil.resolve_name(self.factory)(store, 1, welcome.address))
+
+        try:
+            line = await in_thread(make)
+        except RuntimeError as error:
+            raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
+        if self._closed:
+            raise TransportError("this link was closed")
+        self._line = line, welcome.pair
+        return self._line
+
+
+def _parts(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    part: list[Copy] = []
+    total = 0
+    for copy in copies:
+        if part and (len(part) >= _PART_COPIES or total + copy.nbytes > _PART_BYTES):
+            yield part
+            part, total = [], 0
+        part.append(copy)
+        total += copy.nbytes
+    if part:
+        yield part

@@ -1,0 +1,96 @@
+"""What a link says to its server half in handshakes. Torch-free."""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchstore_core.machine.networks import Network
+
+__all__ = [
+    "VERSION",
+    "Hello",
+    "Request",
+    "Stop",
+    "StoreCall",
+    "Transfer",
+    "Welcome",
+    "decode",
+    "decode_welcome",
+    "encode",
+]
+
+#: Changes whenever the two halves of different versions would not understand each other.
+VERSION = 1
+
+Extent = tuple[int, int, int]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The link wants a pair, and replaces the one that it had before.
+
+    Args:
+        version: see :data:`VERSION`.
+        link: a random id of the link.
+        namespace: the id of its network namespace.
+        networks: the addresses at which it may be reached.
+        bound: the user has chosen these addresses; see ``addresses``.
+    """
+
+    version: int
+    link: bytes
+    namespace: str
+    networks: tuple[Network, ...]
+    bound: bool
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True):
+    """The server half has begun to make its end of the pair.
+
+    Args:
+        pair: its number.
+        address: of the link's host, at which the link's end has to listen.
+    """
+
+    pair: int
+    address: str
+
+
+class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A call of the store at which the ends of a pair meet; see ``rendezvous.Board``.
+
+    Args:
+        method: ``set``, ``wait`` or ``add``.
+        value: of ``set``.
+        amount: of ``add``.
+    """
+
+    pair: int
+    method: str
+    key: str
+    value: bytes = b""
+    amount: int = 0
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The link begins to send (``into`` segments) or to receive these extents over a pair.
+
+    Args:
+        extents: segment, offset and number of bytes of each, in the order in which they move.
+    """
+
+    pair: int
+    into: bool
+    extents: list[Extent]
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The link has given up a pair. When this is answered, nothing of it reaches a segment."""
+
+    pair: int
+
+
+Request = Hello | StoreCall | Transfer | Stop
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Request).decode
+decode_welcome = msgspec.msgpack.Decoder(Welcome).decode

@@ -1,0 +1,149 @@
+"""How the two ends of a pair meet: a small key-value store at the server half.
+
+Libraries expect a ``torch.distributed`` store that both ends reach. Here the server half holds the
+values, and the calls of the link's end travel in handshakes, so nothing listens for this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+from torchstore_core.errors import TransportError
+from torchstore_transports.pairs.pair import TIMEOUT_S, Store
+from torchstore_transports.pairs.protocol import StoreCall, encode
+
+__all__ = ["Board", "LocalStore", "PairStore", "RemoteStore"]
+
+_MAX_KEYS = 1024
+
+
+class Board:
+    """The values of one rendezvous. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def call(self, call: StoreCall) -> bytes:
+        """Do what the other end asks for. Blocks for at most :data:`TIMEOUT_S`.
+
+        Raises:
+            TransportError: there is no such value in time, or no such method.
+        """
+        match call.method:
+            case "set":
+                self.set(call.key, call.value)
+                return b""
+            case "wait":
+                return self.wait(call.key)
+            case "add":
+                return str(self.add(call.key, call.amount)).encode()
+        raise TransportError(f"a rendezvous has no method {call.method!r}")
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value.
+
+        Raises:
+            TransportError: there are too many already.
+        """
+        with self._changed:
+            if len(self._values) >= _MAX_KEYS and key not in self._values:
+                raise TransportError(f"a rendezvous has at most {_MAX_KEYS} keys")
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def wait(self, key: str, timeout_s: float = TIMEOUT_S) -> bytes:
+        """Return a value as soon as it is there.
+
+        Raises:
+            TransportError: it is not, within the time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise TransportError(f"the other end has not set {key!r} within {timeout_s:g} s")
+            return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which begins as 0, and return the sum.
+
+        Raises:
+            TransportError: there are too many values already.
+        """
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self.set(key, str(total).encode())
+            return total
+
+
+class PairStore(Store):
+    """The part of a store that is the same at both ends. Libraries call it from threads of theirs.
+
+    Attributes:
+        before_call: called whenever the store is used: by then a library has read what it reads
+            from the environment.
+    """
+
+    before_call: Callable[[], None] = staticmethod(lambda: None)
+
+    def _call(self, call: StoreCall) -> bytes:
+        raise NotImplementedError
+
+    def set(self, key: str, value: Any) -> None:  # it is bytes, whatever the base class says
+        self.before_call()
+        self._call(StoreCall(0, "set", key, value=bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        self.before_call()
+        return self._call(StoreCall(0, "wait", key))
+
+    def add(self, key: str, amount: int) -> int:
+        self.before_call()
+        return int(self._call(StoreCall(0, "add", key, amount=amount)))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        for key in keys:
+            self.get(key)
+            if time.monotonic() > deadline:
+                raise TransportError(f"{keys} were not all set within {TIMEOUT_S:g} s")
+
+
+class LocalStore(PairStore):
+    """The store as the server half's end sees it."""
+
+    def __init__(self, board: Board) -> None:
+        super().__init__()
+        self._board = board
+
+    def _call(self, call: StoreCall) -> bytes:
+        return self._board.call(call)
+
+
+class RemoteStore(PairStore):
+    """The store as the link's end sees it: every call is a handshake on the event loop that is
+    connecting.
+
+    Args:
+        pair: the number that the server half has given it.
+        handshake: see ``LinkContext.handshake``.
+    """
+
+    def __init__(self, pair: int, handshake: Callable[[bytes], Awaitable[bytes]]) -> None:
+        super().__init__()
+        self._pair = pair
+        self._handshake = handshake
+        self._loop = asyncio.get_running_loop()
+
+    def _call(self, call: StoreCall) -> bytes:
+        request = encode(StoreCall(self._pair, call.method, call.key, call.value, call.amount))
+
+        async def ask() -> bytes:
+            return await self._handshake(request)
+
+        asking = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        return asking.result(2 * TIMEOUT_S)
