@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ _PAGE = 4096
 # The columns of a table.
 _ADDRESS, _SEGMENT, _OFFSET, _NBYTES, _ROWS, _STRIDE, _STEP, _COPY = range(8)
 _COLUMNS = 7
+_fields = attrgetter("address", "segment", "offset", "nbytes", "rows", "stride", "step")
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -49,7 +51,7 @@ def table(copies: Sequence[Copy], exposed: Mapping[int, Exposed]) -> Table:
     if any(copy.device for copy in copies):
         raise TransportError("this transport only moves host memory")
     try:
-        flat = chain.from_iterable([copy[:_COLUMNS] for copy in copies])
+        flat = chain.from_iterable(map(_fields, copies))
         plain = np.fromiter(flat, np.int64, len(copies) * _COLUMNS).reshape(-1, _COLUMNS)
     except (OverflowError, ValueError, TypeError) as error:
         raise TransportError("a copy is outside of its segment") from error
