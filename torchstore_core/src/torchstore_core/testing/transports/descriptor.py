@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,8 +36,8 @@ _BID_S = 2e-3
 _PROBE_S = 2.0
 _SECONDS = 60.0
 
-# Prints the modules that a fresh interpreter has before it loads the hook and after it has called
-# it, its probe and its bid.
+# Prints the modules that a fresh interpreter has imported once it has called the hook, the probe
+# and the bid.
 _FRESH = """
 import json, sys
 import torchstore_core.contracts.hooks, torchstore_core.contracts.transport
@@ -128,7 +129,7 @@ class DescriptorTests(TransportKit):
         if spec.in_band:
             pytest.skip(f"{self.name} is in-band: it has no halves")
         modules = [str(half).partition(":")[0] for half in (spec.client, spec.server)]
-        found: dict[str, str | None] = _fresh(_HALVES, modules)  # type: ignore[assignment]
+        found: dict[str, str | None] = _fresh(_HALVES, modules)
         for module, file in sorted(found.items()):
             if module.partition(".")[0] == "torchstore_core" or not str(file).endswith(".py"):
                 continue
@@ -199,7 +200,7 @@ def _about(context: LinkContext) -> str:
     return f"a volume {where}, offered: {context.offered}, offer {context.offer[:20]!r}"
 
 
-def _fresh(program: str, argument: list[str]) -> list[str]:
+def _fresh(program: str, argument: list[str]) -> Any:
     """What a program prints, as JSON, in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", program, msgspec.json.encode(argument).decode()],
@@ -211,8 +212,7 @@ def _fresh(program: str, argument: list[str]) -> list[str]:
     )
     if done.returncode:
         fail(f"a fresh interpreter cannot load it:\n{done.stderr}")
-    found: list[str] = msgspec.json.decode(done.stdout.splitlines()[-1])
-    return found
+    return msgspec.json.decode(done.stdout.splitlines()[-1])
 
 
 def _imports(source: str) -> set[str]:
