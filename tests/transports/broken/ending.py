@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from tests.transports.broken.simple import OFFER, Plugin, SimpleLink, named
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext
@@ -43,7 +44,7 @@ class Unsigned(SimpleLink):
         if copy.offset < 0:
             raise TransportError("a negative offset")
         end = (copy.offset + copy.nbytes) % 2**64
-        super().check(copy._replace(offset=end, nbytes=0))
+        super().check(msgspec.structs.replace(copy, offset=end, nbytes=0))
 
     def piece(self, fd: int, address: int, offset: int, nbytes: int, *, write: bool) -> None:
         if 0 <= offset < 2**63:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from tests.transports.broken.simple import OPEN, Plugin, SimpleLink, named
 
 from torchstore_core.contracts.transport import Copy, Mapping, Window
@@ -45,8 +46,8 @@ class Swapping(SimpleLink):
         swapped = list(copies)
         for at, copy in enumerate(copies):
             if (other := known.setdefault(copy.nbytes, at)) != at:
-                swapped[at] = copy._replace(address=copies[other].address)
-                swapped[other] = copies[other]._replace(address=copy.address)
+                swapped[at] = msgspec.structs.replace(copy, address=copies[other].address)
+                swapped[other] = msgspec.structs.replace(copies[other], address=copy.address)
                 break
         await super().write(swapped)
 
@@ -62,14 +63,16 @@ class Strideless(SimpleLink):
     """Takes rows for one run."""
 
     def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
-        yield from super().pieces(copy._replace(nbytes=copy.nbytes * copy.rows, rows=1))
+        yield from super().pieces(
+            msgspec.structs.replace(copy, nbytes=copy.nbytes * copy.rows, rows=1)
+        )
 
 
 class Capped(SimpleLink):
     """Loses what is behind the first 16 MB of a copy."""
 
     def pieces(self, copy: Copy) -> Iterator[tuple[int, int, int]]:
-        yield from super().pieces(copy._replace(nbytes=min(copy.nbytes, 16 << 20)))
+        yield from super().pieces(msgspec.structs.replace(copy, nbytes=min(copy.nbytes, 16 << 20)))
 
 
 class Clearing(SimpleLink):
