@@ -213,6 +213,7 @@ class SessionRecord(msgspec.Struct, eq=False):
     peer: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(8))
     met: set[int] = set()
     ending: bool = False
+    meets: bool = True  # until it, or its process, has ended
     opened: float = msgspec.field(default_factory=time.monotonic)
     closed: float | None = None
 

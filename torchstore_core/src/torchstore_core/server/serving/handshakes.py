@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from torchstore_core.errors import (
@@ -59,7 +59,7 @@ class Handshakes:
             while (settling := self._settling.get((session.peer, volume.index))) is not None:
                 await asyncio.wait([settling])
             try:
-                if session.ending or session.closed is not None:
+                if not session.meets:
                     raise StoreClosedError("this session has ended")
                 halves = volume.halves
                 data = await halves.handshake(session.peer, request.transport, request.data)
@@ -69,19 +69,22 @@ class Handshakes:
 
         self._spawn(work())
 
-    def settle(self, session: SessionRecord, index: int, then: Callable[[], None]) -> None:
-        """Have a volume end what it has under way for a session, and call ``then``.
+    def settle(
+        self, session: SessionRecord, indices: Iterable[int], then: Callable[[], None]
+    ) -> None:
+        """Have volumes end what they have under way for a session, and call ``then``.
 
         Raises:
             ProtocolError: there is no such volume.
         """
-        volume = self._volume(index)
-        if index in session.met:
-            self._disconnect(session, volume)
+        for volume in [self._volume(index) for index in indices]:
+            if volume.index in session.met:
+                self._disconnect(session, volume)
         self.when_settled(session, then)
 
     def ended(self, session: SessionRecord, then: Callable[[], None]) -> None:
         """A session, or its process, has ended: call ``then`` when no byte of it can move."""
+        session.meets = False
         for index in session.met:
             self._disconnect(session, self._volumes[index])
         session.met.clear()
