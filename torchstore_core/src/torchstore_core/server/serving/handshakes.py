@@ -16,6 +16,7 @@ from torchstore_core.errors import (
     ProtocolError,
     StoreClosedError,
     TorchStoreError,
+    TransportNotReadyError,
     TransportUnavailableError,
 )
 from torchstore_core.server.index.records import SessionRecord
@@ -25,6 +26,11 @@ from torchstore_core.wire import messages as m
 __all__ = ["Handshakes"]
 
 log = logging.getLogger(__name__)
+
+# How much of the requests of one session the server keeps until they are answered, in bytes, and
+# what each of them counts besides its own.
+_MAX_ASKING = 128 << 20
+_WEIGHT = 64 << 10
 
 
 class Handshakes:
@@ -47,12 +53,17 @@ class Handshakes:
 
         Raises:
             ProtocolError: there is no such volume, or the request is too long.
+            TransportNotReadyError: the session has too many of them under way.
         """
         volume = self._volume(request.volume)
         if len(request.data) > m.MAX_HANDSHAKE:
             raise ProtocolError(
                 f"a handshake of {len(request.data)} bytes is over the limit of {m.MAX_HANDSHAKE}"
             )
+        weight = len(request.data) + _WEIGHT
+        if session.asking + weight > _MAX_ASKING:
+            raise TransportNotReadyError("this client has too many handshakes under way at once")
+        session.asking += weight
         session.met.add(volume.index)
 
         async def work() -> None:
@@ -66,6 +77,8 @@ class Handshakes:
                 reply(m.Handshaken(request.id, data))
             except TorchStoreError as error:
                 reply(m.Failure(request.id, error.code, error.message, None, error.details))
+            finally:
+                session.asking -= weight
 
         self._spawn(work())
 
