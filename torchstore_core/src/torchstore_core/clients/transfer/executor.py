@@ -113,6 +113,7 @@ async def _execute(session: Session, batch: Batch) -> Moved:
                     else:
                         work = _by_candidate(session, links, candidate, batch)
                         mapped = await links.until_lost(work, _limit_s(batch))
+                    links.worked(candidate)
                     return Moved(batch, candidate.spec.name, mapped)
                 except TransportError as error:
                     links.failed(candidate, error)
