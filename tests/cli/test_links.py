@@ -59,12 +59,16 @@ def test_measurements_of_other_links_stay(tmp_path: Path, monkeypatch: pytest.Mo
     assert corrected(bid, ("shm", "here", "elsewhere")) is bid
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "[1]", '{"shm here there": [0, 0, 0]}'])
+_NONSENSE = ["", "nonsense", "[1]", '{"\xff": [1, 1, 1]}', '{"shm here there": [0, 0, 0]}']
+_NONSENSE += ['{"shm here there": [1, 1, 1e300]}']
+
+
+@pytest.mark.parametrize("text", _NONSENSE)
 def test_a_file_that_makes_no_sense_corrects_nothing(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHSTORE_CALIBRATION", str(tmp_path / "c.json"))
-    calibration_file().write_text(text)
+    calibration_file().write_text(text, encoding="latin-1")
     bid = Bid(1.0, 2.0, "estimated")
     assert corrected(bid, LINK) is bid
 

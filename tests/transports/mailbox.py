@@ -105,7 +105,7 @@ class MailboxServer(TransportServer):
                 await asyncio.Event().wait()
         for letter in self._held.pop(peer, []):
             self._write(letter)
-            Path(os.environ[GATE]).with_suffix(".held").unlink()
+            Path(os.environ[GATE]).with_suffix(".held").unlink(missing_ok=True)
 
     def registered(self, segment: int) -> int:
         if "no count" in self._odd.values():

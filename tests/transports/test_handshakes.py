@@ -5,6 +5,7 @@ a write has an uncertain end.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -19,8 +20,14 @@ from tests.support import SMALL, running_store, until
 from tests.transports.mailbox import GATE, Letter, MailboxLink
 
 import torchstore_core as ts
+from torchstore_core.clients.session.handshake import client_facts
+from torchstore_core.machine.topology import probe
 from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.memory.volume import Volume
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.serving.handshakes import Handshakes
+from torchstore_core.wire.messages import Failure, Handshake, Handshaken, Reply, VolumeInfo
 
 MB = 1 << 20
 
@@ -196,6 +203,61 @@ async def test_handshakes_of_a_client_that_disconnects_end(
             await asyncio.wait_for(writing, 10)
 
 
+def _served(volume: Volume) -> tuple[Handshakes, SessionRecord]:
+    """What the server has around a volume of its own, and a session."""
+    here = probe()
+    info = VolumeInfo(volume.id, 0, os.getpid(), here, MB, {})
+    session = SessionRecord(b"token", client_facts({}, here), here)
+    return Handshakes([VolumeRecord(info, volume.memory, volume)]), session
+
+
+async def test_what_a_process_asked_just_before_its_death_is_not_carried_out(
+    tmp_path: Path,
+) -> None:
+    """Its memory may be somebody else's by then."""
+    async with _volume(tmp_path) as volume:
+        handshakes, session = _served(volume)
+        replies: asyncio.Queue[Reply] = asyncio.Queue()
+        for letter in (Letter("who"), Letter("write", nbytes=1, data=b"x")):
+            data = msgspec.msgpack.encode(letter)
+            handshakes.answer(session, Handshake(1, 0, "mailbox", data), replies.put_nowait)
+            if letter.what == "who":
+                assert isinstance(await replies.get(), Handshaken)
+        handshakes.ended(session, lambda: None)
+        assert isinstance(await replies.get(), Failure)
+        assert volume.memory.read(0, 1) == b"\0"
+
+
+async def test_a_client_cannot_fill_the_server_with_handshakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a transport does not answer; another client is not affected."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    gate.touch()
+    async with _volume(tmp_path) as volume:
+        handshakes, session = _served(volume)
+        letter = msgspec.msgpack.encode(Letter("write", data=bytes(MB // 2)))
+        replies: list[Reply] = []
+        with pytest.raises(ts.TransportNotReadyError, match="at once"):
+            [
+                handshakes.answer(session, Handshake(i, 0, "mailbox", letter), replies.append)
+                for i in range(1000)
+            ]
+        other = SessionRecord(b"other", session.facts, session.topology)
+        who = Handshake(1, 0, "mailbox", msgspec.msgpack.encode(Letter("who")))
+        answered: asyncio.Queue[Reply] = asyncio.Queue()
+        handshakes.answer(other, who, answered.put_nowait)
+        assert isinstance(await answered.get(), Handshaken)
+        done = asyncio.Event()
+        handshakes.settle(session, [0], done.set)
+        await asyncio.wait_for(done.wait(), 10)
+        await until(lambda: not session.asking, 10)
+        handshakes.answer(session, who, answered.put_nowait)
+        assert isinstance(await answered.get(), Handshaken)
+        assert 100 < len(replies) < 1000
+
+
 async def test_pages_are_kept_if_a_half_does_not_know_what_is_registered(tmp_path: Path) -> None:
     async with _volume(tmp_path) as volume:
         fault = msgspec.msgpack.encode(Letter("no count"))
@@ -243,6 +305,54 @@ async def test_memory_is_not_used_again_while_a_cancelled_write_may_arrive(
         gate.unlink()
         await client.put("next", torch.full((MB // 8,), 2.0))
         assert torch.equal(await client.get("next"), torch.full((MB // 8,), 2.0))
+
+
+async def test_memory_is_not_used_again_while_a_write_of_a_lost_event_loop_may_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was closed in the middle of a put, and the put never ends."""
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    monkeypatch.setenv(GATE, str(gate))
+    async with running_store(prefer=["mailbox"], **SMALL) as client:
+
+        async def begin() -> asyncio.Future[ts.ObjectRef]:
+            putting = asyncio.ensure_future(client.put("late", torch.ones(MB // 8)))
+            await until(held.exists, 10)
+            return putting
+
+        def lose() -> None:
+            loop = asyncio.new_event_loop()
+            putting = loop.run_until_complete(begin())
+            putting._log_destroy_pending = False  # type: ignore[attr-defined]
+            loop.close()
+
+        await client.put("warm", torch.zeros(MB))
+        gate.touch()
+        await asyncio.to_thread(lose)
+        gc.collect()
+        await until(lambda: _nothing_unfinished(client), 10)
+        assert not held.exists()
+
+
+async def test_the_next_transport_waits_until_the_write_of_the_last_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one has stopped: it is killed before anything else is written there."""
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    monkeypatch.setenv(GATE, str(gate))
+    monkeypatch.setattr("torchstore_core.clients.transfer.executor._LEAST_S", 0.5)
+    async with running_store(prefer=["mailbox-apart"], **SMALL) as client:
+        apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
+        (volume,) = (await client._joined.session(10)).volumes
+        volume.context = msgspec.structs.replace(volume.context, same_host=False)
+        gate.touch()
+        putting = asyncio.ensure_future(client.put("t", torch.arange(MB // 8)))
+        await until(held.exists, 10)
+        os.kill(apart, signal.SIGSTOP)
+        with pytest.warns(RuntimeWarning, match="mailbox-apart.*did not end within"):
+            await putting
+        assert not Path(f"/proc/{apart}").exists()
+        assert torch.equal(await client.get("t"), torch.arange(MB // 8))
 
 
 @pytest.mark.parametrize("name", ["mailbox", "mailbox-apart"])

@@ -89,7 +89,12 @@ def _read(path: Path) -> dict[str, Calibration]:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Calibration])
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         log.warning("the measurements in %s cannot be used: %s", path, error)
         return {}
-    return {link: one for link, one in found.items() if one.latency_s >= 0 and one.bytes_per_s > 0}
+    now = time.time()
+    return {
+        link: one
+        for link, one in found.items()
+        if one.latency_s >= 0 and one.bytes_per_s > 0 and 0 <= one.at <= now
+    }

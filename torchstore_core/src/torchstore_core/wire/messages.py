@@ -129,9 +129,13 @@ class Commit(Message, frozen=True, tag="commit"):
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """Give up puts. Their granted memory is reused: the client has stopped writing to it."""
+    """Give up puts. Their granted memory is reused: the client has stopped writing to it. In the
+    volumes ``unsettled`` some of what it has written may still arrive: first, they are to end that
+    as for a :class:`Settle`.
+    """
 
     txns: list[int]
+    unsettled: list[int] = []
 
 
 #: Offset and shape of a piece of a tensor, in elements.

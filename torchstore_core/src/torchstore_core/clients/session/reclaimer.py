@@ -16,7 +16,7 @@ import threading
 import weakref
 from asyncio import Future
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 import msgspec
@@ -83,7 +83,7 @@ class Reclaimer:
         # Finalizers use these in any thread and at any moment: only atomic operations, no lock.
         self._held: dict[int, Held] = {}
         self._to_release: deque[tuple[int, Held]] = deque()
-        self._to_abort: deque[int] = deque()
+        self._to_abort: deque[tuple[int, Collection[int]]] = deque()
         self._messages: deque[m.Message] = deque()
         self._waking = False
         self._waiting: deque[Waiting] = deque()
@@ -120,9 +120,9 @@ class Reclaimer:
         self._to_release.append((0, (lease, positions)))
         self.wake()
 
-    def abort(self, txn: int) -> None:
-        """Abort a put. Safe in any thread and in finalizers."""
-        self._to_abort.append(txn)
+    def abort(self, txn: int, unsettled: Collection[int] = ()) -> None:
+        """Abort a put; see ``messages.Abort``. Safe in any thread and in finalizers."""
+        self._to_abort.append((txn, unsettled))
         self.wake()
 
     def send(self, message: m.Message) -> None:
@@ -223,10 +223,13 @@ class Reclaimer:
         while self._messages:
             self._connection.sendall(encode(self._messages.popleft()))
         aborted: list[int] = []
+        unsettled: set[int] = set()
         while self._to_abort:
-            aborted.append(self._to_abort.popleft())
+            txn, volumes = self._to_abort.popleft()
+            aborted.append(txn)
+            unsettled.update(volumes)
         if aborted:
-            self._connection.sendall(encode(m.Abort(aborted)))
+            self._connection.sendall(encode(m.Abort(aborted, list(unsettled))))
 
     # ---- fork -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Collection
 
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import (
@@ -250,9 +251,9 @@ class Session:
         """Release a lease. Safe in any thread and in finalizers."""
         self._reclaimer.release(lease, positions)
 
-    def abort(self, txn: int) -> None:
-        """Abort a put. Safe in any thread and in finalizers."""
-        self._reclaimer.abort(txn)
+    def abort(self, txn: int, unsettled: Collection[int] = ()) -> None:
+        """Abort a put; see ``messages.Abort``. Safe in any thread and in finalizers."""
+        self._reclaimer.abort(txn, unsettled)
 
     def abort_if_unfinished(self, txn: int) -> None:
         """Abort a put unless it has ended. Safe in any thread and in finalizers."""
@@ -273,19 +274,16 @@ class Session:
             return False
         return await channel.wait_cancelled(done, timeout)
 
-    async def settle(self, volume: int, *, wait: bool) -> None:
-        """A write to that volume has an uncertain outcome: have the volume end it, so that its
-        memory can be used again. ``wait``: until it has.
+    async def settle(self, volume: int) -> None:
+        """A write to that volume has an uncertain outcome: wait until the volume has ended it, so
+        that the same memory can be written again.
 
         Raises:
             StoreClosedError: the server is gone.
+            StoreTimeoutError: the volume does not answer.
         """
-        channel = await self.channel(None)
-        request = m.Settle(channel.next_id(), volume)
-        if wait:
-            await channel.call(request, m.Done, None)
-        else:
-            channel.send(request)
+        channel = await self.channel(HANDSHAKE_S)
+        await channel.call(m.Settle(channel.next_id(), volume), m.Done, HANDSHAKE_S)
 
     def keep_memory(self) -> None:
         """Must be called before pool memory is page-locked: see ``messages.Keep``."""

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -49,19 +50,34 @@ _TEMPORARY_ERRNOS = frozenset(
 
 
 class _Backoff:
-    """A transport that was not ready or has failed, and the time of its next retry."""
+    """A transport that was not ready or has failed, the time of its next retry, and whether that
+    is under way.
+    """
 
-    __slots__ = ("candidate", "due", "failures")
+    __slots__ = ("candidate", "due", "failures", "retrying")
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate
         self.failures = 0
+        self.retrying = False
         self.postpone()
 
     def postpone(self) -> None:
         """Schedule the next retry, after a longer pause."""
         self.due = time.monotonic() + min(_FIRST_BACKOFF_S * 2**self.failures, _LONGEST_BACKOFF_S)
         self.failures += 1
+
+
+class _Era:
+    """The time between two retirements of links: how many transfers that began in it still run, and
+    the links that were retired at its end. These, and those of earlier ones, may use them.
+    """
+
+    __slots__ = ("active", "retired")
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.retired: list[Link] = []
 
 
 class VolumeLinks:
@@ -94,12 +110,13 @@ class VolumeLinks:
         self._loop_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = (
             weakref.WeakKeyDictionary()
         )
-        self._retired: list[Link] = []
+        self._eras = deque([_Era()])
         self._backoffs: dict[str, _Backoff] = {}  # by name of the transport
+        # Transports that are connected again, but have not moved anything since.
+        self._doubtful: dict[str, _Backoff] = {}
         self._retries: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
         # Reentrant: the collector may end a transfer in a thread that already holds the lock.
         self._lock = threading.RLock()
-        self._active = 0
         self._told = False
         self._closed = False
         # Time limits of transfers to other hosts, and their event loops; keeps neither alive.
@@ -112,7 +129,15 @@ class VolumeLinks:
         returned only if there is no other.
         """
         order = self.ranking.order(nbytes, in_band=False)
-        return order or [backoff.candidate for backoff in self._backoffs.values()]
+        if order:
+            return order
+        waiting = [backoff.candidate for backoff in list(self._backoffs.values())]
+        return [c for c in waiting if c.spec.max_bytes is None or nbytes <= c.spec.max_bytes]
+
+    def worked(self, candidate: Candidate) -> None:
+        """A transfer has ended well."""
+        if self._doubtful:
+            self._doubtful.pop(candidate.spec.name, None)
 
     def failed(self, candidate: Candidate, error: TransportError) -> None:
         """Handle a failed transfer or connect: the transport is not used for a while, and then its
@@ -134,12 +159,16 @@ class VolumeLinks:
             self._back_off(candidate, error)
 
     def retire(self, link: Link) -> None:
-        """Use a link no more. It is closed when no transfer uses any link: another may be on it."""
+        """Use a link no more. It is closed when all transfers that run now have ended: another may
+        be on it.
+        """
         with self._lock:
             for links in self._all_links():
                 for name in [name for name, one in links.items() if one is link]:
                     del links[name]
-                    self._retired.append(link)
+                    self._eras[-1].retired.append(link)
+                    self._eras.append(_Era())
+        self._close_if_idle()
 
     def unreachable_error(self, nbytes: int, last: TransportError | None) -> TransportError:
         """Return the error for when no candidate could move the bytes.
@@ -216,14 +245,13 @@ class VolumeLinks:
 
     def warm(self, segment: int, nbytes: int) -> None:
         """Fill this process's page tables for warm memory. Blocks, so not for event loops."""
-        with self._lock:
-            links = list(self._links.values())
-        for link in links:
-            window: object = link
-            if isinstance(window, SupportsWindow):
-                with self.in_use():
-                    window.window(segment)
-                    window.prepare(segment, 0, nbytes, fresh=False)
+        with self.in_use():
+            with self._lock:
+                links: list[object] = list(self._links.values())
+            for link in links:
+                if isinstance(link, SupportsWindow):
+                    link.window(segment)
+                    link.prepare(segment, 0, nbytes, fresh=False)
 
     def mark_lost(self, why: str) -> None:
         """Record that the volume's memory is lost for good, and close its links as soon as no
@@ -247,6 +275,9 @@ class VolumeLinks:
         """In a forked child: close at once, because the parent's transfers do not run here."""
         self._lock = threading.RLock()
         self._closed = True
+        for era in self._eras:
+            for link in era.retired:
+                _close(link)
         self._close_links()
 
     # ---- inside ---------------------------------------------------------------------------
@@ -286,7 +317,9 @@ class VolumeLinks:
             elif not self._told:
                 self._told = True
                 log.info("volume %s: %s", self.info.id, self.ranking.summary(1 << 30))
-        if self._backoffs and self._backoffs.pop(spec.name, None) is not None:
+        if self._backoffs and (backoff := self._backoffs.pop(spec.name, None)) is not None:
+            backoff.retrying = False
+            self._doubtful[spec.name] = backoff
             self.ranking.restore(candidate)
             log.info("transport %r to volume %s is ready now", spec.name, self.info.id)
         return link
@@ -302,7 +335,15 @@ class VolumeLinks:
         self.ranking.drop(name, f"{reason}: {error}; it will be tried again")
         backoff = self._backoffs.get(name)
         if backoff is not None:
+            if backoff.retrying:  # otherwise it is one of several transfers that failed together
+                backoff.retrying = False
+                backoff.postpone()
+            return
+        backoff = self._doubtful.pop(name, None)
+        if backoff is not None:
             backoff.postpone()
+            self._backoffs[name] = backoff
+            log.info("transport %r to volume %s %s again: %s", name, self.info.id, what, error)
             return
         self._backoffs[name] = _Backoff(candidate)
         if quietly:
@@ -321,6 +362,7 @@ class VolumeLinks:
         now = time.monotonic()
         for backoff in list(self._backoffs.values()):
             if backoff.due <= now:
+                backoff.retrying = True
                 backoff.due = now + _RETRY_TIMEOUT_S  # if this loop ends first, another one retries
                 task = asyncio.get_running_loop().create_task(self._retry(backoff))
                 self._retries.add(task)
@@ -339,6 +381,7 @@ class VolumeLinks:
     def _drop(self, candidate: Candidate, error: TransportError) -> None:
         name = candidate.spec.name
         self._backoffs.pop(name, None)
+        self._doubtful.pop(name, None)
         self.ranking.drop(name, f"its link failed: {error}")
         order = [c.spec.name for c in self.ranking.order(1 << 20)]
         warnings.warn(
@@ -361,33 +404,44 @@ class VolumeLinks:
                 raise self._unreachable(f"it is gone ({self.lost})")
             if self._closed:
                 raise StoreClosedError("this client was closed")
-            self._active += 1
+            era = self._eras[-1]
+            era.active += 1
         try:
             yield
         finally:
             with self._lock:
-                self._active -= 1
+                era.active -= 1
             self._close_if_idle()
 
     def _close_if_idle(self) -> None:
+        if len(self._eras) == 1 and not self._closed:
+            return
+        retired: list[Link] = []
         with self._lock:
-            if self._active:
-                return
-            retired, self._retired = self._retired, []
+            while len(self._eras) > 1 and not self._eras[0].active:
+                retired += self._eras.popleft().retired
+            idle = len(self._eras) == 1 and not self._eras[0].active
         for link in retired:
-            link.close()
-        if self._closed:
+            _close(link)
+        if idle and self._closed:
             self._close_links()
 
     def _close_links(self) -> None:
         for links in self._all_links():
             while links:
                 _, link = links.popitem()
-                link.close()
+                _close(link)
 
     def _all_links(self) -> list[dict[str, Link]]:
         with self._lock:
             return [self._links, *self._loop_links.values()]
+
+
+def _close(link: Link) -> None:
+    try:
+        link.close()
+    except Exception:
+        log.warning("a link failed to close", exc_info=True)
 
 
 def _expire(limit: asyncio.Timeout) -> None:

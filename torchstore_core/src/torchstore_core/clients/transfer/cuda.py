@@ -18,7 +18,9 @@ from torchstore_core.contracts.transport import Window
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.virtual_memory import before_unmap
 
-__all__ = ["transfer"]
+__all__ = ["copy", "transfer"]
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 # Memory is page-locked in aligned blocks of this many bytes, counted from the start of the
 # window, and each block only once in the life of the process.
@@ -30,16 +32,25 @@ _pinning_works = True
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
-async def transfer(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], window: Window) -> None:
+async def transfer(pairs: Pairs, window: Window) -> None:
     """Copy ``(target, source)`` pairs: one tensor is on a device, the other inside ``window``.
 
     When this returns, the copies are complete. They run after any work that is already queued on
     the caller's current streams.
     """
+    await _transfer(pairs, window)
+
+
+async def copy(pairs: Pairs) -> None:
+    """The same, for pairs of which one tensor is in any memory of the host."""
+    await _transfer(pairs, None)
+
+
+async def _transfer(pairs: Pairs, window: Window | None) -> None:
     ready: dict[torch.device, torch.cuda.Event] = {}
     for target, source in pairs:
-        device = (target if target.is_cuda else source).device
-        if device not in ready:
+        device = (source if target.is_cpu else target).device
+        if device.type == "cuda" and device not in ready:
             ready[device] = torch.cuda.current_stream(device).record_event()
     # Run to the end even if cancelled: the memory must not be released during a running copy.
     await finished(asyncio.create_task(in_thread(lambda: _copy(pairs, window, ready))))
@@ -54,20 +65,22 @@ async def finished(task: asyncio.Task[None]) -> None:
         raise
 
 
-def _copy(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    window: Window,
-    ready: dict[torch.device, torch.cuda.Event],
-) -> None:
+def _copy(pairs: Pairs, window: Window | None, ready: dict[torch.device, torch.cuda.Event]) -> None:
     used: set[torch.cuda.Stream] = set()
     try:
         for target, source in pairs:
-            device = (target if target.is_cuda else source).device
+            device = (source if target.is_cpu else target).device
+            if device not in ready:  # of another kind than CUDA's
+                target.copy_(source)
+                continue
             stream = _stream(device)
             if stream not in used:
                 stream.wait_event(ready[device])
                 used.add(stream)
             with torch.cuda.device(device), torch.cuda.stream(stream):
+                if window is None:
+                    target.copy_(source)
+                    continue
                 for to, of in _pinned_parts(target, source, window):
                     to.copy_(of, non_blocking=True)
     finally:  # after a failure as well: earlier copies may still be running

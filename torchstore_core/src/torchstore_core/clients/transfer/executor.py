@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +25,7 @@ from torchstore_core.clients.values.tensors import (
     tensor_at,
 )
 from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow
-from torchstore_core.errors import StoreClosedError, TransportError
+from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TransportError
 from torchstore_core.machine import copying
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.plugins.ranking import Candidate
@@ -114,10 +113,13 @@ async def _execute(session: Session, batch: Batch) -> Moved:
                     else:
                         work = _by_candidate(session, links, candidate, batch)
                         mapped = await links.until_lost(work, _limit_s(batch))
+                    links.worked(candidate)
                     return Moved(batch, candidate.spec.name, mapped)
                 except TransportError as error:
                     links.failed(candidate, error)
                     last = error
+                    if batch.unsettled:
+                        await _settle(session, batch, error)
             raise links.unreachable_error(batch.nbytes, last) from last
     except TransportError:
         if not (links.lost and batch.into_segment):
@@ -138,12 +140,22 @@ async def _by_candidate(
     try:
         return await by_link(link, batch, links.info.capacity_bytes)
     except BaseException as error:
-        if batch.into_segment and link.unsettled:
-            # Whoever gets the memory next must not find bytes of this put arriving there.
+        # Nothing is awaited here: the collector may be closing this, after the event loop's end.
+        if batch.into_segment and (link.unsettled or isinstance(error, GeneratorExit)):
+            batch.unsettled = True
             links.retire(link)
-            with suppress(StoreClosedError):  # then the memory has gone with the server
-                await session.settle(batch.volume, wait=isinstance(error, TransportError))
         raise
+
+
+async def _settle(session: Session, batch: Batch, failed: TransportError) -> None:
+    """Wait until no byte of a failed write can arrive: whatever moves the batch next would be
+    overwritten, also when the memory is somebody else's.
+    """
+    try:
+        await session.settle(batch.volume)
+    except (StoreClosedError, StoreTimeoutError):
+        raise failed from None
+    batch.unsettled = False
 
 
 async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence[mapping.Mapped]:

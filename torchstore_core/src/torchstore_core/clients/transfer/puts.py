@@ -12,7 +12,7 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
-from torchstore_core.clients.transfer.moves import put_batches
+from torchstore_core.clients.transfer.moves import PutBatch, put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes
 from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.wire import messages as m
@@ -73,6 +73,7 @@ class Putting:
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
+        self._batches: Sequence[PutBatch] = ()  # that are being written
 
     def __enter__(self) -> Putting:
         return self
@@ -96,12 +97,13 @@ class Putting:
         if len(self._grants) > len(placed):  # each further copy has as many grants as the first
             placed *= len(self._grants) // len(placed)
         pairs = zip(placed, self._grants, strict=True)
-        work = executor.execute(self._session, put_batches(pairs))
+        self._batches = put_batches(pairs)
+        work = executor.execute(self._session, self._batches)
         for moved in await self.clock.within(work, self._channel):
             if self.clock.measured is not None and moved.transport:
                 volume = self._session.volumes[moved.batch.volume].info.id
                 self.clock.measured.moved(moved.batch.nbytes, moved.transport, (volume,))
-        self._sources = ()
+        self._sources = self._batches = ()
         self.clock.phase("copy")
 
     async def commit(self) -> list[int]:
@@ -120,10 +122,11 @@ class Putting:
     def __exit__(self, *_: object) -> None:
         if not self._done:
             # The server ignores unknown ids, so this is right whether or not it has begun the put.
+            unsettled = [batch.volume for batch in self._batches if batch.unsettled]
             try:
-                self._channel.send(m.Abort([self._txn]))
+                self._channel.send(m.Abort([self._txn], unsettled))
             except TorchStoreError:
-                self._session.abort(self._txn)
+                self._session.abort(self._txn, unsettled)
         self._session.end(self._txn)
 
 

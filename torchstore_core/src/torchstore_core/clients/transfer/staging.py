@@ -6,12 +6,12 @@ else is staged in contiguous memory of this process, on the copy threads.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import msgspec
 import torch
 
+from torchstore_core.clients.transfer import cuda
 from torchstore_core.clients.transfer.moves import Batch, Rows, TensorMove
 from torchstore_core.clients.values.tensors import (
     address_of,
@@ -121,9 +121,9 @@ def _plan_tensor(link: Link, plan: CopyPlan, move: TensorMove, segment: int) -> 
 
 async def _pack(plan: CopyPlan) -> None:
     """Fill the staging memory of a put."""
-    for move, staged in plan.tensors:
-        if not move.tensor.is_cpu:
-            await asyncio.to_thread(staged.copy_, move.tensor)
+    device = [(staged, move.tensor) for move, staged in plan.tensors if not move.tensor.is_cpu]
+    if device:
+        await cuda.copy(device)
     pairs = [
         _same_dtype(staged, move.tensor) for move, staged in plan.tensors if move.tensor.is_cpu
     ]
@@ -132,10 +132,11 @@ async def _pack(plan: CopyPlan) -> None:
 
 async def _unpack(plan: CopyPlan) -> None:
     """Put what a get has read into its places."""
-    for move, staged in plan.tensors:
+    for move, _ in plan.tensors:
         address_of(move.key, move.tensor)  # it may have changed in the meantime
-        if not move.tensor.is_cpu:
-            await asyncio.to_thread(move.tensor.copy_, staged)
+    device = [(move.tensor, staged) for move, staged in plan.tensors if not move.tensor.is_cpu]
+    if device:
+        await cuda.copy(device)
     pairs = [
         _same_dtype(move.tensor, staged) for move, staged in plan.tensors if move.tensor.is_cpu
     ]

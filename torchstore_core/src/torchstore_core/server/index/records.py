@@ -212,7 +212,9 @@ class SessionRecord(msgspec.Struct, eq=False):
     #: What transports know the client as, and the volumes whose server halves know it.
     peer: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(8))
     met: set[int] = set()
+    asking: int = 0  # what its handshakes that are under way weigh
     ending: bool = False
+    meets: bool = True  # until it, or its process, has ended
     opened: float = msgspec.field(default_factory=time.monotonic)
     closed: float | None = None
 

@@ -297,7 +297,7 @@ class Conversation:
                 self._server.handshakes.answer(session, request, self.send)
             case m.Settle():
                 done = m.Done(request.id)
-                self._server.handshakes.settle(session, request.volume, lambda: self.send(done))
+                self._server.handshakes.settle(session, [request.volume], lambda: self.send(done))
             case m.Status():
                 return m.StatusReply(request.id, self._server.status())
             case m.Shutdown():
@@ -309,7 +309,7 @@ class Conversation:
             self._server.controller.abort(session, request.txns, remember=self._liveness)
 
         if session.met:
-            self._server.handshakes.when_settled(session, abort)
+            self._server.handshakes.settle(session, request.unsettled, abort)
         else:
             abort()
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from torchstore_core.errors import (
     ProtocolError,
     StoreClosedError,
     TorchStoreError,
+    TransportNotReadyError,
     TransportUnavailableError,
 )
 from torchstore_core.server.index.records import SessionRecord
@@ -25,6 +26,11 @@ from torchstore_core.wire import messages as m
 __all__ = ["Handshakes"]
 
 log = logging.getLogger(__name__)
+
+# How much of the requests of one session the server keeps until they are answered, in bytes, and
+# what each of them counts besides its own.
+_MAX_ASKING = 128 << 20
+_WEIGHT = 64 << 10
 
 
 class Handshakes:
@@ -47,41 +53,51 @@ class Handshakes:
 
         Raises:
             ProtocolError: there is no such volume, or the request is too long.
+            TransportNotReadyError: the session has too many of them under way.
         """
         volume = self._volume(request.volume)
         if len(request.data) > m.MAX_HANDSHAKE:
             raise ProtocolError(
                 f"a handshake of {len(request.data)} bytes is over the limit of {m.MAX_HANDSHAKE}"
             )
+        weight = len(request.data) + _WEIGHT
+        if session.asking + weight > _MAX_ASKING:
+            raise TransportNotReadyError("this client has too many handshakes under way at once")
+        session.asking += weight
         session.met.add(volume.index)
 
         async def work() -> None:
             while (settling := self._settling.get((session.peer, volume.index))) is not None:
                 await asyncio.wait([settling])
             try:
-                if session.ending or session.closed is not None:
+                if not session.meets:
                     raise StoreClosedError("this session has ended")
                 halves = volume.halves
                 data = await halves.handshake(session.peer, request.transport, request.data)
                 reply(m.Handshaken(request.id, data))
             except TorchStoreError as error:
                 reply(m.Failure(request.id, error.code, error.message, None, error.details))
+            finally:
+                session.asking -= weight
 
         self._spawn(work())
 
-    def settle(self, session: SessionRecord, index: int, then: Callable[[], None]) -> None:
-        """Have a volume end what it has under way for a session, and call ``then``.
+    def settle(
+        self, session: SessionRecord, indices: Iterable[int], then: Callable[[], None]
+    ) -> None:
+        """Have volumes end what they have under way for a session, and call ``then``.
 
         Raises:
             ProtocolError: there is no such volume.
         """
-        volume = self._volume(index)
-        if index in session.met:
-            self._disconnect(session, volume)
+        for volume in [self._volume(index) for index in indices]:
+            if volume.index in session.met:
+                self._disconnect(session, volume)
         self.when_settled(session, then)
 
     def ended(self, session: SessionRecord, then: Callable[[], None]) -> None:
         """A session, or its process, has ended: call ``then`` when no byte of it can move."""
+        session.meets = False
         for index in session.met:
             self._disconnect(session, self._volumes[index])
         session.met.clear()

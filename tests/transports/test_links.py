@@ -1,0 +1,89 @@
+"""When a client uses which link, and how long it keeps one that has failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+import msgspec
+import pytest
+from tests.support import SMALL, running_store
+from tests.transports.mailbox import MailboxLink
+
+import torchstore_core as ts
+from torchstore_core.clients.session.volume_links import VolumeLinks
+from torchstore_core.plugins.ranking import Candidate
+
+FAULT = ts.TransportError("a fault of the network")
+
+
+@asynccontextmanager
+async def _links() -> AsyncIterator[tuple[VolumeLinks, Candidate]]:
+    """Of a client to the one volume of a store; the only transport is ``mailbox``."""
+    async with running_store(block=["shm", "mailbox-apart"], **SMALL) as client:
+        (links,) = (await client._joined.session(10)).volumes
+        (candidate,) = [c for c in links.candidates(1) if c.spec.name == "mailbox"]
+        yield links, candidate
+
+
+def _pause(links: VolumeLinks) -> float:
+    """Seconds until the transport is tried again."""
+    return links._backoffs["mailbox"].due - time.monotonic()
+
+
+async def test_the_pause_gets_longer_until_something_is_moved_again() -> None:
+    """Also if it can always be connected. There is one warning (any other is an error)."""
+    async with _links() as (links, candidate):
+        await links.connect(candidate)
+        with pytest.warns(RuntimeWarning, match="'mailbox'.*failed"):
+            links.failed(candidate, FAULT)
+        for _ in range(8):  # other transfers fail with the same link
+            links.failed(candidate, FAULT)
+        assert 0 < _pause(links) <= 1
+        for longest in (2, 4):
+            await links.connect(candidate)
+            links.failed(candidate, FAULT)
+            assert longest / 2 < _pause(links) <= longest
+        await links.connect(candidate)
+        links.worked(candidate)
+        with pytest.warns(RuntimeWarning, match="'mailbox'.*failed"):
+            links.failed(candidate, FAULT)
+        assert 0 < _pause(links) <= 1
+
+
+async def test_a_link_is_closed_when_the_transfers_that_may_use_it_have_ended() -> None:
+    """However many later ones run."""
+    async with _links() as (links, candidate):
+        first, second = links.in_use(), links.in_use()
+        first.__enter__()
+        link = cast(MailboxLink, await links.connect(candidate))
+        links.retire(link)
+        second.__enter__()
+        assert not link._closed
+        first.__exit__(None, None, None)
+        assert link._closed
+        other = cast(MailboxLink, await links.connect(candidate))
+        assert other is not link
+        assert not other._closed
+        second.__exit__(None, None, None)
+        assert not other._closed
+
+
+async def test_a_forked_child_closes_what_transfers_of_its_parent_use() -> None:
+    async with _links() as (links, candidate):
+        link = cast(MailboxLink, await links.connect(candidate))
+        with links.in_use():
+            links.retire(link)
+            links.close_in_child()
+            assert link._closed
+
+
+async def test_a_transport_that_waits_is_not_given_more_than_it_takes() -> None:
+    async with _links() as (links, candidate):
+        small = msgspec.structs.replace(candidate.spec, max_bytes=10)
+        with pytest.warns(RuntimeWarning, match="'mailbox'.*failed"):
+            links.failed(msgspec.structs.replace(candidate, spec=small), FAULT)
+        assert [c.spec.name for c in links.candidates(10)] == ["mailbox"]
+        assert links.candidates(11) == []
