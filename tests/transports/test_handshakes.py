@@ -118,7 +118,8 @@ async def test_what_has_arrived_is_not_sent_again(
     gate.write_text("2")
     monkeypatch.setenv(GATE, str(gate))
     values = {f"k{i}": torch.full((MB // 16,), i) for i in range(5)}
-    async with running_store(prefer=["mailbox-apart", "mailbox"], **SMALL) as client:
+    strategy = ts.SingletonStrategy(transport=("mailbox-apart", "mailbox"))
+    async with running_store(strategy=strategy, **SMALL) as client:
         apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
         putting = asyncio.ensure_future(client.put_batch(values))
         await until(held.exists, 10)

@@ -26,7 +26,7 @@ _RANK = """
     from torch.distributed.tensor import DTensor, Shard
     from torchcomms.device_mesh import init_device_mesh
 
-    hints = {"hostname": "127.0.0.1"}
+    hints = dict([("hostname", "127.0.0.1")])
     comm = torchcomms.new_comm("gloo", torch.device("cpu"), "mesh", hints=hints)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about torchcomms

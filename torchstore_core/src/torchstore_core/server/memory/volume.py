@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _GIB = 1 << 30
 # How long a half may take to end a client before it is closed, and to close.
 _DISCONNECT_S = 10.0
-_CLOSE_S = 10.0
+_CLOSE_S = 4.0
 
 
 class Volume:

@@ -17,6 +17,8 @@ from torchstore_core.testing.transports.ends.session import Session
 __all__ = ["RefusingTests"]
 
 _SOON_S = 5.0
+# Less than a volume waits for its halves when it closes.
+_CLOSING_S = 2.5
 _CONNECT_S = 15.0
 _EDGE = 1 << 16
 _NBYTES = 5000
@@ -207,7 +209,7 @@ class RefusingTests(TransportKit):
                 await link.write(copies)
                 for _ in range(2):
                     closing = session.close_volume()
-                    raised = await outcome(closing, _SOON_S, "close() of the server half")
+                    raised = await outcome(closing, _CLOSING_S, "close() of the server half")
                     check(raised is None, f"close() of the server half raised {raised!r}")
                 what = "a write after close() of the server half"
                 raised = await outcome(link.write(copies), _SOON_S, what)
