@@ -65,7 +65,9 @@ def test_a_cancelled_call_ends_soon_and_for_good(hosts: tuple[str, str], tmp_pat
         f"asyncio.run(test.cancel_both({str(tmp_path)!r}))"
     )
     command = ["ip", "netns", "exec", client, sys.executable, "-c", body]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    # Left to itself, UCX finds out that both are processes of one machine.
+    env = {**os.environ, "UCX_TLS": "tcp"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -84,7 +86,7 @@ async def cancel_both(directory: str) -> None:
         began = time.monotonic()
         await asyncio.wait([moving], timeout=10)
         assert time.monotonic() - began < _CANCEL_S
-        assert moving.cancelled()
+        assert moving.cancelled(), (write, moving.exception())
         assert not link.unsettled
         moved = volume.count(1) if write else mine.count(7)
         assert _LEAST < moved < _BIG
