@@ -27,7 +27,7 @@ from torchstore_rdma.plugin import LIBRARY
 if TYPE_CHECKING:
     from torchstore_rdma.layout import Part
 
-__all__ = ["EVERYTHING", "Agent", "Transfer", "version"]
+__all__ = ["EVERYTHING", "Agent", "Transfer", "check_not_forked", "version"]
 
 #: All addresses of a process, as ``(address, nbytes)``: where registering costs nothing.
 EVERYTHING = 1 << 16, (1 << 48) - (1 << 17)
@@ -60,10 +60,19 @@ def version() -> str:
     return metadata.version(LIBRARY[1])
 
 
-def _load() -> Any:
-    global _loaded_by
+def check_not_forked() -> None:
+    """NIXL has threads and sockets that a forked process does not have, or shares.
+
+    Raises:
+        TransportUnavailableError: this process was forked from one that had loaded NIXL.
+    """
     if _loaded_by not in (0, os.getpid()):
         raise TransportUnavailableError("NIXL was loaded before this process was forked")
+
+
+def _load() -> Any:
+    global _loaded_by
+    check_not_forked()
     try:
         loaded = import_module(LIBRARY[0])
     except (ImportError, OSError) as error:
