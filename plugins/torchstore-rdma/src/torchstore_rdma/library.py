@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import TransportError, TransportUnavailableError
@@ -27,7 +27,7 @@ from torchstore_rdma.plugin import LIBRARY
 if TYPE_CHECKING:
     from torchstore_rdma.layout import Part
 
-__all__ = ["EVERYTHING", "Agent", "Transfer", "check_not_forked", "version"]
+__all__ = ["EVERYTHING", "Agent", "Transfer", "check_not_forked"]
 
 #: All addresses of a process, as ``(address, nbytes)``: where registering costs nothing.
 EVERYTHING = 1 << 16, (1 << 48) - (1 << 17)
@@ -48,16 +48,6 @@ def _quietly() -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-def version() -> str:
-    """The version of the library.
-
-    Raises:
-        TransportUnavailableError: it is not installed, or cannot be loaded.
-    """
-    _load()
-    return metadata.version(LIBRARY[1])
 
 
 def check_not_forked() -> None:
