@@ -43,7 +43,7 @@ def test_without_devices_shared_memory_and_sockets_are_cheaper() -> None:
     slow = _bid(_PLAIN, _PLAIN)
     assert isinstance(slow, Bid)
     for nbytes in (1, 1 << 20, 1 << 30):
-        assert slow.cost_s(nbytes) > 1e-3 + nbytes / 1e9
+        assert slow.cost_s(nbytes) > 1e-3 + nbytes / 0.11e9  # plain sockets at 1 Gbit/s
 
 
 @needs_nixl

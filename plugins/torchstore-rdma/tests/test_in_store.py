@@ -163,6 +163,52 @@ async def test_the_server_half_is_killed_in_the_middle() -> None:
         assert torch.equal(got, sent)
 
 
+async def test_a_forked_child_uses_something_else_and_leaves_its_parent_alone() -> None:
+    async with running_store(**{**_RDMA, "block": []}) as client:
+        await client.put("t", torch.arange(MB))
+        said = await run_script(
+            f"""
+            import os, warnings
+            warnings.simplefilter("ignore", DeprecationWarning)
+            address = {(await ts.address())!r}
+            client = await ts.connect(address, prefer=["rdma"])
+            got = torch.zeros(1 << 20, dtype=torch.int64)
+            await client.get("t", got)
+
+            def child():
+                async def work():
+                    with warnings.catch_warnings(record=True) as caught:
+                        warnings.simplefilter("always")
+                        mine = torch.zeros(1 << 20, dtype=torch.int64)
+                        client = await ts.connect(address, prefer=["rdma"])
+                        await client.get("t", mine)
+                        assert torch.equal(mine, torch.arange(1 << 20))
+                        assert [e["chosen"] for e in await client.explain()] == ["shm"]
+                        assert any("was forked" in str(one.message) for one in caught)
+                asyncio.run(work())
+
+            def fork():
+                pid = os.fork()
+                if not pid:
+                    code = 1
+                    try:
+                        child()
+                        code = 0
+                    finally:
+                        os._exit(code)
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+            assert await asyncio.to_thread(fork) == 0
+            got.zero_()
+            await client.get("t", got)
+            assert torch.equal(got, torch.arange(1 << 20))
+            print([e["chosen"] for e in await client.explain()])
+            """,
+            fresh=True,
+        )
+        assert said.strip() == "['rdma']"
+
+
 def _processes() -> list[int]:
     return [pid for pid, _ in leftovers.descendants(os.getpid())]
 

@@ -19,7 +19,7 @@ from torchstore_rdma.protocol import Exposed
 __all__ = ["PART", "Part", "lacking", "parts", "spans", "table"]
 
 #: Bytes of a part: what cannot be interrupted on one host. A row counts as some bytes, too.
-PART = 32 << 20
+PART = 64 << 20
 _ROW = 4096
 _PAGE = 4096
 

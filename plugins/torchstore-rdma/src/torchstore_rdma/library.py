@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import TransportError, TransportUnavailableError
@@ -27,7 +27,7 @@ from torchstore_rdma.plugin import LIBRARY
 if TYPE_CHECKING:
     from torchstore_rdma.layout import Part
 
-__all__ = ["EVERYTHING", "Agent", "Transfer", "version"]
+__all__ = ["EVERYTHING", "Agent", "Transfer", "check_not_forked"]
 
 #: All addresses of a process, as ``(address, nbytes)``: where registering costs nothing.
 EVERYTHING = 1 << 16, (1 << 48) - (1 << 17)
@@ -50,20 +50,19 @@ def _quietly() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def version() -> str:
-    """The version of the library.
+def check_not_forked() -> None:
+    """NIXL has threads and sockets that a forked process does not have, or shares.
 
     Raises:
-        TransportUnavailableError: it is not installed, or cannot be loaded.
+        TransportUnavailableError: this process was forked from one that had loaded NIXL.
     """
-    _load()
-    return metadata.version(LIBRARY[1])
+    if _loaded_by not in (0, os.getpid()):
+        raise TransportUnavailableError("NIXL was loaded before this process was forked")
 
 
 def _load() -> Any:
     global _loaded_by
-    if _loaded_by not in (0, os.getpid()):
-        raise TransportUnavailableError("NIXL was loaded before this process was forked")
+    check_not_forked()
     try:
         loaded = import_module(LIBRARY[0])
     except (ImportError, OSError) as error:

@@ -213,6 +213,7 @@ class RdmaLink(Link):
 
     @classmethod
     async def connect(cls, offer: bytes, context: LinkContext) -> RdmaLink:
+        library.check_not_forked()
         link = cls(context)
         await link._connected(0)
         return link

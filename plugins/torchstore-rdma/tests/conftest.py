@@ -1,0 +1,17 @@
+"""The same surroundings as in the tests of the repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests import processes, profiles
+
+profiles.register()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> Iterator[None]:
+    """Ends with the tests; it starts with the first that needs it."""
+    yield
+    processes.stop_fork_server()
