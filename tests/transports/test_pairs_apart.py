@@ -61,16 +61,16 @@ async def test_two_hosts(name: str, spaces: list[str], tmp_path: Path) -> None:
         assert torch.equal(await client.get("u"), torch.arange(1 << 20) + 1)
         await ts.shutdown()
         """
-    use = """
+    use = f"""
         import pathlib
-        address = pathlib.Path({ready!r}).read_text()
+        address = pathlib.Path({str(ready)!r}).read_text()
         client = await ts.connect(address, prefer=[{name!r}])
         got = torch.zeros(1 << 20, dtype=torch.int64)
         await client.get("t", got)
         assert torch.equal(got, torch.arange(1 << 20))
         await client.put("u", got + 1)
         print([entry["chosen"] for entry in await client.explain()])
-        """.format(ready=str(ready), name=name)
+        """
     inside = [("ip", "netns", "exec", space) for space in spaces]
     with Script(serve, wrapper=inside[0]) as server:
         await until(ready.exists, 60)
