@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import threading
@@ -36,12 +37,12 @@ class TorchCommsPair(Pair):
     def send(self, tensor: torch.Tensor) -> Wait:
         """See ``Pair``."""
         work = self._comm.send(tensor, self._peer, async_op=True, timeout=_TIMEOUT)
-        return lambda: self._wait(work, tensor)
+        return functools.partial(self._wait, work, tensor)
 
     def receive(self, tensor: torch.Tensor) -> Wait:
         """See ``Pair``."""
         work = self._comm.recv(tensor, self._peer, async_op=True, timeout=_TIMEOUT)
-        return lambda: self._wait(work, tensor)
+        return functools.partial(self._wait, work, tensor)
 
     def kill(self) -> None:
         """See ``Pair``.

@@ -163,7 +163,7 @@ def _interface_addresses() -> Iterator[tuple[str, int, _Address, _Address]]:
         raise OSError(code, f"getifaddrs: {os.strerror(code)}")
     try:
         at = first
-        while at:
+        while bool(at):
             entry = at.contents
             address = _decoded(entry.address)
             netmask = _decoded(entry.netmask)
@@ -175,7 +175,7 @@ def _interface_addresses() -> Iterator[tuple[str, int, _Address, _Address]]:
 
 
 def _decoded(pointer: ctypes._Pointer[_SocketAddress]) -> _Address | None:
-    if not pointer:
+    if not bool(pointer):
         return None
     given = pointer.contents
     # After the family come the port, and for IPv6 also the flow information.
