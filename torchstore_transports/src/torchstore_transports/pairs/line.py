@@ -18,7 +18,7 @@ from torchstore_transports.pairs.pair import Pair, Wait, memory_at
 __all__ = ["Line"]
 
 # Messages, and groups of them, under way at a time: one moves while the next is being prepared.
-_WINDOW = 4
+_WINDOW = 8
 _GROUPS = 3
 
 
