@@ -165,6 +165,8 @@ class PairTests:
                 assert before < 3 * _LARGE
             finally:
                 os.kill(half, signal.SIGCONT)
+            with pytest.raises(AssertionError):  # now the half would send the rest
+                await until(lambda: into.sum(dtype=torch.int64) != before, 1)
             again = torch.zeros(_LARGE, dtype=torch.uint8)
             await client.get("large", again)
             assert int(again.sum(dtype=torch.int64)) == 3 * _LARGE

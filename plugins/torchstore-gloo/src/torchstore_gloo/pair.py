@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -30,12 +31,12 @@ class GlooPair(Pair):
     def send(self, tensor: torch.Tensor) -> Wait:
         """See ``Pair``."""
         work = self._group.send([tensor], self._peer, _TAG)
-        return lambda: _wait(work, tensor)
+        return functools.partial(_wait, work, tensor)
 
     def receive(self, tensor: torch.Tensor) -> Wait:
         """See ``Pair``."""
         work = self._group.recv([tensor], self._peer, _TAG)
-        return lambda: _wait(work, tensor)
+        return functools.partial(_wait, work, tensor)
 
     def kill(self) -> None:
         """See ``Pair``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import threading
@@ -21,7 +22,6 @@ __all__ = ["TorchCommsPair", "make"]
 
 _TIMEOUT = timedelta(seconds=TIMEOUT_S)
 _RANK, _SIZE = "TORCHCOMM_RANK", "TORCHCOMM_SIZE"
-_LOG_LEVEL = "GLOG_minloglevel"
 _environment = threading.Lock()
 
 
@@ -37,12 +37,12 @@ class TorchCommsPair(Pair):
     def send(self, tensor: torch.Tensor) -> Wait:
         """See ``Pair``."""
         work = self._comm.send(tensor, self._peer, async_op=True, timeout=_TIMEOUT)
-        return lambda: self._wait(work, tensor)
+        return functools.partial(self._wait, work, tensor)
 
     def receive(self, tensor: torch.Tensor) -> Wait:
         """See ``Pair``."""
         work = self._comm.recv(tensor, self._peer, async_op=True, timeout=_TIMEOUT)
-        return lambda: self._wait(work, tensor)
+        return functools.partial(self._wait, work, tensor)
 
     def kill(self) -> None:
         """See ``Pair``.
@@ -97,12 +97,9 @@ def make(store: PairStore, rank: int, address: str) -> Pair:
 def _ranked(rank: int, store: PairStore) -> Iterator[None]:
     """Set the rank, which torchcomms only takes from the environment, until the communicator that
     is made first uses the store. Other threads of this process see it for less than a millisecond.
-    What the backend logs, it logs for its developers: only errors appear unless the user asks.
     """
     meanwhile = {_RANK: str(rank), _SIZE: "2"}
     _environment.acquire()
-    if _LOG_LEVEL not in os.environ:  # a backend reads it when it is loaded
-        meanwhile[_LOG_LEVEL] = "2"
     before = {name: os.environ.get(name) for name in meanwhile}
     restored = threading.Event()
 

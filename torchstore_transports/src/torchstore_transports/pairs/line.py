@@ -18,7 +18,7 @@ from torchstore_transports.pairs.pair import Pair, Wait, memory_at
 __all__ = ["Line"]
 
 # Messages, and groups of them, under way at a time: one moves while the next is being prepared.
-_WINDOW = 4
+_WINDOW = 8
 _GROUPS = 3
 
 
@@ -133,6 +133,7 @@ class Line:
         self._pair.kill()
         with self._lock:
             self._killed = True
+        self._pair = _Ended()  # the library's descriptors and threads go as soon as nobody waits
 
     def leak(self) -> None:
         """Keep the pair for ever: in a forked child its threads do not exist, and a library that
@@ -196,6 +197,19 @@ class Line:
                 _copy_runs(message.runs, staged.data_ptr(), gather=gather)
             else:
                 _copy_device(message.runs, staged, gather=gather)
+
+
+class _Ended(Pair):
+    """What a line has after its pair."""
+
+    def send(self, tensor: torch.Tensor) -> Wait:
+        """See ``Pair``."""
+        raise RuntimeError("it was given up")
+
+    receive = send
+
+    def kill(self) -> None:
+        """See ``Pair``."""
 
 
 @contextmanager

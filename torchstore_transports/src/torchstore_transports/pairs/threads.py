@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -33,9 +34,18 @@ def _run(call: Callable[[], T], result: Future[T]) -> None:
     try:
         result.set_result(call())
     except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
+        _forget_locals(error)
         result.set_exception(error)
     finally:
         del call, result  # otherwise the error would keep them, and they the error
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Errors are kept for long, and sometimes in cycles; what the failed call used must not be."""
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
 
 
 def _retrieve(done: asyncio.Future[T]) -> None:
