@@ -81,6 +81,8 @@ class MailboxServer(TransportServer):
             case "disconnect fails" | "disconnect hangs" | "close fails" | "no count":
                 self._odd[peer] = letter.what
                 return b""
+            case "long error":
+                raise TransportError("x" * (8 << 20))
             case "too much":
                 return bytes(8 << 20)
             case "read":

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 # what each of them counts besides its own.
 _MAX_ASKING = 128 << 20
 _WEIGHT = 64 << 10
+_MAX_NAME = 256
 
 
 class Handshakes:
@@ -52,7 +53,7 @@ class Handshakes:
         """Ask the server half, and reply what it says.
 
         Raises:
-            ProtocolError: there is no such volume, or the request is too long.
+            ProtocolError: there is no such volume or transport, or the request is too long.
             TransportNotReadyError: the session has too many of them under way.
         """
         volume = self._volume(request.volume)
@@ -60,6 +61,8 @@ class Handshakes:
             raise ProtocolError(
                 f"a handshake of {len(request.data)} bytes is over the limit of {m.MAX_HANDSHAKE}"
             )
+        if len(request.transport) > _MAX_NAME:
+            raise ProtocolError(f"no transport has a name of {len(request.transport)} characters")
         weight = len(request.data) + _WEIGHT
         if session.asking + weight > _MAX_ASKING:
             raise TransportNotReadyError("this client has too many handshakes under way at once")
