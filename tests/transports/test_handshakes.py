@@ -5,6 +5,7 @@ a write has an uncertain end.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import signal
@@ -256,6 +257,26 @@ async def test_a_client_cannot_fill_the_server_with_handshakes(
         handshakes.answer(session, who, answered.put_nowait)
         assert isinstance(await answered.get(), Handshaken)
         assert 100 < len(replies) < 1000
+
+
+async def test_what_waits_for_the_end_of_writes_is_done_in_order_by_one_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if one of it fails: a client may abort as often as it likes meanwhile."""
+    monkeypatch.setattr("torchstore_core.server.memory.volume._DISCONNECT_S", 0.5)
+    async with _volume(tmp_path) as volume:
+        handshakes, session = _served(volume)
+        data = msgspec.msgpack.encode(Letter("disconnect hangs"))
+        answered: asyncio.Queue[Reply] = asyncio.Queue()
+        handshakes.answer(session, Handshake(1, 0, "mailbox", data), answered.put_nowait)
+        assert isinstance(await answered.get(), Handshaken)
+        done: list[int] = []
+        handshakes.settle(session, [0], lambda: done.append(1 // len(done)))
+        before = len(asyncio.all_tasks())
+        for number in range(10_000):
+            handshakes.settle(session, [0], functools.partial(done.append, number))
+        assert len(asyncio.all_tasks()) == before
+        await until(lambda: done == list(range(10_000)), 10)
 
 
 async def test_pages_are_kept_if_a_half_does_not_know_what_is_registered(tmp_path: Path) -> None:
