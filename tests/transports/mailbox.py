@@ -161,7 +161,7 @@ class MailboxLink(Link):
         except TransportError as error:
             self.unsettled = True
             raise TransportError(error.message, details={"done": done}) from error
-        except asyncio.CancelledError:
+        except BaseException:
             self.unsettled = True
             raise
 

@@ -355,6 +355,30 @@ async def test_memory_is_not_used_again_while_a_write_of_a_lost_event_loop_may_a
         assert not held.exists()
 
 
+async def test_memory_is_not_used_again_while_a_write_of_a_closed_client_may_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session goes on, because a tensor that it has mapped lives."""
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    monkeypatch.setenv(GATE, str(gate))
+    async with running_store(prefer=["mailbox"], **SMALL) as client:
+        session = await client._joined.session(10)
+        mapped = torch.zeros(1)
+        session.hold(mapped, 1 << 40, None)
+        other = await ts.connect(await ts.address(), store_name="other")
+        gate.touch()
+        putting = asyncio.ensure_future(client.put("late", torch.ones(MB // 8)))
+        await until(held.exists, 10)
+        session.close(now=True)
+        with pytest.raises(ts.StoreClosedError, match="was closed"):
+            await putting
+        await until(lambda: _nothing_unfinished(other), 10)
+        assert not held.exists()
+        assert len((await other.status()).sessions) == 2
+        del mapped
+        await ts.shutdown("other")
+
+
 async def test_the_next_transport_waits_until_the_write_of_the_last_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
