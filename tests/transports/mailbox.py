@@ -81,6 +81,8 @@ class MailboxServer(TransportServer):
             case "disconnect fails" | "disconnect hangs" | "close fails" | "no count":
                 self._odd[peer] = letter.what
                 return b""
+            case "long error":
+                raise TransportError("x" * (8 << 20))
             case "too much":
                 return bytes(8 << 20)
             case "read":
@@ -159,7 +161,7 @@ class MailboxLink(Link):
         except TransportError as error:
             self.unsettled = True
             raise TransportError(error.message, details={"done": done}) from error
-        except asyncio.CancelledError:
+        except BaseException:
             self.unsettled = True
             raise
 

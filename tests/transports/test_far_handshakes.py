@@ -16,6 +16,7 @@ from tests.unit.remote.attached import attached
 from tests.unit.remote.relays import Backstage, Relayed
 
 import torchstore_core as ts
+from torchstore_core.wire import messages as m
 
 MB = 1 << 20
 
@@ -61,6 +62,25 @@ async def test_memory_of_an_attached_volume_waits_for_a_write_that_may_arrive(
             await client.put("late", torch.ones(MB // 8), timeout=0.5)
         await until(lambda: _finished(client), 10)
         assert not held.exists()
+        await ts.shutdown()
+
+
+async def test_a_client_cannot_break_the_connection_of_a_volume(
+    stage: Backstage, tmp_path: Path
+) -> None:
+    """What it asks is passed on with some more around it."""
+    async with attached(stage, tmp_path, 1) as store:
+        stage.do(store.attach(0))
+        client = await ts.connect(store.address, store_name="attached", prefer=["mailbox"])
+        await _round_trip(client)
+        session = await client._joined.session(10)
+        channel = await session.channel(10)
+        longest = "x" * (m.MAX_FRAME - 60)
+        request = m.Handshake(channel.next_id(), 0, longest, b"")
+        with pytest.raises(ts.TorchStoreError):
+            await channel.call(request, m.Handshaken, 10)
+        assert not [volume.lost for volume in (await client.status()).volumes if volume.lost]
+        await _round_trip(client)
         await ts.shutdown()
 
 

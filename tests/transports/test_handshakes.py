@@ -5,6 +5,7 @@ a write has an uncertain end.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import signal
@@ -259,6 +260,26 @@ async def test_a_client_cannot_fill_the_server_with_handshakes(
         assert 100 < len(replies) < 1000
 
 
+async def test_what_waits_for_the_end_of_writes_is_done_in_order_by_one_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if one of it fails: a client may abort as often as it likes meanwhile."""
+    monkeypatch.setattr("torchstore_core.server.memory.volume._DISCONNECT_S", 0.5)
+    async with _volume(tmp_path) as volume:
+        handshakes, session = _served(volume)
+        data = msgspec.msgpack.encode(Letter("disconnect hangs"))
+        answered: asyncio.Queue[Reply] = asyncio.Queue()
+        handshakes.answer(session, Handshake(1, 0, "mailbox", data), answered.put_nowait)
+        assert isinstance(await answered.get(), Handshaken)
+        done: list[int] = []
+        handshakes.settle(session, [0], lambda: done.append(1 // len(done)))
+        before = len(asyncio.all_tasks())
+        for number in range(10_000):
+            handshakes.settle(session, [0], functools.partial(done.append, number))
+        assert len(asyncio.all_tasks()) == before
+        await until(lambda: done == list(range(10_000)), 10)
+
+
 async def test_pages_are_kept_if_a_half_does_not_know_what_is_registered(tmp_path: Path) -> None:
     async with _volume(tmp_path) as volume:
         fault = msgspec.msgpack.encode(Letter("no count"))
@@ -333,6 +354,30 @@ async def test_memory_is_not_used_again_while_a_write_of_a_lost_event_loop_may_a
         gc.collect()
         await until(lambda: _nothing_unfinished(client), 10)
         assert not held.exists()
+
+
+async def test_memory_is_not_used_again_while_a_write_of_a_closed_client_may_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session goes on, because a tensor that it has mapped lives."""
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    monkeypatch.setenv(GATE, str(gate))
+    async with running_store(prefer=["mailbox"], **SMALL) as client:
+        session = await client._joined.session(10)
+        mapped = torch.zeros(1)
+        session.hold(mapped, 1 << 40, None)
+        other = await ts.connect(await ts.address(), store_name="other")
+        gate.touch()
+        putting = asyncio.ensure_future(client.put("late", torch.ones(MB // 8)))
+        await until(held.exists, 10)
+        session.close(now=True)
+        with pytest.raises(ts.StoreClosedError, match="was closed"):
+            await putting
+        await until(lambda: _nothing_unfinished(other), 10)
+        assert not held.exists()
+        assert len((await other.status()).sessions) == 2
+        del mapped
+        await ts.shutdown("other")
 
 
 async def test_the_next_transport_waits_until_the_write_of_the_last_has_ended(

@@ -232,8 +232,8 @@ class Link(ABC):
     Attributes:
         rows: whether it takes copies of several rows.
         devices: types of devices, such as ``"cuda"``, whose memory it reads and writes itself.
-        unsettled: set when a write has raised and its peer may still be writing; see
-            :meth:`TransportServer.disconnect`.
+        unsettled: set when a write has raised, whatever that was, and its peer may still be
+            writing; see :meth:`TransportServer.disconnect`.
     """
 
     rows: ClassVar[bool] = False

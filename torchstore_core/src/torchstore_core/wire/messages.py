@@ -51,6 +51,8 @@ MAX_KEY = 4096
 MAX_INLINE = 1 << 20
 #: Most bytes of one handshake of a transport, and of its answer.
 MAX_HANDSHAKE = 1 << 20
+#: Characters of a server half's error that are passed on.
+MAX_REASON = 1 << 14
 #: Most entries of one Listing, and most characters of keys in it: keeps the reply at a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20

@@ -32,6 +32,7 @@ from torchstore_core.errors import (
     from_wire,
 )
 from torchstore_core.plugins.registry import load_class
+from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, FrameReader
 
 __all__ = ["IsolatedServer"]
@@ -331,7 +332,7 @@ async def _serve(order: _Order) -> None:
         registered = tuple(_registered(half, segment) for segment in order.segments)
         async with sending:
             with contextlib.suppress(OSError):
-                reply = _Answer(ask.id, data, code, message, registered)
+                reply = _Answer(ask.id, data, code, message[: m.MAX_REASON], registered)
                 await loop.sock_sendall(sock, _frame(reply))
 
     def begin(ask: _Ask) -> None:

@@ -275,7 +275,7 @@ class VolumeConnection(FrameProtocol):
             else:
                 data = await self._volume.handshake(message.peer, message.transport, message.data)
         except TorchStoreError as error:
-            self._send(m.PeerReply(message.id, b"", error.code, error.message))
+            self._send(m.PeerReply(message.id, b"", error.code, error.message[: m.MAX_REASON]))
         else:
             self._send(m.PeerReply(message.id, data))
 

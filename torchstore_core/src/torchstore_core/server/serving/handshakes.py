@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 # what each of them counts besides its own.
 _MAX_ASKING = 128 << 20
 _WEIGHT = 64 << 10
+_MAX_NAME = 256
 
 
 class Handshakes:
@@ -45,6 +46,8 @@ class Handshakes:
         self._tasks: set[asyncio.Task[None]] = set()
         # Ends that are under way, by the client and the index of the volume.
         self._settling: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        # What is to be done when all of a client's have ended.
+        self._after: dict[bytes, list[Callable[[], None]]] = {}
 
     def answer(
         self, session: SessionRecord, request: m.Handshake, reply: Callable[[m.Reply], None]
@@ -52,7 +55,7 @@ class Handshakes:
         """Ask the server half, and reply what it says.
 
         Raises:
-            ProtocolError: there is no such volume, or the request is too long.
+            ProtocolError: there is no such volume or transport, or the request is too long.
             TransportNotReadyError: the session has too many of them under way.
         """
         volume = self._volume(request.volume)
@@ -60,6 +63,8 @@ class Handshakes:
             raise ProtocolError(
                 f"a handshake of {len(request.data)} bytes is over the limit of {m.MAX_HANDSHAKE}"
             )
+        if len(request.transport) > _MAX_NAME:
+            raise ProtocolError(f"no transport has a name of {len(request.transport)} characters")
         weight = len(request.data) + _WEIGHT
         if session.asking + weight > _MAX_ASKING:
             raise TransportNotReadyError("this client has too many handshakes under way at once")
@@ -105,16 +110,28 @@ class Handshakes:
 
     def when_settled(self, session: SessionRecord, then: Callable[[], None]) -> None:
         """Call ``then`` when nothing is being settled for that session, maybe at once."""
-        settling = [task for (peer, _), task in self._settling.items() if peer == session.peer]
-        if not settling:
+        after = self._after.get(session.peer)
+        if after is not None:  # one task for all of them, and in order
+            after.append(then)
+            return
+        if not self._of(session.peer):
             then()
             return
+        self._after[session.peer] = [then]
 
         async def work() -> None:
-            await asyncio.wait(settling)
-            then()
+            while settling := self._of(session.peer):
+                await asyncio.wait(settling)
+            for one in self._after.pop(session.peer):
+                try:
+                    one()
+                except Exception:
+                    log.exception("what waited for the end of a client's writes has failed")
 
         self._spawn(work())
+
+    def _of(self, peer: bytes) -> list[asyncio.Task[None]]:
+        return [task for (whose, _), task in self._settling.items() if whose == peer]
 
     def close(self) -> None:
         """The server ends, and the volumes with it."""
@@ -136,6 +153,8 @@ class Handshakes:
                 await volume.halves.disconnect(session.peer)
             except TransportUnavailableError:
                 log.debug("volume %s is gone, and its memory with it", volume.info.id)
+            except TorchStoreError as error:
+                log.error("volume %s did not end a client: %s", volume.info.id, error)
             finally:
                 del self._settling[at]
 
