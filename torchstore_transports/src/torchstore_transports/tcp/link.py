@@ -105,6 +105,7 @@ class TcpLink(Link):
             if transfer.error is None and self._streams.alone:
                 widths.record(width, nbytes, time.perf_counter() - began)
         finally:
+            # A connection that was shut with something in flight has failed, too.
             if write and transfer.began and transfer.error is not None:
                 self.unsettled = True
             self._streams.forget(transfer)
@@ -122,12 +123,10 @@ class TcpLink(Link):
                 transfer.stop()
                 rest = asyncio.ensure_future(transfer.ended())
                 await wait_ended(rest, _SETTLE_S)
-                self.unsettled |= not rest.done()
                 rest.cancel()
             transfer.abort()
             raise
         except BaseException:  # the coroutine was dropped
-            self.unsettled |= transfer.write and transfer.began
             transfer.abort()
             raise
 
