@@ -99,7 +99,9 @@ class TcpLink(Link):
         width = widths.choose(nbytes)
         unit_bytes = max(_UNIT_LEAST, min(UNIT_BYTES, nbytes // (2 * width)))
         began = time.perf_counter()
-        transfer = self._streams.start(copies, write=write, unit_bytes=unit_bytes, width=width)
+        transfer = self._streams.start(
+            copies, write=write, nbytes=nbytes, unit_bytes=unit_bytes, width=width
+        )
         try:
             await self._ended(transfer)
             if transfer.error is None and self._streams.alone:
