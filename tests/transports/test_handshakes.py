@@ -109,7 +109,7 @@ async def test_what_has_arrived_is_not_sent_again(
     gate.write_text("2")
     monkeypatch.setenv(GATE, str(gate))
     values = {f"k{i}": torch.full((MB // 16,), i) for i in range(5)}
-    async with running_store(prefer=["mailbox-apart"], block=["shm"], **SMALL) as client:
+    async with running_store(prefer=["mailbox-apart"], block=["shm", "tcp"], **SMALL) as client:
         apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
         putting = asyncio.ensure_future(client.put_batch(values))
         await until(held.exists, 10)
