@@ -26,8 +26,8 @@ _RANK = """
     from torch.distributed.tensor import DTensor, Shard
     from torchcomms.device_mesh import init_device_mesh
 
-    hints = dict([("hostname", "127.0.0.1")])
-    comm = torchcomms.new_comm("gloo", torch.device("cpu"), "mesh", hints=hints)
+    here = dict(hostname="127.0.0.1")
+    comm = torchcomms.new_comm("gloo", torch.device("cpu"), "mesh", hints=here)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about torchcomms
         mesh = init_device_mesh(mesh_dim_comms=(comm,), mesh_dim_names=("dp",))

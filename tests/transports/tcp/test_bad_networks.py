@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import time
 
@@ -32,9 +33,9 @@ async def test_a_long_delay_costs_no_round_trip_a_unit() -> None:
             await link.write([small.copy(1000)])
             assert time.monotonic() - began >= 1.0
             # Several units on one stream: all are asked for before the first answer comes.
-            copies = [Copy(target.address + i * MB, 7, i * MB, MB) for i in range(3)]
+            link._reads.choose = lambda nbytes: 1  # type: ignore[method-assign]
             began = time.monotonic()
-            await link.read(copies)
+            await link.read([target.copy(nbytes=32 * MB)])
             assert time.monotonic() - began < 2.5
 
 
@@ -123,6 +124,22 @@ async def test_a_cancelled_read_ends_at_once(stalled: bool) -> None:
             await link.read([small.copy()])
             assert small.raw == b"r" * MB
             assert local.raw == bytes(200 * MB)
+
+
+async def test_a_cancelled_read_has_ended_when_it_raises() -> None:
+    """Whatever had arrived by then is not written any later."""
+    async with linked(512 * MB) as (link, there):
+        there.memory[:] = b"r" * (512 * MB)
+        local = Local(4 * MB)
+        copies = [local.copy(at * 4 * MB) for at in range(128)]
+        for turn in range(40):
+            reading = asyncio.ensure_future(link.read(copies))
+            await asyncio.wait([reading], timeout=0.002 + 0.0005 * turn)
+            reading.cancel()
+            await asyncio.wait([reading])
+            ctypes.memset(local.address, 0, 4 * MB)
+            await until(lambda: not link._streams._transfers)
+            assert local.raw.count(0) == 4 * MB
 
 
 async def test_a_cancelled_write_settles_if_it_can() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -21,9 +22,10 @@ def _open_ports(pid: int) -> int:
     """At how many TCP ports a process listens."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        link = os.readlink(entry)
-        if link.startswith("socket:"):
-            inodes.add(link[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # it was just closed
+            link = os.readlink(entry)
+            if link.startswith("socket:"):
+                inodes.add(link[8:-1])
     lines = [
         line.split()
         for name in ("tcp", "tcp6")

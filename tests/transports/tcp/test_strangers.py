@@ -166,9 +166,11 @@ async def test_more_strangers_than_are_let_near(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.WARNING)
     async with linked() as (_, there), asyncio.timeout(30):
         with ExitStack() as stack:
+            began = time.monotonic()
             crowd = [stack.enter_context(_stranger(there)) for _ in range(2 * UNKNOWN_MAX)]
             for sock in crowd[:UNKNOWN_MAX]:
                 assert await asyncio.to_thread(_closed, sock)
+            assert time.monotonic() - began < authentication.GREETING_S / 2
             assert threads().count("torchstore-tcp-serve") <= UNKNOWN_MAX + 2
             await _works(there)
         await until(lambda: threads().count("torchstore-tcp-serve") <= 2)

@@ -99,12 +99,15 @@ class TcpLink(Link):
         width = widths.choose(nbytes)
         unit_bytes = max(_UNIT_LEAST, min(UNIT_BYTES, nbytes // (2 * width)))
         began = time.perf_counter()
-        transfer = self._streams.start(copies, write=write, unit_bytes=unit_bytes, width=width)
+        transfer = self._streams.start(
+            copies, write=write, nbytes=nbytes, unit_bytes=unit_bytes, width=width
+        )
         try:
             await self._ended(transfer)
             if transfer.error is None and self._streams.alone:
                 widths.record(width, nbytes, time.perf_counter() - began)
         finally:
+            # A connection that was shut with something in flight has failed, too.
             if write and transfer.began and transfer.error is not None:
                 self.unsettled = True
             self._streams.forget(transfer)
@@ -122,12 +125,10 @@ class TcpLink(Link):
                 transfer.stop()
                 rest = asyncio.ensure_future(transfer.ended())
                 await wait_ended(rest, _SETTLE_S)
-                self.unsettled |= not rest.done()
                 rest.cancel()
             transfer.abort()
             raise
         except BaseException:  # the coroutine was dropped
-            self.unsettled |= transfer.write and transfer.began
             transfer.abort()
             raise
 

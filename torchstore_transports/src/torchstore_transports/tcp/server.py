@@ -61,6 +61,8 @@ class TcpServer(TransportServer):
         return msgspec.msgpack.encode(welcome)
 
     async def disconnect(self, peer: bytes) -> None:
+        if peer not in self._peers:
+            return
         await asyncio.to_thread(self._peers.forget, peer)
         if not self._peers:
             # At once and on this event loop, so that no handshake comes between.

@@ -31,13 +31,15 @@ log = logging.getLogger(__name__)
 
 #: Most streams of a link.
 STREAMS_MAX = 8
-# Requests ahead of their answers, for networks with a long delay.
-_DEPTH = 4
+# Requests ahead of their answers: many, for networks with a long delay, but towards the end only so
+# many that no stream still has a queue when the others have nothing left to do.
+_DEPTH = 8
+_DEPTH_AT_END = 2
 # But only so many bytes of them: a server that is sending an answer does not read, and then the
 # requests must fit into the buffers of its socket.
 _DEPTH_BYTES = 48 << 10
 # Units that a stream moves before it looks whether another transfer is waiting.
-_QUANTUM = 8
+_QUANTUM = 16
 _IDLE_S = 10.0
 
 
@@ -68,7 +70,7 @@ class Streams:
             self._idle.append(connection)
 
     def start(
-        self, copies: Sequence[Copy], *, write: bool, unit_bytes: int, width: int
+        self, copies: Sequence[Copy], *, write: bool, nbytes: int, unit_bytes: int, width: int
     ) -> Transfer:
         """Begin to move a batch. To be called on the event loop that waits for it.
 
@@ -79,7 +81,12 @@ class Streams:
             if self._closed:
                 raise TransportError("the link is closed")
             transfer = Transfer(
-                copies, write=write, unit_bytes=unit_bytes, width=width, lock=self._lock
+                copies,
+                write=write,
+                nbytes=nbytes,
+                unit_bytes=unit_bytes,
+                width=width,
+                lock=self._lock,
             )
             if not transfer.wanting:
                 return transfer
@@ -218,7 +225,8 @@ class Streams:
         in_flight: deque[Unit] = deque()
         waiting = turn = 0
         while True:
-            while len(in_flight) < _DEPTH and (transfer.write or waiting < _DEPTH_BYTES):
+            depth = min(_DEPTH, max(_DEPTH_AT_END, transfer.share))
+            while len(in_flight) < depth and (transfer.write or waiting < _DEPTH_BYTES):
                 if turn >= _QUANTUM and self._others_wait(transfer):
                     break
                 unit = transfer.take(connection)

@@ -22,6 +22,7 @@ class Transfer:
     ended, no thread touches memory of the batch. The methods may be called by any thread.
 
     Args:
+        nbytes: of all copies.
         unit_bytes: size of its units.
         width: the number of streams that may work on it.
         lock: of everything that changes; shared by all transfers of a link.
@@ -32,6 +33,7 @@ class Transfer:
         copies: Sequence[Copy],
         *,
         write: bool,
+        nbytes: int,
         unit_bytes: int,
         width: int,
         lock: threading.Condition,
@@ -44,6 +46,8 @@ class Transfer:
         self.error: BaseException | None = None
         #: Whether a unit has been taken at all.
         self.began = False
+        self._unit_bytes = unit_bytes
+        self._left = nbytes
         self._units = cut(copies, unit_bytes)
         self._next: Unit | None = next(self._units, None)
         self._taken = 0  # copies that are complete once all taken units have arrived
@@ -67,6 +71,11 @@ class Transfer:
         """Whether another stream would help."""
         return self.more and self.streams < self.width
 
+    @property
+    def share(self) -> int:
+        """How many of the units that are left each stream will move, about."""
+        return self._left // self._unit_bytes // self.width
+
     def take(self, connection: Connection) -> Unit | None:
         """The next unit, to be moved over ``connection``; None if there is none."""
         with self._lock:
@@ -75,6 +84,7 @@ class Transfer:
                 return None
             self.began = True
             self._taken = unit.following
+            self._left -= unit.nbytes
             self._in_flight[unit.first] += 1
             self._connections.add(connection)
             try:

@@ -77,6 +77,9 @@ class Peers:
     def __bool__(self) -> bool:
         return bool(self._peers)
 
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._peers
+
     def let_in(self, peer: bytes) -> tuple[bytes, bytes]:
         """The ticket and the secret of a client, the same ones until it is forgotten."""
         with self._lock:

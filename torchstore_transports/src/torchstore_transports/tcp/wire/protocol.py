@@ -49,7 +49,7 @@ T = TypeVar("T")
 VERSION = 1
 
 #: Largest number of bytes that a client asks for, or sends, with one request.
-UNIT_BYTES = 8 << 20
+UNIT_BYTES = 4 << 20
 #: Largest number of bytes that a server accepts to be asked for with one request.
 REQUEST_BYTES_MAX = 64 << 20
 #: Largest number of extents of a request.
