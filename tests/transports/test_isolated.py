@@ -111,3 +111,22 @@ async def test_a_dead_process_leaves_nothing_behind() -> None:
         pid = await half.pid()
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not Path(f"/proc/{pid}").exists(), 10)
+
+
+async def test_a_process_that_starts_ends_with_its_volume() -> None:
+    async with _half() as half:
+        os.kill(await half.pid(), signal.SIGKILL)
+        await until(lambda: half.server.registered(0) == 0, 10)
+        before = _children()
+        asking = asyncio.ensure_future(half.ask(Letter("who")))
+        await until(lambda: _children() - before, 10)
+        await half.server.close()
+        with pytest.raises(ts.TransportError):
+            await asking
+        assert not _children() - before
+
+
+def _children() -> set[str]:
+    """Of this process's main thread, that run this module's processes."""
+    pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {pid for pid in pids if b"memory.isolated" in Path(f"/proc/{pid}/cmdline").read_bytes()}

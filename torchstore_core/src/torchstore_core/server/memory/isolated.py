@@ -166,18 +166,20 @@ class IsolatedServer(TransportServer):
                 log.warning("the process of %s has died; it is started again", self._half)
                 await self._process.kill()
                 self._peers.clear()
-            process = _HalfProcess(self._half, self._context, self._segments)
+            self._process = None
+            process = self._process = _HalfProcess(self._half, self._context, self._segments)
             try:
                 await process.connect()
                 self._offer = await asyncio.wait_for(process.ask("start"), _START_S)
             except BaseException as error:
+                if self._process is process:
+                    self._process = None
                 await process.kill()
                 if isinstance(error, TimeoutError):
                     raise TransportNotReadyError(
                         f"the process of {self._half} did not start within {_START_S:g} s"
                     ) from error
                 raise
-            self._process = process
             return process
 
 
