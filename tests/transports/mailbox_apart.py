@@ -13,4 +13,6 @@ from torchstore_core.contracts.transport import TransportSpec
 def torchstore_transport() -> TransportSpec:
     """See ``torchstore_core.contracts.hooks``."""
     spec = mailbox.torchstore_transport()
-    return msgspec.structs.replace(spec, name="mailbox-apart", isolated=True)
+    return msgspec.structs.replace(
+        spec, name="mailbox-apart", isolated=True, offer=lambda: b"mailbox"
+    )

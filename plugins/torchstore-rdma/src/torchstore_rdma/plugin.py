@@ -61,6 +61,10 @@ def _bid(context: LinkContext) -> Bid | Refusal:
     )
 
 
+def _offer() -> bytes:
+    return msgspec.msgpack.encode(Offer(version()))
+
+
 @hookimpl
 def torchstore_transport() -> TransportSpec:
     """See ``torchstore_core.contracts.hooks``."""
@@ -71,4 +75,5 @@ def torchstore_transport() -> TransportSpec:
         server="torchstore_rdma.server:RdmaServer",
         probe=_probe,
         isolated=True,
+        offer=_offer,
     )

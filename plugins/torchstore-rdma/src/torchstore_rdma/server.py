@@ -22,8 +22,7 @@ from torchstore_core.errors import TransportError, TransportNotReadyError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_rdma import fabric, library
 from torchstore_rdma.pacing import Pace
-from torchstore_rdma.plugin import version
-from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Offer, Request, Wake, Welcome
+from torchstore_rdma.protocol import Exposed, Goodbye, Hello, Request, Wake, Welcome
 
 __all__ = ["RdmaServer"]
 
@@ -99,7 +98,7 @@ class RdmaServer(TransportServer):
         self._pins = fabric.pins(self._rdma_devices, context.topology.cuda_devices)
         self._place()  # refuses what cannot be
         # The library takes 30 MB, and is loaded for the first client.
-        return msgspec.msgpack.encode(Offer(version()))
+        return b""
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
         try:

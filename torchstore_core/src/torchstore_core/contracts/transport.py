@@ -114,9 +114,11 @@ class TransportSpec(msgspec.Struct, frozen=True):
             halves).
         max_bytes: largest batch that the transport accepts; ``None`` for no limit.
         isolated: the server half runs in a process of its own beside the volume: for one whose
-            library needs torch, starts many threads, or may crash. If the process dies, the
-            transport's links fail, and it is started again; everything else carries on. The offer
-            must not depend on the process, so what does is for the handshake.
+            library needs torch, starts many threads, or may crash. It is started by the first
+            handshake, and what it returns from ``start`` is not used. If it dies, the transport's
+            links fail, and the next handshake starts it again; everything else carries on.
+        offer: of an isolated half, the offer, made by a cheap function without the process; None:
+            an empty one. What depends on the process is for the handshake.
         loop_bound: the link belongs to the event loop that connected it (sockets on asyncio).
             Since not every loop is closed explicitly, such a link must not refer to its loop
             between transfers, and must close its resources when both are garbage-collected.
@@ -130,6 +132,7 @@ class TransportSpec(msgspec.Struct, frozen=True):
     in_band: bool = False
     max_bytes: int | None = None
     isolated: bool = False
+    offer: Callable[[], bytes] | None = None
     loop_bound: bool = False
 
 

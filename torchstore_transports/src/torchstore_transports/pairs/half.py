@@ -110,7 +110,7 @@ class PairServer(TransportServer):
         """See ``contracts.transport``."""
         for segment in segments:
             self._segments[segment.id] = map_shared(segment.fd, segment.nbytes), segment.nbytes
-        return msgspec.msgpack.encode(p.VERSION)
+        return b""
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
         """See ``contracts.transport``."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -89,17 +89,19 @@ def _frame(message: _Ask | _Answer) -> bytes:
 
 
 class IsolatedServer(TransportServer):
-    """A server half in a process of its own. It is started again when it is needed and has died.
+    """A server half in a process of its own, which is started when it is needed: by the first
+    handshake, and again by the next one after it has died.
 
     Args:
         half: ``"module:Class"`` of the :class:`TransportServer`.
+        offer: see ``TransportSpec.offer``.
     """
 
-    def __init__(self, half: str) -> None:
+    def __init__(self, half: str, offer: Callable[[], bytes] | None = None) -> None:
         self._half = half
+        self._offer = offer
         self._context: ServerContext | None = None
         self._segments: Sequence[Segment] = ()
-        self._offer = b""
         self._process: _HalfProcess | None = None
         self._starting = asyncio.Lock()
         self._peers: set[bytes] = set()
@@ -109,8 +111,7 @@ class IsolatedServer(TransportServer):
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
         self._context, self._segments = context, segments
-        await self._running()
-        return self._offer
+        return b"" if self._offer is None else self._offer()
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
         waiting = object()
@@ -170,7 +171,7 @@ class IsolatedServer(TransportServer):
             process = self._process = _HalfProcess(self._half, self._context, self._segments)
             try:
                 await process.connect()
-                self._offer = await asyncio.wait_for(process.ask("start"), _START_S)
+                await asyncio.wait_for(process.ask("start"), _START_S)
             except BaseException as error:
                 if self._process is process:
                     self._process = None

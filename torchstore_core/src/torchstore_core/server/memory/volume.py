@@ -77,7 +77,9 @@ class Volume:
                 if spec.probe is not None and spec.probe() is not None:
                     continue
                 half: TransportServer = (
-                    IsolatedServer(spec.server) if spec.isolated else load_class(spec.server)()
+                    IsolatedServer(spec.server, spec.offer)
+                    if spec.isolated
+                    else load_class(spec.server)()
                 )
                 offer: object = await half.start(self._context, [segment])
                 self._halves[spec.name] = half
