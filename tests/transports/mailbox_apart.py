@@ -9,10 +9,12 @@ from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.transport import TransportSpec
 
 
+def _offer() -> bytes:
+    return b"mailbox"
+
+
 @hookimpl
 def torchstore_transport() -> TransportSpec:
     """See ``torchstore_core.contracts.hooks``."""
     spec = mailbox.torchstore_transport()
-    return msgspec.structs.replace(
-        spec, name="mailbox-apart", isolated=True, offer=lambda: b"mailbox"
-    )
+    return msgspec.structs.replace(spec, name="mailbox-apart", isolated=True, offer=_offer)
