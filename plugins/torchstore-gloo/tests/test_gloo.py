@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.transports.pair_tests import PairTests
+from tests.transports.pairs.pair_tests import PairTests
 
 
 class TestGloo(PairTests):

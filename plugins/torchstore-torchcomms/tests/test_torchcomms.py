@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.transports.pair_tests import PairTests
+from tests.transports.pairs.pair_tests import PairTests
 
 from torchstore_torchcomms.plugin import torchstore_transport
 

@@ -64,7 +64,7 @@ class _Served:
         def work() -> None:
             try:
                 if into:
-                    line.accept(runs)
+                    line.take(runs)
                 else:
                     line.serve(runs)
             except TransportError as error:

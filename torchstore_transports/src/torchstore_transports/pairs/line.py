@@ -107,7 +107,7 @@ class Line:
                     self._finish(pending.popleft())
             self._finish(*pending)
 
-    def accept(self, runs: Iterable[Run]) -> None:
+    def take(self, runs: Iterable[Run]) -> None:
         """Receive what :meth:`upload` sends from runs of the same sizes.
 
         Raises:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from tests.transports.broken.simple import OPEN, Plugin, SimpleLink, named
+from tests.transports.kit.broken.simple import OPEN, Plugin, SimpleLink, named
 
 from torchstore_core.contracts.transport import Copy, Mapping, Window
 from torchstore_core.errors import TransportError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.transports.broken.ending import clean
+from tests.transports.kit.broken.ending import clean
 
 from torchstore_core.testing import TransportTests
 
-BROKEN = "tests.transports.broken"
+BROKEN = "tests.transports.kit.broken"
 SIZES = "test_every_size_arrives"
 RANGE = "test_what_is_out_of_range_is_refused"
 LEAKS = "test_links_leave_nothing_behind"

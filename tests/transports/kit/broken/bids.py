@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import msgspec
-from tests.transports.broken.simple import Plugin, Simple, bid
+from tests.transports.kit.broken.simple import Plugin, Simple, bid
 
 from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.transport import Bid, Refusal, TransportSpec

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
-from tests.transports.broken.simple import OFFER, OPEN, Plugin, Simple, SimpleLink, named
+from tests.transports.kit.broken.simple import OFFER, OPEN, Plugin, Simple, SimpleLink, named
 
 from torchstore_core.contracts.transport import (
     Bid,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from tests.transports.broken.simple import OFFER, Plugin, SimpleLink, named
+from tests.transports.kit.broken.simple import OFFER, Plugin, SimpleLink, named
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext
 from torchstore_core.errors import TransportError

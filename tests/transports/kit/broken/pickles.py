@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 
-from tests.transports.broken.simple import OFFER, Plugin, Simple, SimpleLink
+from tests.transports.kit.broken.simple import OFFER, Plugin, Simple, SimpleLink
 
 from torchstore_core.contracts.transport import Link, LinkContext, Segment, ServerContext
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-from tests.transports.engine_store import StoreEndpoints
+from tests.transports.kit.engine_store import StoreEndpoints
 
 from torchstore_core.testing import TransportTests
 from torchstore_core.testing.transports.ends.endpoints import Endpoints
@@ -17,7 +17,7 @@ class TestRpc(TransportTests):
     """``monarch-rpc``: both halves, and the agent of the host; only the engine is missing."""
 
     name = "monarch-rpc"
-    hosting = "tests.transports.engine_hosting:RpcHosting"
+    hosting = "tests.transports.kit.engine_hosting:RpcHosting"
     stores = False  # tests/monarch has them
 
     @pytest.mark.xfail(
