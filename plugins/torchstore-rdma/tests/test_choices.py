@@ -11,6 +11,7 @@ import pytest
 
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal
 from torchstore_core.errors import TransportUnavailableError
+from torchstore_core.machine.networks import BIND
 from torchstore_core.machine.topology import probe
 from torchstore_rdma import fabric
 from torchstore_rdma.fabric import Place
@@ -81,14 +82,16 @@ def test_a_pair_uses_the_devices_that_both_have() -> None:
     assert fabric.options(plain, plain, {"UCX_NET_DEVICES": "eth7"}) == {}
 
 
-def test_an_address_that_the_user_has_chosen() -> None:
-    chosen = fabric.here((), {fabric.BIND: "127.0.0.1"})
+def test_an_address_that_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BIND, "127.0.0.1")
+    chosen = fabric.here(())
     assert chosen.addresses == ("127.0.0.1",)
     assert fabric.options(chosen, Place("there", ("192.0.2.77",), ()), {}) == {
         "engine_config": "NET_DEVICES=lo"
     }
+    monkeypatch.setenv(BIND, "127.0.0.1,192.0.2.77")
     with pytest.raises(TransportUnavailableError, match=r"192\.0\.2\.77"):
-        fabric.here((), {fabric.BIND: "127.0.0.1,192.0.2.77"})
+        fabric.here(())
 
 
 @needs_nixl

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from torchstore_core.errors import ConfigurationError, TransportUnavailableError
-from torchstore_core.machine.networks import LOOPBACK, Network, namespace_id
+from torchstore_core.machine.networks import BIND, LOOPBACK, Network, namespace_id
 from torchstore_transports.pairs import protocol
-from torchstore_transports.pairs.addresses import BIND, addresses_here, meeting_addresses
+from torchstore_transports.pairs.addresses import addresses_here, meeting_addresses
 
 
 def _hello(namespace: str, *networks: Network, bound: bool = False) -> protocol.Hello:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
 from torchstore_core.errors import TransportUnavailableError
+from torchstore_core.machine.networks import (
+    BIND,
+    LOOPBACK,
+    bound,
+    local_address_to,
+    namespace_id,
+    networks,
+)
 
-__all__ = ["BIND", "Place", "here", "options", "pins"]
+__all__ = ["Place", "here", "options", "pins"]
 
-#: Environment variable: the addresses of this host that may be used, separated by commas.
-BIND = "TORCHSTORE_BIND"
 _UCX_DEVICES = "UCX_NET_DEVICES"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_ANY_PORT = 9
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -38,24 +38,20 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     chosen: bool = False
 
 
-def here(rdma_devices: Sequence[str], environment: Mapping[str, str] = os.environ) -> Place:
+def here(rdma_devices: Sequence[str]) -> Place:
     """Where this process runs.
 
     Raises:
         TransportUnavailableError: this host has no address that ``TORCHSTORE_BIND`` names.
+        ConfigurationError: that names neither an address nor an interface.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        network = ""  # not known: equal to no other
     interfaces = _interfaces()
-    bind = [one.strip() for one in environment.get(BIND, "").split(",") if one.strip()]
-    for address in bind:
+    chosen = [one.address for one in bound()]
+    for address in chosen:
         if address not in interfaces:
-            raise TransportUnavailableError(f"{BIND}: this host has no address {address}")
+            raise TransportUnavailableError(f"{BIND}: this host has no IPv4 address {address}")
     others = [address for address, name in interfaces.items() if name != "lo"]
-    return Place(network, tuple(bind or others), tuple(rdma_devices), chosen=bool(bind))
+    return Place(namespace_id(), tuple(chosen or others), tuple(rdma_devices), chosen=bool(chosen))
 
 
 def options(own: Place, peer: Place, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -87,31 +83,13 @@ def _interface(own: Place, peer: Place) -> str:
         # The peer's user may have chosen an address; both must be on that interface then.
         return interfaces.get(peer.addresses[0], "lo") if peer.chosen else "lo"
     for address in peer.addresses:
-        source = _source(address)
-        if source in interfaces:
+        source = local_address_to(address)
+        if source is not None and source in interfaces:
             return interfaces[source]
     return ""
 
 
-def _source(address: str) -> str:
-    """The own address from which the system would send to that address; empty if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((address, _ANY_PORT))  # sends nothing
-        except OSError:
-            return ""
-        return str(sock.getsockname()[0])
-
-
 def _interfaces() -> dict[str, str]:
     """The network interfaces that have an IPv4 address, by it."""
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(sock.fileno(), _GET_ADDRESS, request)
-            except OSError:
-                continue  # it has no address
-            found[socket.inet_ntoa(answer[20:24])] = name
-    return found
+    every = {one.address: one.interface for one in networks() if ":" not in one.address}
+    return {LOOPBACK: "lo", **every}

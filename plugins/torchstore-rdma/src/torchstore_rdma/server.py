@@ -135,7 +135,7 @@ class RdmaServer(TransportServer):
         await self._end(list(self._connections))
 
     def _place(self) -> fabric.Place:
-        return fabric.here(self._rdma_devices, os.environ)
+        return fabric.here(self._rdma_devices)
 
     async def _welcome(self, peer: bytes, hello: Hello) -> Welcome:
         if self._closed:

@@ -16,8 +16,14 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["LOOPBACK", "Network", "common", "local_address_to", "namespace_id", "networks"]
+from torchstore_core.errors import ConfigurationError
 
+__all__ = ["BIND", "LOOPBACK", "Network", "bound", "common", "local_address_to"]
+__all__ += ["namespace_id", "networks"]
+
+#: Environment variable with addresses of this host, or names of its interfaces, comma-separated:
+#: transports over networks listen there and nowhere else.
+BIND = "TORCHSTORE_BIND"
 #: The only address at which a process of the same network namespace is met.
 LOOPBACK = "127.0.0.1"
 
@@ -88,6 +94,32 @@ def networks() -> tuple[Network, ...]:
         prefix = int(netmask).bit_count()
         found.append(Network(interface, str(address), prefix, _mbits_per_s(interface)))
     return tuple(found)
+
+
+def bound() -> tuple[Network, ...]:
+    """Return the addresses that ``TORCHSTORE_BIND`` names, in its order; empty if it is not set.
+
+    Raises:
+        ConfigurationError: it names what is neither an address nor an interface that is up.
+        OSError: the system does not tell.
+    """
+    names = [name.strip() for name in os.environ.get(BIND, "").split(",") if name.strip()]
+    every = networks() if names else ()
+    found: list[Network] = []
+    for name in names:
+        matching = [one for one in every if name in (one.interface, one.address)]
+        found += matching or [_literal(name)]
+    return tuple(found)
+
+
+def _literal(name: str) -> Network:
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{BIND} names {name!r}, which is neither an address nor an interface that is up"
+        ) from error
+    return Network("", str(address), address.max_prefixlen)
 
 
 def common(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
-
-from torchstore_core.errors import ConfigurationError, TransportUnavailableError
+from torchstore_core.errors import TransportUnavailableError
 from torchstore_core.machine.networks import (
+    BIND,
     LOOPBACK,
     Network,
+    bound,
     common,
     local_address_to,
     namespace_id,
@@ -16,11 +15,7 @@ from torchstore_core.machine.networks import (
 )
 from torchstore_transports.pairs.protocol import Hello
 
-__all__ = ["BIND", "addresses_here", "meeting_addresses"]
-
-#: Environment variable with the addresses or the interfaces of this host that may be used,
-#: separated by commas.
-BIND = "TORCHSTORE_BIND"
+__all__ = ["addresses_here", "meeting_addresses"]
 
 
 def addresses_here() -> tuple[tuple[Network, ...], bool]:
@@ -31,25 +26,8 @@ def addresses_here() -> tuple[tuple[Network, ...], bool]:
         ConfigurationError: ``TORCHSTORE_BIND`` names neither an address nor an interface.
         OSError: the system does not list its addresses.
     """
-    every = networks()
-    chosen = [name.strip() for name in os.environ.get(BIND, "").split(",") if name.strip()]
-    if not chosen:
-        return every, False
-    found: list[Network] = []
-    for name in chosen:
-        matching = [one for one in every if name in (one.interface, one.address)]
-        found += matching or [_literal(name)]
-    return tuple(found), True
-
-
-def _literal(name: str) -> Network:
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{BIND}: {name!r} is neither an address nor an interface of this host"
-        ) from error
-    return Network("", str(address), address.max_prefixlen)
+    chosen = bound()
+    return chosen or networks(), bool(chosen)
 
 
 def meeting_addresses(hello: Hello) -> tuple[str, str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.networks import (
     LOOPBACK,
-    Network,
+    bound,
     common,
     local_address_to,
     namespace_id,
@@ -17,11 +15,7 @@ from torchstore_core.machine.networks import (
 )
 from torchstore_transports.tcp.wire.protocol import Greeting
 
-__all__ = ["BIND", "addresses_for"]
-
-#: Environment variable with addresses or names of interfaces, comma-separated: server halves of
-#: ``tcp`` listen there and nowhere else.
-BIND = "TORCHSTORE_BIND"
+__all__ = ["addresses_for"]
 
 _MOST = 8
 
@@ -33,11 +27,11 @@ def addresses_for(client: Greeting) -> list[str]:
         ConfigurationError: ``TORCHSTORE_BIND`` names what is neither an address nor an interface.
         OSError: the system does not tell its addresses.
     """
-    here = networks()
-    if given := os.environ.get(BIND, ""):
-        return _given(given, here)
+    if chosen := bound():
+        return [one.address for one in chosen]
     if client.namespace and client.namespace == namespace_id():
         return [LOOPBACK]
+    here = networks()
     own = {one.address for one in here}
     found = [mine.address for mine, _ in common(here, client.networks)]
     fastest = sorted(client.networks, key=lambda one: one.mbits_per_s, reverse=True)
@@ -53,19 +47,3 @@ def _routed(others: Iterable[str]) -> list[str]:
         for address in found
         if address is not None and not ipaddress.ip_address(address).is_loopback
     ]
-
-
-def _given(text: str, here: Sequence[Network]) -> list[str]:
-    found: list[str] = []
-    for name in filter(None, (part.strip() for part in text.split(","))):
-        of_interface = [one.address for one in here if one.interface == name]
-        if of_interface:
-            found += of_interface
-            continue
-        try:
-            found.append(str(ipaddress.ip_address(name)))
-        except ValueError as error:
-            raise ConfigurationError(
-                f"{BIND} names {name!r}, which is neither an address nor an interface that is up"
-            ) from error
-    return found
