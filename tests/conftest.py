@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ import torchstore_core as ts
 # What a developer's shell says about stores is not about the tests.
 for _name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
     del os.environ[_name]
+# Transports with packages of their own are tested there: what other tests see does not depend on
+# which of them are installed.
+_APART = {"gloo", "rdma", "torchcomms"}
+_APART &= {point.name for point in entry_points(group="torchstore.transports")}
+if _APART:
+    os.environ["TORCHSTORE_BLOCK"] = ",".join(sorted(_APART))
 for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
     os.environ.pop(_name, None)
 

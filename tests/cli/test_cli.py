@@ -662,7 +662,9 @@ async def test_doctor_for_people(width: int, store: ts.Client):
 
 async def test_doctor_with_a_store(store: ts.Client):
     explained = await store.explain()
-    (report,) = (await torchstore("doctor", "--json")).json["stores"]
+    apart = os.environ.get("TORCHSTORE_BLOCK", "")  # as the store and its clients here
+    doctor = await torchstore("doctor", "--json", TORCHSTORE_BLOCK=apart)
+    (report,) = doctor.json["stores"]
     assert (report["address"], report["error"]) == (store.address, None)
     assert report["pid"] == (await store.status()).controller_pid
     (link,) = report["links"]
@@ -682,7 +684,7 @@ async def test_doctor_finds_what_stops_a_store(store: ts.Client):
         assert result.json["ok"] is False
         return "\n".join(result.json["problems"])
 
-    block = "shm,tcp"
+    block = f"shm,tcp,{os.environ.get('TORCHSTORE_BLOCK', '')}"
     blocked = await problems(TORCHSTORE_BLOCK=block)
     assert "no transport moves large values" in blocked
     assert "shm: blocked" in blocked

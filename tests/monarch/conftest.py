@@ -34,7 +34,11 @@ def job_store(job: Job) -> Job:
     return job
 
 
-CARRIERS = ("monarch-rpc", "tcp", "tcp over two networks")
+CARRIERS = (
+    "monarch-rpc",
+    pytest.param("tcp", marks=pytest.mark.soak),
+    "tcp over two networks",
+)
 
 
 @pytest.fixture(scope="module", params=CARRIERS)

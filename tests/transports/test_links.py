@@ -22,7 +22,7 @@ FAULT = ts.TransportError("a fault of the network")
 @asynccontextmanager
 async def _links() -> AsyncIterator[tuple[VolumeLinks, Candidate]]:
     """Of a client to the one volume of a store; the only transport is ``mailbox``."""
-    async with running_store(block=["shm", "mailbox-apart"], **SMALL) as client:
+    async with running_store(block=["shm", "tcp", "mailbox-apart"], **SMALL) as client:
         (links,) = (await client._joined.session(10)).volumes
         (candidate,) = [c for c in links.candidates(1) if c.spec.name == "mailbox"]
         yield links, candidate

@@ -15,3 +15,9 @@ def _fork_server() -> Iterator[None]:
     """Ends with the tests; it starts with the first that needs it."""
     yield
     processes.stop_fork_server()
+
+
+@pytest.fixture(autouse=True)
+def _unblocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of the repository do without this transport."""
+    monkeypatch.delenv("TORCHSTORE_BLOCK", raising=False)

@@ -23,6 +23,7 @@ class TestRdma(TransportTests):
     name = "rdma"
 
 
+@pytest.mark.soak
 class TestRdmaOverTcp(TransportTests):
     """As between hosts without RDMA devices."""
 

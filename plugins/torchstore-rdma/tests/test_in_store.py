@@ -16,7 +16,7 @@ from tests.support import bits, running_store, until
 import torchstore_core as ts
 from torchstore_core.testing import leftovers
 
-from .pairs import FABRICS, needs_nixl
+from .pairs import needs_nixl
 
 pytestmark = needs_nixl
 MB = 1 << 20
@@ -24,7 +24,7 @@ _BIG = 48 * MB
 _RDMA = {"prefer": ["rdma"], "block": ["shm", "inline"], "capacity": 512 * MB, "prefault": 0}
 
 
-@pytest.fixture(params=FABRICS, autouse=True)
+@pytest.fixture(params=["all", pytest.param("tcp", marks=pytest.mark.soak)], autouse=True)
 def fabric(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("UCX_TLS", request.param)
     return str(request.param)

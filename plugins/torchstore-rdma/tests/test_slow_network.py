@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ import pytest
 from .pairs import MB, Memory, Pair, needs_nixl
 
 pytestmark = needs_nixl
+# Not everybody has the folders of system programs on the path.
+_TC = shutil.which("tc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "tc"
 _BIG = 128 * MB
 _RATE = "400mbit"
 _LEAST, _CANCEL_S = 4 * MB, 1.0
@@ -42,7 +45,7 @@ def hosts() -> Iterator[tuple[str, str]]:
             for one in (link, "lo"):
                 _run("ip", "-n", name, "link", "set", one, "up")
             limit = ("tbf", "rate", _RATE, "burst", "256kb", "latency", "50ms")
-            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", *limit)
+            _run("ip", "netns", "exec", name, _TC, "qdisc", "add", "dev", link, "root", *limit)
         yield names
     finally:
         for name in names:

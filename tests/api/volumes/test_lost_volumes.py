@@ -268,7 +268,7 @@ async def test_a_get_turns_to_another_copy_when_a_volume_cannot_be_reached() -> 
             places = {key: (await client.stat(key)).volume for key in tensors}
         assert {place[:7] for place in places.values()} == {"lossy-0", "lossy-1", "lossy-2"}
         store.hide(0)
-        context = connected(store)
+        context = connected(store, block=["tcp"])
         with pytest.warns(RuntimeWarning, match="lossy-0 failed"):
             client = await context.__aenter__()
         try:
@@ -291,7 +291,7 @@ async def test_a_get_turns_to_another_copy_when_a_volume_cannot_be_reached() -> 
             del got
             await context.__aexit__(None, None, None)
         store.hide(1)
-        context = connected(store)
+        context = connected(store, block=["tcp"])
         with pytest.warns(RuntimeWarning, match=r"lossy-. failed"):
             client = await context.__aenter__()
         try:

@@ -81,7 +81,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
     blocks = {
         "messages": ["counting", "inprocess"],
         "window": ["counting", "inprocess", "inline"],
-        "counted": ["shm", "inprocess", "inline"],
+        "counted": ["shm", "tcp", "inprocess", "inline"],
     }
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         patch.syspath_prepend(str(site.path))

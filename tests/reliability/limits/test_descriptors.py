@@ -213,7 +213,7 @@ async def test_a_client_without_descriptors_says_so_and_tries_again(
     await until(lambda: not [t for t in threading.enumerate() if t.name == "torchstore-reclaimer"])
     none_left = "no file descriptor left"
     with descriptors_left(left) as limit, pytest.warns(RuntimeWarning, match=none_left) as warned:
-        client = await ts.connect(scarce.address, store_name="scarce", timeout=5.0)
+        client = await ts.connect(scarce.address, store_name="scarce", timeout=5.0, block=["tcp"])
     try:
         assert len(warned) == 1
         assert f"its limit is {limit}" in str(warned[0].message)

@@ -110,7 +110,7 @@ async def test_a_cable_that_is_pulled_for_a_while(space: Space) -> None:
     """Nothing is lost, however long the kernel takes to try again."""
     with Apart(64 * MB, _in(space)) as there:
         link = await there.connect()
-        _run(*_in(space), "tc", "qdisc", "add", "dev", "eth0", *_LIMIT)
+        _run(*_in(space), _TC, "qdisc", "add", "dev", "eth0", *_LIMIT)
         data = os.urandom(16 * MB)
         source, target = Local(16 * MB, data), Local(16 * MB)
         await link.write([source.copy()])
@@ -127,13 +127,15 @@ async def test_a_cable_that_is_pulled_for_a_while(space: Space) -> None:
         link.close()
 
 
+# Not everybody has the folders of system programs on the path.
+_TC = shutil.which("tc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "tc"
 _LIMIT = ("root", "tbf", "rate", "200mbit", "burst", "256kb", "latency", "50ms")
 
 
 async def test_a_slow_link(space: Space) -> None:
     with Apart(64 * MB, _in(space)) as there:
         link = await there.connect()
-        _run(*_in(space), "tc", "qdisc", "add", "dev", "eth0", *_LIMIT)
+        _run(*_in(space), _TC, "qdisc", "add", "dev", "eth0", *_LIMIT)
         data = os.urandom(20 * MB)
         source, target = Local(20 * MB, data), Local(20 * MB)
         await link.write([source.copy()])

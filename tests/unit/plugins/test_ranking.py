@@ -279,6 +279,7 @@ def test_a_dropped_transport_is_never_chosen_again() -> None:
 @pytest.mark.parametrize("field", ["prefer", "block"])
 def test_arguments_come_before_the_environment(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variable = f"TORCHSTORE_{field.upper()}"
+    monkeypatch.delenv("TORCHSTORE_BLOCK", raising=False)
     assert getattr(Policy.unchecked(), field) == ()
     assert getattr(Policy.unchecked(**{field: ["x"]}), field) == ("x",)
     monkeypatch.setenv(variable, " tcp, shm ,,rdma,")

@@ -244,13 +244,13 @@ class StoppingTests(TransportKit):
         if not self.spec().isolated:
             pytest.skip("its server half is not isolated")
         with self.apart() as endpoints:
-            below = [pid for pid in endpoints.processes() if pid != endpoints.root]
-            check(bool(below), "the isolated half has no process")
 
             async def work(session: Session, link: Link) -> None:
                 source = Memory(pattern(4, _PIECE))
                 offset = endpoints.take(_PIECE)
                 await link.write(_copies(source, offset))
+                below = [pid for pid in endpoints.processes() if pid != endpoints.root]
+                check(bool(below), "the isolated half has no process")
                 for pid in below:
                     os.kill(pid, signal.SIGKILL)
                 deadline = time.monotonic() + _PATIENCE_S
