@@ -34,6 +34,8 @@ def job_store(job: Job) -> Job:
     return job
 
 
+# Each process of the tests has a network of its own.
+_NETWORK = f"10.213.{os.getpid() % 250}"
 CARRIERS = (
     "monarch-rpc",
     pytest.param("tcp", marks=pytest.mark.soak),
@@ -81,16 +83,16 @@ def spaces() -> Iterator[list[tuple[str, str]]]:
     tag = f"{os.getpid() % 100_000}"
     try:
         _make("link", "add", f"tsb{tag}", "type", "bridge")
-        _make("addr", "add", "10.213.77.1/24", "dev", f"tsb{tag}")
+        _make("addr", "add", f"{_NETWORK}.1/24", "dev", f"tsb{tag}")
         _make("link", "set", f"tsb{tag}", "up")
         for number in (0, 1):
             space, cable, address = f"ts{tag}n{number}", f"ts{tag}v{number}", 2 + number
             _make("netns", "add", space)
-            made.append((space, f"10.213.77.{address}"))
+            made.append((space, f"{_NETWORK}.{address}"))
             _make("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
             _make("link", "set", cable, "master", f"tsb{tag}", "up")
             inside = ("netns", "exec", space, "ip")
-            _make(*inside, "addr", "add", f"10.213.77.{address}/24", "dev", "eth0")
+            _make(*inside, "addr", "add", f"{_NETWORK}.{address}/24", "dev", "eth0")
             _make(*inside, "link", "set", "eth0", "up")
             _make(*inside, "link", "set", "lo", "up")
         yield made
@@ -111,6 +113,6 @@ def apart(spaces: list[tuple[str, str]]) -> Iterator[Job]:
         workers=1,
         wrappers=wrappers,
         addresses=addresses,
-        transport="tcp://10.213.77.1:26600",
+        transport=f"tcp://{_NETWORK}.1:26600",
     ) as made:
         yield made

@@ -213,7 +213,7 @@ async def test_children_find_all_stores_by_name():
         assert await default.get("k") == (1,)
         assert await ts.get("k", store_name="other") == (2,)
         assert default.address in os.environ["TORCHSTORE_ADDRESS"]
-    assert not [name for name in os.environ if name.startswith("TORCHSTORE_")]
+    assert not [name for name in os.environ if name.startswith("TORCHSTORE_ADDRESS")]
 
 
 async def test_connect_joins_under_any_name(store):
