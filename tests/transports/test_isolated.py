@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -121,7 +122,7 @@ async def test_a_process_that_starts_ends_with_its_volume() -> None:
         asking = asyncio.ensure_future(half.ask(Letter("who")))
         await until(lambda: _children() - before, 10)
         await half.server.close()
-        with pytest.raises(ts.TransportError):
+        with contextlib.suppress(ts.TransportError):  # or it had answered already
             await asking
         assert not _children() - before
 
