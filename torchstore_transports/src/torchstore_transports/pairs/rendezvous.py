@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -90,8 +91,9 @@ class PairStore(Store):
 
     before_call: Callable[[], None] = staticmethod(lambda: None)
 
+    @abstractmethod
     def _call(self, call: StoreCall) -> bytes:
-        raise NotImplementedError
+        """Have the board answer: directly where it is, by a handshake at the other end."""
 
     def set(self, key: str, value: Any) -> None:  # it is bytes, whatever the base class says
         self.before_call()
