@@ -1,0 +1,58 @@
+"""Snapshots of the objects of a program, or of a store."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torchstore_snapshot.errors import (
+    RankFailedError,
+    SnapshotCorruptError,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+    SnapshotWriterError,
+)
+
+if TYPE_CHECKING:
+    from torchstore_snapshot.api.snapshot import Snapshot
+    from torchstore_snapshot.api.stateful import AppState, RNGState, StateDict, Stateful
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AppState",
+    "RNGState",
+    "RankFailedError",
+    "Snapshot",
+    "SnapshotCorruptError",
+    "SnapshotError",
+    "SnapshotExistsError",
+    "SnapshotFormatError",
+    "SnapshotNotFoundError",
+    "SnapshotWriterError",
+    "StateDict",
+    "Stateful",
+]
+
+_HOMES = {
+    "AppState": "stateful",
+    "RNGState": "stateful",
+    "Snapshot": "snapshot",
+    "StateDict": "stateful",
+    "Stateful": "stateful",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch only when something is used that needs it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"torchstore_snapshot.api.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
