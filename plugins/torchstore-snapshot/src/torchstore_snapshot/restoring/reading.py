@@ -6,6 +6,7 @@ first byte is read; files are then checked, and only then is anything written to
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -21,6 +22,7 @@ from torchstore_core.clients.values.tensors import (
     from_buffer,
     strided_copy,
 )
+from torchstore_core.machine import copying
 from torchstore_core.values import TensorMeta
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
@@ -32,7 +34,10 @@ from torchstore_snapshot.threads import run_tasks
 __all__ = ["Files", "Read", "bytes_read", "check_pieces", "empty_for", "execute", "plan_reads"]
 __all__ += ["read_piece"]
 
-_SCRATCH = 1 << 20
+# Bytes that are hashed at a time where a file cannot be mapped: they stay in the cache.
+_SCRATCH = 256 << 10
+# Fewer bytes are read rather than mapped, which takes some microseconds.
+_MAP_MIN = 256 << 10
 
 
 class Read(NamedTuple):
@@ -226,19 +231,28 @@ def check_pieces(files: Files, pieces: Sequence[tuple[str, Piece]]) -> None:
 
 
 def _hash_block(reader: Reader, start: int, nbytes: int, found: list[bytes], number: int) -> None:
-    if nbytes <= _SCRATCH:
-        data = bytearray(nbytes)
-        reader.read_into(start, data)
-        found[number] = block_hash(data)
+    mapped = _mapped(reader, start, nbytes)
+    if mapped is not None:
+        found[number] = block_hash(mapped)
         return
     # Through a buffer that stays in the cache: the bytes are not needed.
     hasher = xxhash.xxh3_128()
-    scratch = memoryview(bytearray(_SCRATCH))
+    scratch = memoryview(bytearray(min(_SCRATCH, nbytes)))
     for at in range(0, nbytes, _SCRATCH):
         part = scratch[: min(_SCRATCH, nbytes - at)]
         reader.read_into(start + at, part)
         hasher.update(part)
     found[number] = hasher.digest()
+
+
+def _mapped(reader: Reader, start: int, nbytes: int) -> memoryview | None:
+    """The mapped bytes of a file; None if they should, or must, be read instead."""
+    if nbytes < _MAP_MIN or not isinstance(reader, Maps):
+        return None
+    try:
+        return memoryview(reader.map(start, nbytes, populate=True))
+    except OSError:  # an old kernel, or bytes that cannot be read: reading shows what is wrong
+        return None
 
 
 def _tasks(files: Files, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
@@ -255,10 +269,20 @@ def _tasks(files: Files, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
 
 
 def _fill(files: Files, read: Read, start: int, memory: memoryview) -> None:
+    reader = files.reader(read.piece.file)
+    mapped = _mapped(reader, start, len(memory))
+    if mapped is not None:  # faster than reading: with stores that bypass the cache
+        pieces = [(_address(memory), _address(mapped), len(memory))]
+        copying.copy_pieces(pieces, stream=True)
+        return
     try:
-        files.reader(read.piece.file).read_into(start, memory)
+        reader.read_into(start, memory)
     except EOFError as error:
         raise files.corrupt(read.piece.file, "became shorter", read.path) from error
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _scatter(files: Files, reader: Reader, read: Read, target: torch.Tensor) -> None:
@@ -268,7 +292,7 @@ def _scatter(files: Files, reader: Reader, read: Read, target: torch.Tensor) -> 
         begin, end = part.span
         strides = _strides(read.source.shape)
         if isinstance(reader, Maps):
-            buffer = reader.map(begin, end - begin)
+            buffer = reader.map(begin, end - begin, populate=False)
         else:
             buffer = bytearray(end - begin)
             try:

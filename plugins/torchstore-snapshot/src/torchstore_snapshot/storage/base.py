@@ -69,9 +69,15 @@ class Reader(Protocol):
 class Maps(Protocol):
     """An optional ability of a :class:`Reader`."""
 
-    def map(self, offset: int, nbytes: int) -> Any:
-        """Return a writable buffer with private memory that shows a range of the file and reads
-        only what is accessed. It keeps itself alive. ``offset`` may be any.
+    def map(self, offset: int, nbytes: int, *, populate: bool) -> Any:
+        """Return a writable buffer with private memory that shows a range of the file. It keeps
+        itself alive. ``offset`` may be any, ``nbytes`` is above 0.
+
+        Args:
+            populate: read everything now; otherwise only what is accessed is read.
+
+        Raises:
+            OSError: with ``populate``, not everything could be read.
         """
 
 
