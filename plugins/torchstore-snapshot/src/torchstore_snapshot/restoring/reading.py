@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from types import TracebackType
 from typing import NamedTuple
 
@@ -340,4 +341,5 @@ def read_piece(files: Files, path: str, piece: Piece) -> bytes:
 def empty_for(path: str, entry: TensorEntry, shape: Sequence[int]) -> torch.Tensor:
     """Return a new tensor on the host for a part of an entry."""
     dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), path)
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    raw = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    return raw.view(dtype).view(tuple(shape))  # torch warns about new tensors of some dtypes
