@@ -1,22 +1,145 @@
-"""Writes data files straight from the memory of tensors, on several threads, hashing as it goes."""
+"""Writes data files from the memory of tensors, on several threads, hashing as it goes."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from torchstore_core.clients.values.tensors import address_of, byte_like
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
+from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.storage.base import Storage, Writer
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["bytes_of", "write_files"]
+__all__ = ["OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
+
+
+class Source(NamedTuple):
+    """Bytes that go into a file.
+
+    Args:
+        file: the index of the file.
+        unit: the index of the tensor in that file.
+        begin: where in the tensor the bytes begin: a multiple of ``BLOCK``.
+        data: bytes, or a tensor that has to be made contiguous (all of it: ``begin`` is 0).
+        owner: kept alive until the bytes have been written.
+    """
+
+    file: int
+    unit: int
+    begin: int
+    data: memoryview | torch.Tensor
+    owner: Any = None
+
+
+class OpenFiles:
+    """The files of a take while they are written.
+
+    Args:
+        files: the names and layouts of the files.
+        threads: how many threads write; None: the number of copy threads.
+
+    Raises:
+        OSError: a file cannot be created; then none is left.
+    """
+
+    def __init__(
+        self, storage: Storage, files: Sequence[tuple[str, Layout]], threads: int | None = None
+    ) -> None:
+        self._storage = storage
+        self._files = files
+        self._threads = threads
+        self._writers: list[Writer] = []
+        self._hashes: list[list[list[bytes]]] = [[[] for _ in file.starts] for _, file in files]
+        self._begun: set[int] = set()
+        try:
+            self._writers.extend(storage.create(name, file.nbytes) for name, file in files)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, sources: Iterable[Source]) -> None:
+        """Write some of the files' contents. Where a file must be written in order, the sources of
+        all calls must be in that order.
+
+        Raises:
+            OSError: the storage failed.
+            UnsupportedValueError: the memory of a tensor was freed in the meantime.
+        """
+        run_tasks(self._tasks(sources), self._threads)
+
+    def close(self, *, durable: bool) -> list[list[str]]:
+        """Finish all files. Returns, for each file, the hashes of its tensors, in order.
+
+        Args:
+            durable: flush the files, so that they would survive a power failure.
+
+        Raises:
+            OSError: the storage failed.
+        """
+        self.write([])
+        tasks = [functools.partial(writer.close, durable=durable) for writer in self._writers]
+        run_tasks(tasks, self._threads)
+        return [[combined(unit) for unit in file] for file in self._hashes]
+
+    def abort(self) -> None:
+        """Remove all files, whatever has been written. Never raises."""
+        for writer in self._writers:
+            writer.abort()
+        for name, _ in self._files[: len(self._writers)]:  # those that were closed already
+            try:
+                self._storage.delete(name)
+            except OSError:
+                return  # a failed take's leavings are invisible, and gc collects them
+
+    def _tasks(self, sources: Iterable[Source]) -> Iterator[Callable[[], None]]:
+        in_order: dict[int, list[Source]] = {}
+        for index, writer in enumerate(self._writers):
+            if not writer.random_access:
+                in_order[index] = []
+            elif index not in self._begun:
+                self._begun.add(index)
+                yield functools.partial(writer.write, 0, self._files[index][1].header)
+        for source in sources:
+            if source.file in in_order:
+                in_order[source.file].append(source)
+                continue
+            writer = self._writers[source.file]
+            start = self._files[source.file][1].starts[source.unit]
+            found = self._hashes[source.file][source.unit]
+            data = source.data
+            if isinstance(data, torch.Tensor):
+                yield functools.partial(_write_strided, writer, start, data, found)
+                continue
+            for begin, end in blocks(data.nbytes):
+                number = (source.begin + begin) // BLOCK
+                found.extend(b"" for _ in range(number + 1 - len(found)))
+                at = start + source.begin + begin
+                part = data[begin:end]
+                yield functools.partial(_write, writer, at, part, found, number, source.owner)
+        for index, mine in in_order.items():
+            yield functools.partial(self._write_in_order, index, mine)
+
+    def _write_in_order(self, index: int, sources: list[Source]) -> None:
+        writer, layout = self._writers[index], self._files[index][1]
+        if index not in self._begun:
+            self._begun.add(index)
+            writer.write(0, layout.header)
+        for source in sorted(sources, key=lambda s: (layout.starts[s.unit], s.begin)):
+            start, data = layout.starts[source.unit], source.data
+            found = self._hashes[index][source.unit]
+            if isinstance(data, torch.Tensor):
+                _write_strided(writer, start, data, found)
+                continue
+            for begin, end in blocks(data.nbytes):
+                writer.write(start + source.begin + begin, data[begin:end])
+                found.append(block_hash(data[begin:end]))
 
 
 def write_files(
@@ -27,66 +150,25 @@ def write_files(
     durable: bool,
     threads: int | None = None,
 ) -> list[list[str]]:
-    """Write all files. If that fails, none of them is left.
+    """Write all files straight from the memory of ``items``. If that fails, none of them is left.
 
-    Args:
-        durable: flush the files, so that they would survive a power failure.
-        threads: how many threads write; None: the number of copy threads.
-
-    Returns:
-        For each file, the hashes of what it contains, in the order of its units.
-
-    Raises:
-        OSError: the storage failed.
-        UnsupportedValueError: the memory of a tensor was freed in the meantime.
+    Returns and raises what :meth:`OpenFiles.close` and :meth:`OpenFiles.write` do.
     """
-    writers: list[Writer] = []
-    hashes: list[list[list[bytes]]] = [[[] for _ in file.units] for file in files]
+    opened = OpenFiles(storage, [(file.name, file.layout) for file in files], threads)
     try:
-        writers.extend(storage.create(file.name, file.layout.nbytes) for file in files)
-        run_tasks(_tasks(items, files, writers, hashes), threads)
-        run_tasks([functools.partial(writer.close, durable=durable) for writer in writers], threads)
+        opened.write(
+            Source(index, position, 0, source_of(items[unit.item], unit))
+            for index, file in enumerate(files)
+            for position, unit in enumerate(file.units)
+        )
+        return opened.close(durable=durable)
     except BaseException:
-        for writer in writers:
-            writer.abort()
-        for file in files[: len(writers)]:  # those that were closed already
-            _delete(storage, file.name)
+        opened.abort()
         raise
-    return [[combined(unit) for unit in file] for file in hashes]
 
 
-def _delete(storage: Storage, name: str) -> None:
-    try:
-        storage.delete(name)
-    except OSError:
-        return  # a failed take's leavings are invisible, and gc collects them
-
-
-def _tasks(
-    items: Sequence[Item],
-    files: Sequence[PlannedFile],
-    writers: Sequence[Writer],
-    hashes: Sequence[list[list[bytes]]],
-) -> Iterator[Callable[[], None]]:
-    for file, writer, found in zip(files, writers, hashes, strict=True):
-        if not writer.random_access:
-            yield functools.partial(_write_in_order, items, file, writer, found)
-            continue
-        yield functools.partial(writer.write, 0, file.layout.header)
-        for unit, start, digests in zip(file.units, file.layout.starts, found, strict=True):
-            source = _source(items[unit.item], unit)
-            if isinstance(source, torch.Tensor):
-                yield functools.partial(_write_strided, writer, start, source, digests)
-                continue
-            spans = list(blocks(len(source)))
-            digests.extend(b"" for _ in spans)
-            for number, (begin, end) in enumerate(spans):
-                part = source[begin:end]
-                yield functools.partial(_write, writer, start + begin, part, digests, number)
-
-
-def _source(item: Item, unit: Unit) -> memoryview | torch.Tensor:
-    """The bytes of a unit, or its tensor if they are not contiguous in the memory of the host."""
+def source_of(item: Item, unit: Unit) -> memoryview | torch.Tensor:
+    """Return the bytes of a unit, or its tensor if they are not contiguous on the host."""
     if not item.is_tensor:
         return memoryview(item.data)
     tensor = item.pieces[unit.piece].tensor
@@ -104,25 +186,12 @@ def bytes_of(path: str, tensor: torch.Tensor) -> memoryview:
     return memoryview(raw).cast("B")
 
 
-def _write(writer: Writer, start: int, part: memoryview, digests: list[bytes], number: int) -> None:
+def _write(
+    writer: Writer, start: int, part: memoryview, digests: list[bytes], number: int, owner: Any
+) -> None:
+    del owner  # it was passed only to be kept alive
     writer.write(start, part)
     digests[number] = block_hash(part)  # after the write, which has brought part of it to the cache
-
-
-def _write_in_order(
-    items: Sequence[Item], file: PlannedFile, writer: Writer, found: list[list[bytes]]
-) -> None:
-    writer.write(0, file.layout.header)
-    order = sorted(range(len(file.units)), key=lambda i: file.layout.starts[i])
-    for i in order:
-        start, unit = file.layout.starts[i], file.units[i]
-        source = _source(items[unit.item], unit)
-        if isinstance(source, torch.Tensor):
-            _write_strided(writer, start, source, found[i])
-            continue
-        for begin, end in blocks(len(source)):
-            writer.write(start + begin, source[begin:end])
-            found[i].append(block_hash(source[begin:end]))
 
 
 def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: list[bytes]) -> None:
