@@ -16,6 +16,7 @@ from torchstore_snapshot.errors import (
 )
 
 if TYPE_CHECKING:
+    from torchstore_snapshot.api.pending import PendingSnapshot
     from torchstore_snapshot.api.snapshot import Snapshot
     from torchstore_snapshot.api.stateful import AppState, RNGState, StateDict, Stateful
 
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AppState",
+    "PendingSnapshot",
     "RNGState",
     "RankFailedError",
     "Snapshot",
@@ -38,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "AppState": "stateful",
+    "PendingSnapshot": "pending",
     "RNGState": "stateful",
     "Snapshot": "snapshot",
     "StateDict": "stateful",

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.values import TensorSlice
+from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.stateful import AppState
+from torchstore_snapshot.background.staging import begin
 from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring import restore as restoring
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
-from torchstore_snapshot.taking.take import TakeOptions, take
+from torchstore_snapshot.taking.take import TakeOptions, prepare, take
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,6 +104,42 @@ class Snapshot:
         chosen = _options(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options)
         url = take(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
         return cls(url, pg, allow_pickle=allow_pickle)
+
+    @classmethod
+    def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: ProcessGroup | None = None,
+        replicated: list[str] | None = None,
+        *,
+        memory_budget: int | None = None,
+        overwrite: bool = False,
+        fsync: bool = True,
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> PendingSnapshot:
+        """Take a snapshot while the program goes on: return as soon as everything is staged in
+        shared memory, after which tensors may be changed.
+
+        Staged is into the store of this process if it has one with room, otherwise into one that is
+        started for this purpose and kept. A process of its own, of low priority, writes the files.
+
+        Args:
+            path, app_state, pg, replicated, overwrite, fsync, allow_pickle, options: as for
+                :meth:`take`.
+            memory_budget: bytes that may be staged at a time; None: half of what the host has free.
+                If there is more to write, the call takes as long as writing what goes beyond it.
+
+        Raises:
+            SnapshotWriterError: the process that writes has ended.
+            TorchStoreError: as for :meth:`take`; errors of writing are raised by
+                ``PendingSnapshot.wait``.
+        """
+        chosen = _options(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options)
+        prepared = prepare(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
+        future = begin(prepared, memory_budget)
+        return PendingSnapshot(cls(prepared.url, pg, allow_pickle=allow_pickle), future)
 
     def restore(
         self, app_state: AppState, strict: bool = True, *, verify: bool = True
