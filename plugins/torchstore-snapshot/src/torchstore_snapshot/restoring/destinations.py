@@ -11,7 +11,7 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.values import nesting
-from torchstore_core.clients.values.sharding import is_sharded, local_parts
+from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts
 from torchstore_core.clients.values.tensors import check_destination, dtype_of
 from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
 from torchstore_core.values import TensorMeta
@@ -77,6 +77,8 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
         else:
             try:
                 if not tensor:
+                    value = _like_parameter(path, entry, stateful, name)
+                if value is None:
                     value = empty_for(path, entry, entry.shape)
                 reads = tensor_reads(path, entry, value)
             except (LayoutMismatchError, UnsupportedValueError) as error:
@@ -86,6 +88,24 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
             filled.values[name] = value
         filled.steps[name] = entry.steps
     return filled
+
+
+def _like_parameter(path: str, entry: TensorEntry, stateful: Stateful, name: str) -> Any | None:
+    """A new tensor for the state of an optimizer that has none yet, if it is to be distributed like
+    the parameter that it belongs to; otherwise None.
+    """
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return None
+    first, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    parameters = [p for group in stateful.param_groups for p in group["params"]]
+    if first != "state" or not number.isdecimal() or int(number) >= len(parameters):
+        return None
+    parameter = parameters[int(number)]
+    if not is_dtensor(parameter) or tuple(parameter.shape) != entry.shape:
+        return None
+    dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), path)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _is_container(value: Any) -> bool:
