@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchstore_snapshot.api.pending import PendingSnapshot
     from torchstore_snapshot.api.snapshot import Snapshot
     from torchstore_snapshot.api.stateful import AppState, RNGState, StateDict, Stateful
+    from torchstore_snapshot.api.stores import load_into_store, snapshot_store
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,8 @@ __all__ = [
     "SnapshotWriterError",
     "StateDict",
     "Stateful",
+    "load_into_store",
+    "snapshot_store",
 ]
 
 _HOMES = {
@@ -45,6 +48,8 @@ _HOMES = {
     "Snapshot": "snapshot",
     "StateDict": "stateful",
     "Stateful": "stateful",
+    "load_into_store": "stores",
+    "snapshot_store": "stores",
 }
 
 

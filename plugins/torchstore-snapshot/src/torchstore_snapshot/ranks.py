@@ -38,6 +38,13 @@ class Ranks:
         if group is not None or (dist.is_available() and dist.is_initialized()):
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return a rank without others, whatever ``torch.distributed`` knows."""
+        made = cls.__new__(cls)
+        made.rank, made.size, made._group = 0, 1, None
+        return made
+
     def exchange(
         self, value: T | None, kind: type[T], error: BaseException | None = None
     ) -> list[T]:

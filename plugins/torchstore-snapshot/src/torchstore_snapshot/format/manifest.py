@@ -25,6 +25,7 @@ __all__ = [
     "Manifest",
     "ObjectEntry",
     "Piece",
+    "StoredKey",
     "TensorEntry",
     "decode",
     "encode",
@@ -122,6 +123,20 @@ Entry = TensorEntry | ObjectEntry
 Entries = dict[str, dict[str, Entry]]
 
 
+class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a key was in the store that a snapshot was taken of.
+
+    Args:
+        kind: ``"tensor"``, ``"object"`` or ``"state dict"``.
+        version: its version.
+        packed: a state dict was put as a ``TorchStoreStateDict``.
+    """
+
+    kind: str
+    version: int
+    packed: bool = False
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The contents of a snapshot.
 
@@ -133,6 +148,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         shared: what all ranks have in common: sharded and replicated tensors, and everything of
             which all ranks had an equal value.
         own: what each rank alone has, by rank; empty if no rank has anything of its own.
+        store: the keys of the store that it is a snapshot of; empty if it is one of objects.
     """
 
     take: str
@@ -141,6 +157,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     files: tuple[DataFile, ...]
     shared: Entries
     own: tuple[Entries, ...] = ()
+    store: dict[str, StoredKey] = {}
 
     def of_rank(self, rank: int) -> Entries:
         """Return the entries that a rank restores: the shared ones and its own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
     new tensors; a module must have all of them.
     """
     filled = Filled()
+    parameters = _parameters(stateful)
     leaves = {leaf.name: leaf.value for leaf in nesting.flatten(key, state_of(stateful))}
     module = isinstance(stateful, torch.nn.Module)
     for name, value in leaves.items():
@@ -77,7 +78,7 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
         else:
             try:
                 if not tensor:
-                    value = _like_parameter(path, entry, stateful, name)
+                    value = _like_parameter(path, entry, parameters, name)
                 if value is None:
                     value = empty_for(path, entry, entry.shape)
                 reads = tensor_reads(path, entry, value)
@@ -90,15 +91,21 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
     return filled
 
 
-def _like_parameter(path: str, entry: TensorEntry, stateful: Stateful, name: str) -> Any | None:
+def _parameters(stateful: Stateful) -> list[torch.Tensor]:
+    """The parameters of an optimizer, in the order of its state; none of anything else."""
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return []
+    return [p for group in stateful.param_groups for p in group["params"]]
+
+
+def _like_parameter(
+    path: str, entry: TensorEntry, parameters: Sequence[torch.Tensor], name: str
+) -> Any | None:
     """A new tensor for the state of an optimizer that has none yet, if it is to be distributed like
     the parameter that it belongs to; otherwise None.
     """
-    if not isinstance(stateful, torch.optim.Optimizer):
-        return None
     first, _, rest = name.partition(".")
     number = rest.partition(".")[0]
-    parameters = [p for group in stateful.param_groups for p in group["params"]]
     if first != "state" or not number.isdecimal() or int(number) >= len(parameters):
         return None
     parameter = parameters[int(number)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -11,13 +11,13 @@ from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
 from torchstore_snapshot.format import manifest as manifests
-from torchstore_snapshot.format.manifest import Manifest
+from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.format.paths import MANIFEST, new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
-from torchstore_snapshot.taking.collecting import Item, collect
+from torchstore_snapshot.taking.collecting import Item, collect, collect_values
 from torchstore_snapshot.taking.merging import Part, merge, part_of
 from torchstore_snapshot.taking.planning import (
     Holding,
@@ -28,7 +28,16 @@ from torchstore_snapshot.taking.planning import (
 )
 from torchstore_snapshot.taking.writing import write_files
 
-__all__ = ["Prepared", "TakeOptions", "commit", "discard", "prepare", "take", "write"]
+__all__ = [
+    "Prepared",
+    "TakeOptions",
+    "commit",
+    "discard",
+    "prepare",
+    "take",
+    "take_values",
+    "write",
+]
 
 
 class TakeOptions(NamedTuple):
@@ -159,7 +168,13 @@ def write(prepared: Prepared) -> Part:
     return part_of(prepared.ranks.rank, prepared.keys, prepared.items, prepared.files, digests)
 
 
-def commit(storage: Storage, take: str, parts: list[Part], options: TakeOptions) -> Manifest:
+def commit(
+    storage: Storage,
+    take: str,
+    parts: list[Part],
+    options: TakeOptions,
+    store: dict[str, StoredKey] | None = None,
+) -> Manifest:
     """Make a snapshot of what all ranks have written. With ``overwrite``, the files of the snapshot
     before it are then removed.
 
@@ -169,6 +184,8 @@ def commit(storage: Storage, take: str, parts: list[Part], options: TakeOptions)
         OSError: the storage failed. There is no snapshot then, or still the one before.
     """
     manifest = merge(parts, take, time.time())
+    if store:
+        manifest = msgspec.structs.replace(manifest, store=store)
     before: Manifest | None = None
     if options.overwrite:
         try:
@@ -239,3 +256,25 @@ def take(
     # may be what failed), so its files stay; if it has not, gc collects them.
     ranks.exchange(_Done(), _Done, error)
     return prepared.url
+
+
+def take_values(
+    path: str, states: dict[str, Any], store: dict[str, StoredKey], options: TakeOptions
+) -> str:
+    """Take a snapshot of state dicts, by key: the contents of a store. No other rank takes part.
+
+    Returns:
+        Where the snapshot is.
+    """
+    options.check()
+    storage = open_storage(path)
+    storage.prepare()
+    _refuse_existing(storage, options)
+    items = collect_values(states, allow_pickle=options.allow_pickle)
+    alone = Ranks.alone()
+    units = split_work(items, 0, [holdings(items)])
+    name = new_take_id()
+    files = plan_files(items, units, name, 0, options.file_max)
+    prepared = Prepared(name, storage.url, alone, sorted(states), items, files, options)
+    commit(storage, name, [write(prepared)], options, store)
+    return storage.url
