@@ -86,8 +86,13 @@ async def test_in_an_event_loop(tmp_path: Path) -> None:
 
 
 def test_errors_of_the_writer(tmp_path: Path) -> None:
-    first = Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False)
-    second = Snapshot.async_take(tmp_path / "s", {"m": state(2)}, fsync=False)
+    writer = process.the_writer()
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        first = Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False)
+        second = Snapshot.async_take(tmp_path / "s", {"m": state(2)}, fsync=False)
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
     first.wait(60)
     with pytest.raises(SnapshotExistsError):
         second.wait(60)

@@ -33,6 +33,9 @@ class PendingSnapshot:
         self._snapshot = snapshot
         self._future = future
         _unfinished.add(future)
+        # Registered again, so that it runs before what ends the store: last come, first served.
+        atexit.unregister(_finish)
+        atexit.register(_finish)
         future.add_done_callback(_unfinished.discard)
 
     def __repr__(self) -> str:
@@ -76,6 +79,3 @@ def _finish() -> None:
     for future in [*_unfinished]:
         with contextlib.suppress(Exception, CancelledError):
             future.result()
-
-
-atexit.register(_finish)

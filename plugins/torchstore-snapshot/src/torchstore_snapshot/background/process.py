@@ -57,9 +57,10 @@ class WriterProcess:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self.alive = True
-        threading.Thread(
+        self._listener = threading.Thread(
             target=self._listen, name="torchstore-snapshot-writer", daemon=True
-        ).start()
+        )
+        self._listener.start()
 
     @property
     def pid(self) -> int:
@@ -110,8 +111,8 @@ class WriterProcess:
         with self._lock:
             self.alive = False
             jobs, self._jobs = [*self._jobs.values()], {}
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        with self._sending:
+            self._connection.close()
         self._process.wait()
         for job in jobs:
             job.done.set_exception(self._error())
@@ -127,7 +128,7 @@ class WriterProcess:
         """End the process. Jobs that are not done fail."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._process.wait()
+        self._listener.join()
 
 
 _current: WriterProcess | None = None
