@@ -80,6 +80,12 @@ def test_an_existing_snapshot_is_not_replaced_unless_asked(folder: Path) -> None
     Snapshot(folder).restore({"m": own})
     assert unchanged(own, 3)
     assert len([*folder.iterdir()]) == len(files)
+    Snapshot.take(folder, {"other": state(3)}, overwrite=True)
+    assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == [
+        "other",
+        "other.safetensors.index.json",
+        MANIFEST,
+    ]
 
 
 def test_a_flipped_bit_in_data(folder: Path) -> None:
@@ -95,6 +101,7 @@ def test_a_flipped_bit_in_data(folder: Path) -> None:
         Snapshot(folder).read_object("m/b")
     Snapshot(folder).read_object("m/a")
     Snapshot(folder).restore({"m": state(2)}, verify=False)
+    assert [*Snapshot(folder).verify()] == ["m/b"]
 
 
 def test_a_truncated_file(folder: Path) -> None:
@@ -104,7 +111,9 @@ def test_a_truncated_file(folder: Path) -> None:
 
 
 def test_a_missing_file(folder: Path) -> None:
+    assert not Snapshot(folder).verify()
     next(folder.glob("*.safetensors")).unlink()
+    assert [*Snapshot(folder).verify()] == ["m/a", "m/b"]
     refuses(folder, SnapshotCorruptError)
 
 

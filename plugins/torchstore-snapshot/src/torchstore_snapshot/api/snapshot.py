@@ -11,9 +11,11 @@ from torchstore_core.values import TensorSlice
 from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background.staging import begin
+from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring import restore as restoring
+from torchstore_snapshot.restoring.verifying import verify_all
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.taking.take import TakeOptions, prepare, take
 
@@ -212,6 +214,18 @@ class Snapshot:
             verify=verify,
             allow_pickle=self._allow_pickle,
         )
+
+    def verify(self) -> dict[str, SnapshotCorruptError]:
+        """Read every byte of the snapshot and compare all hashes.
+
+        Returns:
+            The damaged objects: by ``"key/name"``, why; empty if the snapshot is whole.
+
+        Raises:
+            SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: it has no manifest
+                that can be used.
+        """
+        return verify_all(self._storage, self.manifest)
 
     @property
     def manifest(self) -> Manifest:

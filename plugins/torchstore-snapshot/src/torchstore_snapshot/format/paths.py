@@ -14,6 +14,7 @@ __all__ = [
     "data_file",
     "new_take_id",
     "part_file",
+    "plain_name",
     "take_of",
     "temporary",
 ]
@@ -41,7 +42,16 @@ def data_file(key: str, take: str, rank: int, number: int) -> str:
     >>> data_file("model", "0195d0a2b3c4-00c0ffee", 0, 2)
     'model-0195d0a2b3c4-00c0ffee-0-2.safetensors'
     """
-    return f"{_UNSAFE.sub('_', key)[:64]}-{take}-{rank}-{number}.safetensors"
+    return f"{plain_name(key)}-{take}-{rank}-{number}.safetensors"
+
+
+def plain_name(key: str) -> str:
+    """Return a part of a file's name that shows which state dict is in it.
+
+    >>> plain_name("my/model")
+    'my_model'
+    """
+    return _UNSAFE.sub("_", key)[:64]
 
 
 def part_file(take: str, rank: int) -> str:

@@ -14,6 +14,7 @@ from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.format.paths import MANIFEST, new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
+from torchstore_snapshot.format.weight_maps import weight_maps
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
@@ -205,7 +206,12 @@ def commit(
             f"another take has made a snapshot at {storage.url!r} in the meantime",
             details={"path": storage.url},
         ) from error
+    maps = weight_maps(manifest)
+    for name, data in maps.items():
+        storage.publish(name, data, take=take, overwrite=True, durable=False)
     if before is not None:
+        for name in weight_maps(before).keys() - maps.keys():
+            storage.delete(name)
         used = {file.name for file in manifest.files if not file.snapshot}
         for file in before.files:
             if not file.snapshot and file.name not in used:
