@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from torchstore_core.clients.values.tensors import address_of, byte_like
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
@@ -18,6 +19,9 @@ from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.threads import run_tasks
 
 __all__ = ["OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
+
+
+_STEP = 1 << 20
 
 
 class Source(NamedTuple):
@@ -190,8 +194,12 @@ def _write(
     writer: Writer, start: int, part: memoryview, digests: list[bytes], number: int, owner: Any
 ) -> None:
     del owner  # it was passed only to be kept alive
-    writer.write(start, part)
-    digests[number] = block_hash(part)  # after the write, which has brought part of it to the cache
+    hasher = xxhash.xxh3_128()
+    for at in range(0, part.nbytes, _STEP):  # what was hashed is in the cache when it is written
+        step = part[at : at + _STEP]
+        hasher.update(step)
+        writer.write(start + at, step)
+    digests[number] = hasher.digest()
 
 
 def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: list[bytes]) -> None:
