@@ -63,7 +63,8 @@ class PendingSnapshot:
             if self._future.done():  # the take's own error
                 raise
             raise StoreTimeoutError(
-                f"the snapshot {self.path!r} was not written within {in_seconds(timeout)}"
+                f"the snapshot {self.path!r} was not written within {in_seconds(timeout)}",
+                details={"operation": "wait", "timeout": timeout, "path": self.path},
             ) from error
         return self._snapshot
 

@@ -20,8 +20,8 @@ from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Entry, Manifest, ObjectEntry, TensorEntry
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring.destinations import Filled, match, tensor_reads
+from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import (
-    Files,
     Read,
     empty_for,
     execute,

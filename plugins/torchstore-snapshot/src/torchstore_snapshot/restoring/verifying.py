@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, ObjectEntry, Piece
-from torchstore_snapshot.restoring.reading import Files, check_pieces
+from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.reading import check_pieces
 from torchstore_snapshot.storage.base import Storage
 
 __all__ = ["all_pieces", "verify_all"]
