@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ from torchstore_snapshot import (
 )
 from torchstore_snapshot.aio import Snapshot as AsyncSnapshot
 from torchstore_snapshot.background import process
-from torchstore_snapshot.background.staging import PREFIX
+from torchstore_snapshot.background.staging import PREFIX, _batches
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.taking.take import TakeOptions, prepare
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,6 +74,15 @@ def test_a_memory_budget_bounds_what_is_staged(tmp_path: Path) -> None:
     own = state(3, numel=20 << 20)  # 80 MB each
     pending = Snapshot.async_take(tmp_path / "s", {"m": own}, fsync=False, memory_budget=64 << 20)
     assert holds(pending.wait(60), own)
+
+
+def test_batches_are_within_the_budget(tmp_path: Path) -> None:
+    limit = 64 << 20
+    app_state = {"m": state(3, numel=20 << 20)}
+    prepared = prepare(str(tmp_path / "s"), app_state, Ranks.alone(), None, TakeOptions())
+    sizes = [sum(t.tensor.nbytes for t in batch) for batch in _batches(prepared, limit)]
+    assert sum(sizes) == sum(t.nbytes for t in app_state["m"].values() if hasattr(t, "nbytes"))
+    assert max(a + b for a, b in pairwise(sizes)) <= limit
 
 
 async def test_in_an_event_loop(tmp_path: Path) -> None:

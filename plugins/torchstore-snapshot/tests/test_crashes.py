@@ -65,6 +65,44 @@ async def test_kill_takes_at_any_moment(tmp_path: Path) -> None:
     await kill_takes(tmp_path / "s", 10)
 
 
+_DIES = """
+import os, signal, sys
+from torchstore_snapshot import Snapshot, StateDict
+state = StateDict(n=2, **{{f"w{{i}}": torch.full((50_000,), 2.0) for i in range(8)}})
+left = [{step}]
+def count(event, args):
+    if event in ("open", "os.remove", "os.rename", "os.link", "os.truncate"):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+Snapshot.take({path!r}, {{"m": state}}, overwrite=True, fsync=False, file_max=500_000)
+left[0] = 0
+print("alive")
+"""
+
+
+@pytest.mark.thorough
+async def test_kill_a_take_at_each_of_its_steps(tmp_path: Path) -> None:
+    """Before each file that it opens, links, renames or removes."""
+    steps, found = 0, 0
+    while True:
+        steps += 1
+        folder = tmp_path / str(steps)
+        state = StateDict(n=1, **{f"w{i}": torch.full((50_000,), 1.0) for i in range(8)})
+        Snapshot.take(folder, {"m": state}, fsync=False, file_max=500_000)
+        with Script(_DIES.format(step=steps, path=str(folder))) as script:
+            await until(lambda script=script: script._process.wait(0.005) is not None, 60)
+            script._out.seek(0)
+            survived = "alive" in script._out.read()
+        assert restored(folder) >= found  # once it is committed, it stays
+        found = restored(folder)
+        if survived:
+            break
+    assert found == 2
+    assert steps > 8
+
+
 @pytest.mark.soak
 async def test_kill_takes_hundreds_of_times(tmp_path: Path) -> None:
     await kill_takes(tmp_path / "s", 300)

@@ -59,8 +59,10 @@ def test_strides_of_sources_and_destinations(tmp_path: Path) -> None:
     snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(stored)}, fsync=False)
     fresh = snapshot.get_state_dict_for_key("m")
     own = StateDict({k: torch.zeros(*t.shape, 2)[..., 1] for k, t in stored.items()})
+    places = {name: t.data_ptr() for name, t in own.items()}
     snapshot.restore({"m": own})
     for name, tensor in stored.items():
+        assert own[name].data_ptr() == places[name]
         assert torch.equal(fresh[name], tensor)
         assert torch.equal(own[name], tensor)
 
