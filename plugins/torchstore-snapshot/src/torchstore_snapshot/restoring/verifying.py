@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, ObjectEntry, Piece
+from torchstore_snapshot.restoring.checking import check_pieces
 from torchstore_snapshot.restoring.files import Files
-from torchstore_snapshot.restoring.reading import check_pieces
 from torchstore_snapshot.storage.base import Storage
 
 __all__ = ["all_pieces", "verify_all"]
@@ -37,6 +37,7 @@ def verify_all(storage: Storage, manifest: Manifest) -> dict[str, SnapshotCorrup
         for index, mine in by_file.items():
             try:
                 files.reader(index)
+                files.map(index)
                 check_pieces(files, mine)
             except SnapshotCorruptError as error:
                 if error.key is None:  # the file as a whole

@@ -20,8 +20,10 @@ from torchstore_snapshot.threads import run_tasks
 
 __all__ = ["OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
 
-
-_STEP = 1 << 20
+# Bytes that are hashed and then written at a time: what was hashed is still in the cache when it is
+# written. Steps end at multiples of this in the file, so that the page cache gets huge pages, which
+# are cheaper to write and, above all, to map later.
+_STEP = 2 << 20
 
 
 class Source(NamedTuple):
@@ -195,10 +197,12 @@ def _write(
 ) -> None:
     del owner  # it was passed only to be kept alive
     hasher = xxhash.xxh3_128()
-    for at in range(0, part.nbytes, _STEP):  # what was hashed is in the cache when it is written
-        step = part[at : at + _STEP]
+    at = 0
+    while at < part.nbytes:
+        step = part[at : at + _STEP - (start + at) % _STEP]
         hasher.update(step)
         writer.write(start + at, step)
+        at += step.nbytes
     digests[number] = hasher.digest()
 
 
