@@ -12,6 +12,9 @@ from measured.dicts import Dicts
 from measured.jobs import Job
 from measured.mapped import MappedTensors
 from measured.several_volumes import SeveralVolumes
+from measured.snapshots.access import SnapshotAccess
+from measured.snapshots.files import SnapshotFiles
+from measured.snapshots.trainer import Trainer
 from measured.sockets import OverNetwork
 
 from torchstore_cli.bench.worker_main import Stores, serve, standard_commands
@@ -32,6 +35,9 @@ def main(loop: str) -> None:
             "volumes": SeveralVolumes(stores.run),
             "network": OverNetwork(stores.run),
             "job": job,
+            "snapshot-access": SnapshotAccess(),
+            "snapshot-files": SnapshotFiles(),
+            "trainer": Trainer(stores.run),
         }
     )
     commands["small"].end_echo()
