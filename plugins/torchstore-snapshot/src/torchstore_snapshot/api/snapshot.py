@@ -13,6 +13,7 @@ from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background.staging import begin
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
+from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring import restore as restoring
 from torchstore_snapshot.restoring.verifying import verify_all
@@ -94,7 +95,8 @@ class Snapshot:
                 (though no crash of a process) soon afterwards may damage the snapshot.
             allow_pickle: store what needs pickle. Only readers that allow it can load it.
             options: ``file_max``, bytes of tensors in one file (2 GiB); ``threads``, how many
-                threads write (the number of copy threads).
+                threads write (the number of copy threads); ``progress``, True for a bar on a
+                terminal, or a function of the bytes that are done and of all bytes.
 
         Raises:
             SnapshotExistsError: there is a snapshot already.
@@ -144,7 +146,12 @@ class Snapshot:
         return PendingSnapshot(cls(prepared.url, pg, allow_pickle=allow_pickle), future)
 
     def restore(
-        self, app_state: AppState, strict: bool = True, *, verify: bool = True
+        self,
+        app_state: AppState,
+        strict: bool = True,
+        *,
+        verify: bool = True,
+        progress: Progress = False,
     ) -> StateDictReport:
         """Restore objects: read what this rank needs straight into the tensors of their state
         dicts, and call ``load_state_dict``.
@@ -157,6 +164,8 @@ class Snapshot:
                 restore what does.
             verify: compare hashes before anything is written. The hash of a piece can be checked
                 only where the whole piece is read, so not always when resharding.
+            progress: show a bar, if standard error is a terminal; or a function that is called with
+                the bytes that are done, of both passes, and with all of them.
 
         Returns:
             The differences; without ``strict``, there may be some.
@@ -176,6 +185,7 @@ class Snapshot:
             strict=strict,
             verify=verify,
             allow_pickle=self._allow_pickle,
+            progress=progress,
         )
 
     def read_object(
@@ -215,8 +225,11 @@ class Snapshot:
             allow_pickle=self._allow_pickle,
         )
 
-    def verify(self) -> dict[str, SnapshotCorruptError]:
+    def verify(self, *, progress: Progress = False) -> dict[str, SnapshotCorruptError]:
         """Read every byte of the snapshot and compare all hashes.
+
+        Args:
+            progress: as for :meth:`restore`.
 
         Returns:
             The damaged objects: by ``"key/name"``, why; empty if the snapshot is whole.
@@ -225,7 +238,7 @@ class Snapshot:
             SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: it has no manifest
                 that can be used.
         """
-        return verify_all(self._storage, self.manifest)
+        return verify_all(self._storage, self.manifest, progress)
 
     @property
     def manifest(self) -> Manifest:

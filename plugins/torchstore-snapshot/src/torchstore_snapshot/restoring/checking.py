@@ -1,20 +1,19 @@
-"""Compares the bytes of files, or of what was read from them, with the hashes in the manifest."""
+"""Compares the bytes of files with the hashes in the manifest. Torch-free."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 import xxhash
 
 from torchstore_snapshot.format.hashes import block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import Piece
+from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.files import Files
-from torchstore_snapshot.taking.writing import bytes_of
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["check_memory", "check_pieces"]
+__all__ = ["check_pieces"]
 
 # Bytes that are hashed at a time where a file cannot be mapped: they stay in the cache.
 _SCRATCH = 256 << 10
@@ -27,12 +26,12 @@ _Block = tuple[str, Piece, int, int, list[bytes], int]
 def check_pieces(
     files: Files,
     pieces: Sequence[tuple[str, Piece]],
-    progress: Callable[[int], None] | None = None,
+    advance: Advance | None = None,
 ) -> None:
     """Compare the hashes of pieces, given with the paths of their tensors.
 
     Args:
-        progress: called with numbers of bytes that were checked, by several threads.
+        advance: called with numbers of bytes that were checked, by several threads.
 
     Raises:
         SnapshotCorruptError: the bytes of a piece have changed.
@@ -48,10 +47,10 @@ def check_pieces(
                 group.append((path, piece, begin, end, found, number))
                 room -= end - begin
                 if room <= 0:
-                    yield functools.partial(_hash_blocks, files, group, progress)
+                    yield functools.partial(_hash_blocks, files, group, advance)
                     group, room = [], _GROUP
         if group:
-            yield functools.partial(_hash_blocks, files, group, progress)
+            yield functools.partial(_hash_blocks, files, group, advance)
 
     run_tasks(tasks())
     for (path, piece), found in zip(distinct, hashes, strict=True):
@@ -59,9 +58,7 @@ def check_pieces(
             raise files.damaged(piece, path)
 
 
-def _hash_blocks(
-    files: Files, group: Sequence[_Block], progress: Callable[[int], None] | None
-) -> None:
+def _hash_blocks(files: Files, group: Sequence[_Block], advance: Advance | None) -> None:
     for path, piece, begin, end, found, number in group:
         start, nbytes = piece.start + begin, end - begin
         window = files.window(piece.file, start, nbytes)
@@ -69,8 +66,8 @@ def _hash_blocks(
             found[number] = block_hash(window)
         else:
             found[number] = _hash_read(files, path, piece, start, nbytes)
-        if progress is not None:
-            progress(nbytes)
+        if advance is not None:
+            advance(nbytes)
 
 
 def _hash_read(files: Files, path: str, piece: Piece, start: int, nbytes: int) -> bytes:
@@ -87,29 +84,3 @@ def _hash_read(files: Files, path: str, piece: Piece, start: int, nbytes: int) -
             raise files.corrupt(piece.file, "became shorter", path) from error
         hasher.update(part)
     return hasher.digest()
-
-
-def check_memory(files: Files, read: Sequence[tuple[str, Piece, torch.Tensor]]) -> None:
-    """Compare the hashes of pieces with the tensors that they were read into.
-
-    Raises:
-        SnapshotCorruptError: the bytes of a piece are not those that were written.
-    """
-    hashes = [[b""] * len(list(blocks(piece.nbytes))) for _, piece, _ in read]
-
-    def tasks() -> Iterator[Callable[[], None]]:
-        for (path, _, tensor), found in zip(read, hashes, strict=True):
-            packed = tensor.detach().cpu().contiguous()
-            memory = bytes_of(path, packed)
-            for number, (begin, end) in enumerate(blocks(len(memory))):
-                yield functools.partial(_hash_memory, packed, memory[begin:end], found, number)
-
-    run_tasks(tasks())
-    for (path, piece, _), found in zip(read, hashes, strict=True):
-        if combined(found) != piece.digest:
-            raise files.damaged(piece, path)
-
-
-def _hash_memory(owner: torch.Tensor, memory: memoryview, found: list[bytes], number: int) -> None:
-    del owner  # it was passed only to be kept alive
-    found[number] = block_hash(memory)

@@ -24,7 +24,8 @@ from torchstore_core.machine import copying
 from torchstore_core.values import TensorMeta
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import Piece, TensorEntry
-from torchstore_snapshot.restoring.checking import check_memory, check_pieces
+from torchstore_snapshot.progress import Advance, Progress, metered
+from torchstore_snapshot.restoring.checking import check_pieces
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.taking.writing import bytes_of
@@ -99,7 +100,14 @@ def bytes_read(reads: Sequence[Read]) -> int:
     return sum(read.target.nbytes for read in reads)
 
 
-def execute(files: Files, reads: Sequence[Read], *, verify: bool, new: bool = False) -> None:
+def execute(
+    files: Files,
+    reads: Sequence[Read],
+    *,
+    verify: bool,
+    new: bool = False,
+    progress: Progress = False,
+) -> None:
     """Carry all reads out.
 
     Args:
@@ -107,6 +115,7 @@ def execute(files: Files, reads: Sequence[Read], *, verify: bool, new: bool = Fa
             not say whether a part of it is right.)
         new: nobody else has the targets yet, so they may be checked after they were read, instead
             of reading everything twice.
+        progress: who is told how far it is.
 
     Raises:
         SnapshotCorruptError: a file is missing, has the wrong size, or its bytes have changed. No
@@ -120,32 +129,68 @@ def execute(files: Files, reads: Sequence[Read], *, verify: bool, new: bool = Fa
         if nbytes >= _MAP_MIN:
             files.map(index)
     whole = [read for read in reads if read.whole] if verify else []
-    if not new:
-        check_pieces(files, [(read.path, read.piece) for read in whole])
-    run_tasks(_tasks(files, reads))
+    total = bytes_read(reads) + (0 if new else bytes_read(whole))
+    with metered(progress, "restoring", total) as advance:
+        if not new:
+            check_pieces(files, [(read.path, read.piece) for read in whole], advance)
+        run_tasks(_tasks(files, reads, advance))
     if new:
-        check_memory(files, [(read.path, read.piece, read.target) for read in whole])
+        _check_memory(files, [(read.path, read.piece, read.target) for read in whole])
 
 
-def _tasks(files: Files, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
+def _check_memory(files: Files, read: Sequence[tuple[str, Piece, torch.Tensor]]) -> None:
+    """Compare the hashes of pieces with the tensors that they were read into.
+
+    Raises:
+        SnapshotCorruptError: the bytes of a piece are not those that were written.
+    """
+    hashes = [[b""] * len(list(blocks(piece.nbytes))) for _, piece, _ in read]
+
+    def tasks() -> Iterator[Callable[[], None]]:
+        for (path, _, tensor), found in zip(read, hashes, strict=True):
+            packed = tensor.detach().cpu().contiguous()
+            memory = bytes_of(path, packed)
+            for number, (begin, end) in enumerate(blocks(len(memory))):
+                yield functools.partial(_hash_memory, packed, memory[begin:end], found, number)
+
+    run_tasks(tasks())
+    for (path, piece, _), found in zip(read, hashes, strict=True):
+        if combined(found) != piece.digest:
+            raise files.damaged(piece, path)
+
+
+def _hash_memory(owner: torch.Tensor, memory: memoryview, found: list[bytes], number: int) -> None:
+    del owner  # it was passed only to be kept alive
+    found[number] = block_hash(memory)
+
+
+def _tasks(
+    files: Files, reads: Sequence[Read], advance: Advance | None
+) -> Iterator[Callable[[], None]]:
     for read in reads:
         target = read.target.detach()
         begin, end = read.span
         if target.is_cpu and target.is_contiguous() and end - begin == target.nbytes:
             memory = bytes_of(read.path, target)
             for start, stop in blocks(target.nbytes):
-                yield functools.partial(_fill, files, read, begin + start, memory[start:stop])
+                yield functools.partial(
+                    _fill, files, read, begin + start, memory[start:stop], advance
+                )
         else:
-            yield functools.partial(_scatter, files, read, target)
+            yield functools.partial(_scatter, files, read, target, advance)
 
 
-def _fill(files: Files, read: Read, start: int, memory: memoryview) -> None:
+def _fill(
+    files: Files, read: Read, start: int, memory: memoryview, advance: Advance | None
+) -> None:
     window = files.window(read.piece.file, start, len(memory))
     if window is not None:  # faster than reading: with stores that bypass the cache
         pieces = [(address_of(memory), address_of(window), len(memory))]
         copying.copy_pieces(pieces, stream=True)
-        return
-    _read(files, read, start, memory)
+    else:
+        _read(files, read, start, memory)
+    if advance is not None:
+        advance(len(memory))
 
 
 def _read(files: Files, read: Read, start: int, buffer: memoryview | bytearray) -> None:
@@ -155,7 +200,7 @@ def _read(files: Files, read: Read, start: int, buffer: memoryview | bytearray) 
         raise files.corrupt(read.piece.file, "became shorter", read.path) from error
 
 
-def _scatter(files: Files, read: Read, target: torch.Tensor) -> None:
+def _scatter(files: Files, read: Read, target: torch.Tensor, advance: Advance | None) -> None:
     """Read a box whose bytes are not contiguous, in the file or in its target."""
     for box, view in _cut(read.box, target):
         part = read._replace(box=box, target=view)
@@ -172,6 +217,8 @@ def _scatter(files: Files, read: Read, target: torch.Tensor) -> None:
         else:
             with torch.inference_mode():
                 view.copy_(source)
+        if advance is not None:
+            advance(view.nbytes)
 
 
 def _cut(box: boxes.Box, target: torch.Tensor) -> Iterator[tuple[boxes.Box, torch.Tensor]]:

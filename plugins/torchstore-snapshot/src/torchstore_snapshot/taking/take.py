@@ -15,6 +15,7 @@ from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.format.paths import MANIFEST, new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.format.weight_maps import weight_maps
+from torchstore_snapshot.progress import Progress, metered
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
@@ -50,6 +51,7 @@ class TakeOptions(NamedTuple):
         allow_pickle: store values that need pickle, instead of refusing them.
         file_max: bytes of tensors in one data file, unless a single tensor is larger.
         threads: how many threads write; None: the number of copy threads.
+        progress: who is told how far writing is.
     """
 
     overwrite: bool = False
@@ -57,6 +59,7 @@ class TakeOptions(NamedTuple):
     allow_pickle: bool = False
     file_max: int = FILE_MAX
     threads: int | None = None
+    progress: Progress = False
 
     def check(self) -> None:
         """Raise ConfigurationError if a value is invalid."""
@@ -159,13 +162,16 @@ def _refuse_existing(storage: Storage, options: TakeOptions) -> None:
 def write(prepared: Prepared) -> Part:
     """Write what this rank has to write. If that fails, nothing of it is left."""
     options = prepared.options
-    digests = write_files(
-        prepared.storage,
-        prepared.items,
-        prepared.files,
-        durable=options.fsync,
-        threads=options.threads,
-    )
+    total = sum(file.layout.nbytes - len(file.layout.header) for file in prepared.files)
+    with metered(options.progress, "taking", total) as advance:
+        digests = write_files(
+            prepared.storage,
+            prepared.items,
+            prepared.files,
+            durable=options.fsync,
+            threads=options.threads,
+            advance=advance,
+        )
     return part_of(prepared.ranks.rank, prepared.keys, prepared.items, prepared.files, digests)
 
 
