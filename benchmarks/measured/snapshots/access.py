@@ -58,11 +58,12 @@ class SnapshotAccess:
         ]
         states = [{"model": StateDict(**part)} for part in parts]
         snapshot = Snapshot(path)
-        _evict(Path(path))
-        before = _from_disk()
+        read = 0
         for state in states:
+            _evict(Path(path))
+            before = _from_disk()
             snapshot.restore(state)
-        read = _from_disk() - before
+            read += _from_disk() - before
         number = list(self._of)
         wrong = [
             name

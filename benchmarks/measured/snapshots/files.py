@@ -119,6 +119,10 @@ class SnapshotFiles:
         self._raw(self._folder / CACHED, flush=False)
         for name in peers:
             self._saver(name)(self._folder / name)
+        for path in self._folder.rglob("*"):  # what is written back later would be measured, too
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
 
     def load(self, turn: int, peers: list[str]) -> dict[str, Any]:
         """One round: every way to fill the tensors once, which are compared after ours."""

@@ -7,10 +7,13 @@ from types import TracebackType
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, Piece
-from torchstore_snapshot.restoring.mappings import populate
+from torchstore_snapshot.restoring.mappings import expect_ranges, populate
 from torchstore_snapshot.storage.base import Maps, Reader, Storage
 
 __all__ = ["Files"]
+
+# From this share of a file on, all of it may be read ahead.
+_MOST = 0.9
 
 
 class Files:
@@ -63,9 +66,12 @@ class Files:
         folder = self._manifest.files[index].snapshot
         return self._storage.sibling(folder) if folder else self._storage
 
-    def map(self, index: int) -> None:
+    def map(self, index: int, nbytes: int | None = None) -> None:
         """Map a file that :meth:`reader` has opened, if its storage can; nothing is read by that.
         Called by one thread at a time.
+
+        Args:
+            nbytes: how many of its bytes will be read; None: all.
         """
         if index in self._mapped:
             return
@@ -77,6 +83,8 @@ class Files:
             except OSError:  # no address space, or a file system that cannot: it is read instead
                 return
             self._mapped[index] = memoryview(whole)
+            if nbytes is not None and nbytes < _MOST * reader.nbytes:
+                expect_ranges(memoryview(whole))
 
     def window(
         self, index: int, start: int, nbytes: int, *, sparse: bool = False

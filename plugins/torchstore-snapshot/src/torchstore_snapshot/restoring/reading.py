@@ -33,9 +33,6 @@ from torchstore_snapshot.threads import run_tasks
 
 __all__ = ["Read", "bytes_read", "empty_for", "execute", "plan_reads", "read_piece"]
 
-# Where fewer bytes of a file are needed in all, they are read: mapping costs some microseconds.
-_MAP_MIN = 256 << 10
-
 
 class Read(NamedTuple):
     """A box to be read from a piece.
@@ -126,8 +123,7 @@ def execute(
         files.reader(read.piece.file)
         needed[read.piece.file] = needed.get(read.piece.file, 0) + read.target.nbytes
     for index, nbytes in needed.items():
-        if nbytes >= _MAP_MIN:
-            files.map(index)
+        files.map(index, nbytes)
     whole = [read for read in reads if read.whole] if verify else []
     total = bytes_read(reads) + (0 if new else bytes_read(whole))
     with metered(progress, "restoring", total) as advance:
