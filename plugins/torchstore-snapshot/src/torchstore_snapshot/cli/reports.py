@@ -149,13 +149,27 @@ class DifferenceReport(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """``torchstore snapshot gc``. With ``dry_run``, what would be removed."""
+    """``torchstore snapshot gc``. With ``dry_run``, what would be removed.
+
+    Args:
+        nbytes: of ``files``.
+        dropped, kept: names of snapshots that are not among the last ones to be kept, and of the
+            others.
+        files: ``snapshot/file``.
+        running, dead: ids of takes; what a running one has written, or may refer to, stays.
+        unreadable: names of snapshots whose manifests cannot be used, and why. While there are any,
+            nothing is removed, because nobody knows what they refer to.
+    """
 
     path: str
     dry_run: bool
     nbytes: int
-    snapshots: list[str]
+    dropped: list[str]
+    kept: list[str]
     files: list[str]
+    running: list[str]
+    dead: list[str]
+    unreadable: dict[str, str]
 
 
 class Converted(msgspec.Struct, frozen=True):
@@ -165,4 +179,5 @@ class Converted(msgspec.Struct, frozen=True):
     destination: str
     kind: str
     into: str
+    nbytes: int
     seconds: float

@@ -37,8 +37,8 @@ def show(report: msgspec.Struct) -> None:
             _collected(page, report)
         case reports.Converted():
             page.line(
-                f"{report.source} ({report.kind}) is now {report.destination} ({report.into}), "
-                f"in {human_duration(report.seconds)}"
+                f"{report.destination} is a copy of {report.source}, as {report.into}, made in "
+                f"{human_duration(report.seconds)}"
             )
 
 
@@ -199,13 +199,16 @@ def _differences(page: _Page, report: reports.DifferenceReport) -> None:
 
 
 def _collected(page: _Page, report: reports.Collected) -> None:
-    for name in (*report.snapshots, *report.files):
+    for name in (*report.dropped, *report.files):
         page.line(name)
+    for name, why in report.unreadable.items():
+        page.line(Text.assemble((_printable(name), "red"), f"  {why}; so nothing is removed"))
     verb = "would be removed" if report.dry_run else "removed"
+    running = f"; {_count(len(report.running), 'take')} running" if report.running else ""
     page.line(
         Text(
-            f"{_count(len(report.snapshots), 'snapshot')} and {_count(len(report.files), 'file')} "
-            f"{verb}, {human_bytes(report.nbytes)}",
+            f"{_count(len(report.dropped), 'snapshot')} and {_count(len(report.files), 'file')} "
+            f"{verb}, {human_bytes(report.nbytes)}{running}",
             "dim",
         )
     )
