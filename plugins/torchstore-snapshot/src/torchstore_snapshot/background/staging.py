@@ -92,10 +92,20 @@ async def _stage(prepared: Prepared, limit: int) -> Future[None]:
 
     staged: list[str] = []
 
+    outcome: Future[None] = Future()
+
+    async def settle(error: BaseException | None) -> None:
+        try:
+            if isinstance(error, SnapshotWriterError):  # it can tell nobody, and tidy nothing up
+                await _lost(prepared, staged, str(error))
+        finally:
+            if error is None:
+                outcome.set_result(None)
+            else:
+                outcome.set_exception(error)
+
     def ended(done: Future[None]) -> None:
-        error = done.exception()
-        if isinstance(error, SnapshotWriterError):  # it can tell nobody, and tidy nothing up
-            asyncio.run_coroutine_threadsafe(_lost(prepared, [*staged], str(error)), loop)
+        asyncio.run_coroutine_threadsafe(settle(done.exception()), loop)
 
     job.done.add_done_callback(ended)
     writer.send(_begin(prepared, job))
@@ -113,7 +123,7 @@ async def _stage(prepared: Prepared, limit: int) -> Future[None]:
     except BaseException as error:
         writer.send(m.Abandon(job.number, f"{type(error).__name__}: {error}"))
         raise
-    return job.done
+    return outcome
 
 
 async def _lost(prepared: Prepared, staged: list[str], error: str) -> None:
