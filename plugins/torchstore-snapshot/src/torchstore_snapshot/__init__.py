@@ -6,13 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchstore_snapshot.errors import (
+    BucketNotFoundError,
     RankFailedError,
+    SnapshotAccessError,
     SnapshotCorruptError,
     SnapshotError,
     SnapshotExistsError,
     SnapshotFormatError,
     SnapshotNotFoundError,
+    SnapshotStorageError,
+    SnapshotUnavailableError,
     SnapshotWriterError,
+    TakeLostError,
 )
 
 if TYPE_CHECKING:
@@ -25,18 +30,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AppState",
+    "BucketNotFoundError",
     "PendingSnapshot",
     "RNGState",
     "RankFailedError",
     "Snapshot",
+    "SnapshotAccessError",
     "SnapshotCorruptError",
     "SnapshotError",
     "SnapshotExistsError",
     "SnapshotFormatError",
     "SnapshotNotFoundError",
+    "SnapshotStorageError",
+    "SnapshotUnavailableError",
     "SnapshotWriterError",
     "StateDict",
     "Stateful",
+    "TakeLostError",
     "load_into_store",
     "snapshot_store",
 ]
