@@ -26,6 +26,14 @@ from torchstore_core.machine import copying
 from torchstore_core.values import TensorMeta
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import Piece, TensorEntry
+from torchstore_snapshot.restoring.fetching import (
+    REQUESTS,
+    WINDOW,
+    Fetched,
+    Span,
+    hold_max,
+    windows,
+)
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.storage.base import Maps, Reader
 from torchstore_snapshot.taking.writing import bytes_of
@@ -36,6 +44,8 @@ __all__ += ["read_piece"]
 
 # Bytes that are hashed at a time where a file cannot be mapped: they stay in the cache.
 _SCRATCH = 256 << 10
+# As many bytes or more, of storage with expensive requests, go straight into their tensor.
+_DIRECT = 1 << 20
 # Fewer bytes are read rather than mapped, which takes some microseconds.
 _MAP_MIN = 256 << 10
 
@@ -103,7 +113,9 @@ def bytes_read(reads: Sequence[Read]) -> int:
     return sum(read.target.nbytes for read in reads)
 
 
-def execute(files: Files, reads: Sequence[Read], *, verify: bool, new: bool = False) -> None:
+def execute(
+    files: Files | Fetched, reads: Sequence[Read], *, verify: bool, new: bool = False
+) -> None:
     """Carry all reads out.
 
     Args:
@@ -118,6 +130,9 @@ def execute(files: Files, reads: Sequence[Read], *, verify: bool, new: bool = Fa
     """
     for read in reads:
         files.reader(read.piece.file)
+    if isinstance(files, Files) and files.remote:
+        _execute_remote(files, reads, verify=verify, new=new)
+        return
     whole = [read for read in reads if read.whole] if verify else []
     if not new:
         check_pieces(files, [(read.path, read.piece) for read in whole])
@@ -126,7 +141,37 @@ def execute(files: Files, reads: Sequence[Read], *, verify: bool, new: bool = Fa
         _check_targets(files, whole)
 
 
-def _check_targets(files: Files, reads: Sequence[Read]) -> None:
+def _execute_remote(files: Files, reads: Sequence[Read], *, verify: bool, new: bool) -> None:
+    """As :func:`execute`, with few requests. What has to be checked before it is used is held in
+    memory, and is read twice only if there is too much of it.
+    """
+    if new or not verify:
+        direct = [read for read in reads if read.target.nbytes >= _DIRECT and _fills(read)]
+        run_tasks(_tasks(files, direct), REQUESTS)
+        if verify:
+            _check_targets(files, [read for read in direct if read.whole])
+        chosen = {id(read) for read in direct}
+        reads = [read for read in reads if id(read) not in chosen]
+    spans = [Span(read.piece.file, *read.span) for read in reads]
+    groups = list(windows(spans, WINDOW if new or not verify else hold_max()))
+    if not new and verify and len(groups) > 1:
+        for group in groups:
+            mine = [(reads[i].path, reads[i].piece) for i in group if reads[i].whole]
+            check_pieces(Fetched(files, [spans[i] for i in group if reads[i].whole]), mine)
+        verify = False
+    for group in groups:
+        held = Fetched(files, [spans[i] for i in group])
+        execute(held, [reads[i] for i in group], verify=verify, new=new)
+
+
+def _fills(read: Read) -> bool:
+    """Whether the bytes of a read lie in its target as they do in the file."""
+    begin, end = read.span
+    target = read.target
+    return target.is_cpu and target.is_contiguous() and end - begin == target.nbytes
+
+
+def _check_targets(files: Files | Fetched, reads: Sequence[Read]) -> None:
     """Compare the hashes of pieces with what was read."""
     hashes = [[b""] * len(list(blocks(read.piece.nbytes))) for read in reads]
 
@@ -148,14 +193,31 @@ def _hash_memory(owner: torch.Tensor, memory: memoryview, found: list[bytes], nu
     found[number] = block_hash(memory)
 
 
-def check_pieces(files: Files, pieces: Sequence[tuple[str, Piece]]) -> None:
+def check_pieces(files: Files | Fetched, pieces: Sequence[tuple[str, Piece]]) -> None:
     """Compare the hashes of pieces, given with the paths of their tensors.
 
     Raises:
         SnapshotCorruptError: the bytes of a piece have changed.
     """
     distinct = list({(piece.file, piece.start): (path, piece) for path, piece in pieces}.values())
+    if isinstance(files, Files) and files.remote:
+        spans = [Span(p.file, p.start, p.start + p.nbytes) for _, p in distinct]
+        for group in windows(spans, WINDOW):
+            if sum(spans[i].end - spans[i].begin for i in group) <= WINDOW:
+                check_pieces(
+                    Fetched(files, [spans[i] for i in group]), [distinct[i] for i in group]
+                )
+            else:  # a large piece, block by block
+                _check_pieces(files, [distinct[i] for i in group], REQUESTS)
+        return
+    _check_pieces(files, distinct, None)
+
+
+def _check_pieces(
+    files: Files | Fetched, distinct: Sequence[tuple[str, Piece]], threads: int | None
+) -> None:
     hashes: list[list[bytes]] = []
+    scratch = BLOCK if files.remote else _SCRATCH
 
     def tasks() -> Iterator[Callable[[], None]]:
         for _, piece in distinct:
@@ -165,25 +227,27 @@ def check_pieces(files: Files, pieces: Sequence[tuple[str, Piece]]) -> None:
             hashes.append(found)
             for number, (begin, end) in enumerate(spans):
                 yield functools.partial(
-                    _hash_block, reader, piece.start + begin, end - begin, found, number
+                    _hash_block, reader, piece.start + begin, end - begin, found, number, scratch
                 )
 
-    run_tasks(tasks())
+    run_tasks(tasks(), threads)
     for (path, piece), found in zip(distinct, hashes, strict=True):
         if combined(found) != piece.digest:
             raise files.damaged(piece, path)
 
 
-def _hash_block(reader: Reader, start: int, nbytes: int, found: list[bytes], number: int) -> None:
+def _hash_block(
+    reader: Reader, start: int, nbytes: int, found: list[bytes], number: int, size: int
+) -> None:
     mapped = _mapped(reader, start, nbytes)
     if mapped is not None:
         found[number] = block_hash(mapped)
         return
     # Through a buffer that stays in the cache: the bytes are not needed.
     hasher = xxhash.xxh3_128()
-    scratch = memoryview(bytearray(min(_SCRATCH, nbytes)))
-    for at in range(0, nbytes, _SCRATCH):
-        part = scratch[: min(_SCRATCH, nbytes - at)]
+    scratch = memoryview(bytearray(min(size, nbytes)))
+    for at in range(0, nbytes, size):
+        part = scratch[: min(size, nbytes - at)]
         reader.read_into(start + at, part)
         hasher.update(part)
     found[number] = hasher.digest()
@@ -199,7 +263,7 @@ def _mapped(reader: Reader, start: int, nbytes: int) -> memoryview | None:
         return None
 
 
-def _tasks(files: Files, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
+def _tasks(files: Files | Fetched, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
     for read in reads:
         reader = files.reader(read.piece.file)
         target = read.target.detach()
@@ -212,7 +276,7 @@ def _tasks(files: Files, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
             yield functools.partial(_scatter, files, reader, read, target)
 
 
-def _fill(files: Files, read: Read, start: int, memory: memoryview) -> None:
+def _fill(files: Files | Fetched, read: Read, start: int, memory: memoryview) -> None:
     reader = files.reader(read.piece.file)
     mapped = _mapped(reader, start, len(memory))
     if mapped is not None:  # faster than reading: with stores that bypass the cache
@@ -229,7 +293,7 @@ def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def _scatter(files: Files, reader: Reader, read: Read, target: torch.Tensor) -> None:
+def _scatter(files: Files | Fetched, reader: Reader, read: Read, target: torch.Tensor) -> None:
     """Read a box whose bytes are not contiguous, in the file or in its target."""
     for box, view in _cut(read.box, target):
         part = read._replace(box=box, target=view)

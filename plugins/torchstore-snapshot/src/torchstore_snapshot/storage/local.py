@@ -168,7 +168,10 @@ class LocalStorage:
         return LocalStorage(os.path.join(os.path.dirname(self._path), name))
 
     def siblings(self) -> Sequence[str]:
-        with contextlib.suppress(FileNotFoundError), os.scandir(os.path.dirname(self._path)) as all_:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            os.scandir(os.path.dirname(self._path)) as all_,
+        ):
             return [entry.name for entry in all_ if entry.is_dir()]
         return []
 

@@ -107,9 +107,7 @@ def _named(error: Exception, url: str) -> Exception:
         )
     if isinstance(error, _PLAIN):
         return error
-    if code in _BUSY or isinstance(
-        error, (ConnectionError, TimeoutError, *_types(_UNREACHABLE))
-    ):
+    if code in _BUSY or isinstance(error, (ConnectionError, TimeoutError, *_types(_UNREACHABLE))):
         return SnapshotUnavailableError(
             f"{url!r} cannot be reached, or went away ({type(error).__name__}: {error}); requests "
             "were repeated in vain",
