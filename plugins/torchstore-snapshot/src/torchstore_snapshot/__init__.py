@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from torchstore_snapshot.api.snapshot import Snapshot
     from torchstore_snapshot.api.stateful import AppState, RNGState, StateDict, Stateful
     from torchstore_snapshot.api.stores import load_into_store, snapshot_store
+    from torchstore_snapshot.series.gc import GcReport, gc
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AppState",
     "BucketNotFoundError",
+    "GcReport",
     "PendingSnapshot",
     "RNGState",
     "RankFailedError",
@@ -47,19 +49,22 @@ __all__ = [
     "StateDict",
     "Stateful",
     "TakeLostError",
+    "gc",
     "load_into_store",
     "snapshot_store",
 ]
 
 _HOMES = {
-    "AppState": "stateful",
-    "PendingSnapshot": "pending",
-    "RNGState": "stateful",
-    "Snapshot": "snapshot",
-    "StateDict": "stateful",
-    "Stateful": "stateful",
-    "load_into_store": "stores",
-    "snapshot_store": "stores",
+    "AppState": "api.stateful",
+    "GcReport": "series.gc",
+    "PendingSnapshot": "api.pending",
+    "RNGState": "api.stateful",
+    "Snapshot": "api.snapshot",
+    "StateDict": "api.stateful",
+    "Stateful": "api.stateful",
+    "gc": "series.gc",
+    "load_into_store": "api.stores",
+    "snapshot_store": "api.stores",
 }
 
 
@@ -67,7 +72,7 @@ def __getattr__(name: str) -> Any:
     """Imports torch only when something is used that needs it."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"torchstore_snapshot.api.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"torchstore_snapshot.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -97,6 +97,8 @@ class SnapshotUnavailableError(SnapshotStorageError, ConnectionError):
 
 
 class TakeLostError(SnapshotError):
-    """A take showed no sign of life for so long that its files were collected. It is not committed."""
+    """A take showed no sign of life for so long that its files were collected. It is not
+    committed.
+    """
 
     code = "snapshot-take-lost"

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,18 +18,19 @@ from moto.moto_server.werkzeug_app import (
 )
 from werkzeug.serving import make_server
 
+from torchstore_snapshot.storage.remote import RemoteStorage
+
 __all__ = ["BUCKET", "ObjectStore", "object_store"]
 
 BUCKET = "bucket"
 
 
 class ObjectStore:
-    """A server. ``sent`` and ``received`` count the bytes of bodies; ``requests`` are the methods,
-    paths and queries.
+    """A server. ``sent`` and ``received`` count the bytes of bodies; ``requests`` are methods,
+    paths and queries; ``parallel`` is how many requests were served at a time, at most.
 
-    Args:
-        before: called with a request's environment before it is served. What it raises closes the
-            connection without a reply.
+    ``before`` is called with a request's environment before it is served; if it raises
+    ConnectionResetError, the connection is closed without a reply. ``refuse`` denies access.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,7 @@ class ObjectStore:
         self.parallel = 0
         self._active = 0
         self._lock = threading.Lock()
+        self.refuse = False
         self.before: Callable[[dict[str, Any]], object] | None = None
         self._app = DomainDispatcherApplication(create_backend_app)
         handler = type("Handler", (MotoRequestHandler,), {"log": lambda *_: None})
@@ -75,6 +78,10 @@ class ObjectStore:
                 except ConnectionResetError:
                     environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                     raise
+            if self.refuse:
+                start("403 Forbidden", [("Content-Type", "application/xml")])
+                yield b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+                return
             for chunk in self._app(environ, start):
                 with self._lock:
                     self.sent += len(chunk)
@@ -98,8 +105,8 @@ def object_store() -> Iterator[ObjectStore]:
     }
     try:
         with mock.patch.dict(os.environ, names):
-            from torchstore_snapshot.storage.remote import RemoteStorage
-
+            reset = urllib.request.Request(f"{server.url}/moto-api/reset", method="POST")
+            urllib.request.urlopen(reset).close()  # servers of one process share their objects
             storage = RemoteStorage.at(f"s3://{BUCKET}/x")
             storage._fs.call_s3("create_bucket", Bucket=BUCKET)
             server.reset()

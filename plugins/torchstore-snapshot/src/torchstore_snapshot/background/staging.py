@@ -17,8 +17,9 @@ from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values.tensors import from_buffer
 from torchstore_core.errors import ConfigurationError, StoreClosedError, StoreFullError
 from torchstore_snapshot.background import messages as m
-from torchstore_snapshot.background.process import Job, the_writer
+from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.format.hashes import BLOCK
+from torchstore_snapshot.storage.remote import RemoteStorage
 from torchstore_snapshot.taking.merging import part_of
 from torchstore_snapshot.taking.take import Prepared
 
@@ -64,16 +65,31 @@ def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
     """
     budget: object = memory_budget
     if budget is not None and (type(budget) is not int or budget < 1):
+        if prepared.claim is not None:
+            prepared.claim.release()
         raise ConfigurationError(f"memory_budget is an int above 0, not {budget!r}")
     limit = int(available_memory() * _SHARE) if memory_budget is None else memory_budget
-    staging = asyncio.run_coroutine_threadsafe(_stage(prepared, limit), thread_loops.background())
-    return staging.result()
+    try:
+        storage = prepared.storage
+        if isinstance(storage, RemoteStorage) and not storage.shared:
+            raise ConfigurationError(
+                f"async_take writes in another process, which does not see {prepared.url!r}; "
+                "use take"
+            )
+        writer = the_writer()
+    except BaseException:
+        if prepared.claim is not None:
+            prepared.claim.release()
+        raise
+    if prepared.claim is not None:
+        prepared.claim.stop()  # the writer takes it over
+    stage = _stage(prepared, limit, writer)
+    return asyncio.run_coroutine_threadsafe(stage, thread_loops.background()).result()
 
 
-async def _stage(prepared: Prepared, limit: int) -> Future[None]:
+async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Future[None]:
     loop = asyncio.get_running_loop()
     batches = list(_batches(prepared, limit))
-    writer = the_writer()
     credit = asyncio.Semaphore(2 if len(batches) > 1 else 1)
 
     def released() -> None:
@@ -101,7 +117,9 @@ async def _stage(prepared: Prepared, limit: int) -> Future[None]:
 def _begin(prepared: Prepared, job: Job) -> m.Begin:
     files = prepared.files
     blank = [[""] * len(file.units) for file in files]
-    part = part_of(prepared.ranks.rank, prepared.keys, prepared.items, files, blank)
+    part = part_of(
+        prepared.ranks.rank, prepared.keys, prepared.items, files, blank, prepared.reused
+    )
     options = prepared.options
     return m.Begin(
         job.number,
@@ -115,6 +133,7 @@ def _begin(prepared: Prepared, job: Job) -> m.Begin:
         _TIMEOUT_S,
         part,
         [m.NewFile(f.name, f.layout.header, f.layout.starts, f.layout.nbytes) for f in files],
+        prepared.claim is not None,
     )
 
 

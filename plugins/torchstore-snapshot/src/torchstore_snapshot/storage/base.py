@@ -149,3 +149,6 @@ class Storage(Protocol):
 
     def siblings(self) -> Sequence[str]:
         """Return the names of the folders beside this one, and its own if it exists."""
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder if there is nothing in it, and if the storage has empty folders."""

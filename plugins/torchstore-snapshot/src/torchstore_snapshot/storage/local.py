@@ -175,6 +175,10 @@ class LocalStorage:
             return [entry.name for entry in all_ if entry.is_dir()]
         return []
 
+    def remove_if_empty(self) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(self._path)
+
     def _in(self, name: str) -> str:
         return os.path.join(self._path, name)
 

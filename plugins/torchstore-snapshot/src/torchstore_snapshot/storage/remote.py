@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from torchstore_core.errors import ConfigurationError
+from torchstore_snapshot.errors import SnapshotStorageError
 from torchstore_snapshot.storage.base import FileInfo, Writer
 from torchstore_snapshot.storage.multipart import PART, MultipartWriter
 from torchstore_snapshot.storage.naming import code_of, naming
@@ -26,7 +27,8 @@ _S3 = {"s3", "s3a"}
 _S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}
 
 _lock = threading.Lock()
-_known: dict[tuple[int, str, str], tuple[Any, str]] = {}
+_known: dict[tuple[object, ...], Any] = {}
+_KNOWN_MAX = 64
 
 
 class SequentialWriter:
@@ -130,31 +132,33 @@ class RemoteStorage:
         Raises:
             ConfigurationError: no package for URLs like this one is installed.
         """
-        scheme = url.partition("://")[0]
+        scheme, _, rest = url.partition("://")
         fsspec = importlib.import_module("fsspec")
-        options: dict[str, Any] = {"use_listings_cache": False}
-        configured = fsspec.config.conf.get(scheme, {})
-        if scheme in _S3 and "config_kwargs" not in configured:
+        # Instances are kept here, because those that fsspec keeps do not see a changed environment.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if scheme in _S3 and "config_kwargs" not in fsspec.config.conf.get(scheme, {}):
             options["config_kwargs"] = _S3_CONFIG
-        address = os.environ.get("AWS_ENDPOINT_URL", "") if scheme in _S3 else ""
-        identity = (os.getpid(), url, address)
+        host = url if "::" in url else rest.partition("/")[0]
+        identity = (os.getpid(), scheme, host, *_environment(scheme))
         with _lock:
-            found = _known.get(identity)
-            if found is None:
+            fs = _known.get(identity)
+            if fs is None:
                 try:
                     with naming(url):
-                        found = fsspec.core.url_to_fs(url, **options)
-                except (ImportError, ValueError, TypeError) as error:
-                    raise _unknown(url, scheme, error) from error
-                except OSError as error:
+                        fs, _ = fsspec.core.url_to_fs(url, **options)
+                except SnapshotStorageError as error:
                     cause = error.__cause__
                     if isinstance(cause, (ImportError, ValueError, TypeError)):
-                        raise _unknown(url, scheme, cause) from cause
+                        raise ConfigurationError(
+                            f"snapshots cannot be stored at {url!r}: {cause}",
+                            details={"path": url, "scheme": scheme},
+                        ) from cause
                     raise
-                if len(_known) > 64:
+                if len(_known) > _KNOWN_MAX:
                     _known.clear()
-                _known[identity] = found
-        return cls(found[0], found[1], url)
+                _known[identity] = fs
+        root = fsspec.core.url_to_fs(url)[1] if "::" in url else fs._strip_protocol(url)
+        return cls(fs, root, url)
 
     @property
     def url(self) -> str:
@@ -227,6 +231,11 @@ class RemoteStorage:
         folders = self._entries(self._root.rpartition("/")[0])
         return [_last(entry["name"]) for entry in folders if entry["type"] == "directory"]
 
+    def remove_if_empty(self) -> None:
+        if not self._protocols & _WITHOUT_FOLDERS:
+            with contextlib.suppress(OSError, NotImplementedError):
+                self._fs.rmdir(self._root)
+
     def unfinished(self) -> Sequence[FileInfo]:
         """Uploads in parts that were neither completed nor aborted: only S3 is asked for them."""
         return [
@@ -289,11 +298,11 @@ class RemoteStorage:
         return f"{self._root}/{name}"
 
 
-def _unknown(url: str, scheme: str, error: Exception) -> ConfigurationError:
-    return ConfigurationError(
-        f"snapshots cannot be stored at {url!r}: {error}",
-        details={"path": url, "scheme": scheme},
-    )
+def _environment(scheme: str) -> list[str]:
+    """What of the environment decides which server is asked, and as whom."""
+    if scheme not in _S3:
+        return []
+    return sorted(f"{name}={value}" for name, value in os.environ.items() if name[:4] == "AWS_")
 
 
 def _beside(path: str, name: str) -> str:

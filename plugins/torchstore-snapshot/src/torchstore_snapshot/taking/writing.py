@@ -18,7 +18,7 @@ from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
+__all__ = ["OpenFiles", "Source", "bytes_of", "hash_strided", "source_of", "write_files"]
 
 
 _STEP = 1 << 20
@@ -202,7 +202,9 @@ def _write(
     digests[number] = hasher.digest()
 
 
-def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: list[bytes]) -> None:
+def _write_strided(
+    writer: Writer | None, start: int, tensor: torch.Tensor, digests: list[bytes]
+) -> None:
     """Write a tensor through a buffer of about one block."""
     pending = bytearray()
     for rows in _groups_of_rows(tensor):
@@ -215,11 +217,17 @@ def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: li
         _write_block(writer, start, pending, len(pending), digests)
 
 
+def hash_strided(tensor: torch.Tensor, digests: list[bytes]) -> None:
+    """Append the hashes of a tensor's blocks, which are the same as when it is written."""
+    _write_strided(None, 0, tensor, digests)
+
+
 def _write_block(
-    writer: Writer, start: int, pending: bytearray, nbytes: int, digests: list[bytes]
+    writer: Writer | None, start: int, pending: bytearray, nbytes: int, digests: list[bytes]
 ) -> int:
     block = bytes(memoryview(pending)[:nbytes])
-    writer.write(start, block)
+    if writer is not None:
+        writer.write(start, block)
     digests.append(block_hash(block))
     del pending[:nbytes]
     return start + nbytes
