@@ -52,6 +52,7 @@ _NO_CREDENTIALS = [
     ("azure.core.exceptions", "ClientAuthenticationError"),
 ]
 _UNREACHABLE = [
+    ("botocore.exceptions", "ConnectionError"),
     ("botocore.exceptions", "HTTPClientError"),
     ("botocore.exceptions", "IncompleteReadError"),
     ("aiohttp", "ClientConnectionError"),
