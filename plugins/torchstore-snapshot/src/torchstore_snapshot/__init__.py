@@ -22,6 +22,7 @@ from torchstore_snapshot.errors import (
 
 if TYPE_CHECKING:
     from torchstore_snapshot.api.pending import PendingSnapshot
+    from torchstore_snapshot.api.series import Series
     from torchstore_snapshot.api.snapshot import Snapshot
     from torchstore_snapshot.api.stateful import AppState, RNGState, StateDict, Stateful
     from torchstore_snapshot.api.stores import load_into_store, snapshot_store
@@ -36,6 +37,7 @@ __all__ = [
     "PendingSnapshot",
     "RNGState",
     "RankFailedError",
+    "Series",
     "Snapshot",
     "SnapshotAccessError",
     "SnapshotCorruptError",
@@ -59,6 +61,7 @@ _HOMES = {
     "GcReport": "series.gc",
     "PendingSnapshot": "api.pending",
     "RNGState": "api.stateful",
+    "Series": "api.series",
     "Snapshot": "api.snapshot",
     "StateDict": "api.stateful",
     "Stateful": "api.stateful",

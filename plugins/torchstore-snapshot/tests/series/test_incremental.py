@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,14 @@ import pytest
 import torch
 
 import torchstore_core as ts
-from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict, gc
+from torchstore_snapshot import (
+    Series,
+    Snapshot,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StateDict,
+    gc,
+)
 from torchstore_snapshot.series.survey import Place
 from torchstore_snapshot.storage.opening import open_storage
 
@@ -121,3 +130,69 @@ def test_bases_that_cannot_be_used(tmp_path: Path) -> None:
         Snapshot.take(tmp_path / "b/1", {"m": state(count=1)}, base=tmp_path / "a/0")
     assert gc(tmp_path / "a", grace=0).running == ()
     assert Place.at(str(tmp_path / "a")).folder("1").list() == []
+
+
+def test_a_series(place: str) -> None:
+    series = Series(place, keep_last=2)
+    with pytest.raises(SnapshotNotFoundError):
+        series.latest()
+    for step in range(4):
+        series.take(str(step), {"m": state({step: -1.0})})
+    assert series.names() == ["2", "3"]
+    assert stored(f"{place}/3") <= 0.03 * stored(f"{place}/0")
+    assert holds(series.latest().path, state({3: -1.0}))
+    assert gc(place, keep_last=2, grace=0).files == ()
+
+
+def test_a_series_in_the_background(tmp_path: Path) -> None:
+    series = Series(tmp_path, keep_last=1)
+    for step in range(3):
+        taken = series.async_take(str(step), {"m": state({step: -1.0})}).wait(60)
+        assert series.names() == [str(step)]
+        assert holds(taken.path, state({step: -1.0}))
+    with pytest.raises(SnapshotExistsError):
+        series.async_take("2", {"m": state()})
+
+
+def test_collections_beside_takes(tmp_path: Path) -> None:
+    """Two threads take, each referring to what is newest; two collect all the time."""
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def take(first: int) -> None:
+        series = Series(tmp_path)
+        try:
+            for step in range(first, first + 12):
+                try:
+                    taken = series.take(str(step), {"m": state({step: -1.0}, count=20)})
+                except SnapshotNotFoundError:  # the base was dropped before it could be claimed
+                    continue
+                with contextlib.suppress(SnapshotNotFoundError):  # dropped in the meantime
+                    taken.get_manifest()
+        except BaseException as error:
+            failures.append(error)
+
+    def collect() -> None:
+        try:
+            while not stop.is_set():
+                gc(tmp_path, keep_last=2)
+        except BaseException as error:
+            failures.append(error)
+
+    takers = [threading.Thread(target=take, args=(first,)) for first in (0, 50)]
+    collectors = [threading.Thread(target=collect) for _ in range(2)]
+    for thread in takers + collectors:
+        thread.start()
+    for thread in takers:
+        thread.join()
+    stop.set()
+    for thread in collectors:
+        thread.join()
+    assert failures == []
+    names = Series(tmp_path).names()
+    assert names
+    for name in names:
+        assert not Snapshot(tmp_path / name).verify()
+        assert holds(str(tmp_path / name), state({int(name): -1.0}, count=20))
+    gc(tmp_path, keep_last=1, grace=0)
+    assert gc(tmp_path, grace=0).files == ()
