@@ -29,7 +29,6 @@ from torchstore_transports.tcp.moving.widths import Widths
 from torchstore_transports.tcp.wire.authentication import encryption
 from torchstore_transports.tcp.wire.connection import Connection
 from torchstore_transports.tcp.wire.protocol import (
-    UNIT_BYTES,
     VERSION,
     Greeting,
     Offer,
@@ -44,8 +43,6 @@ CHECKSUM = "TORCHSTORE_TCP_CHECKSUM"
 
 # What a cancelled write waits for, so that its outcome is certain.
 _SETTLE_S = 0.5
-# Below this, another unit costs more than a second stream gains.
-_UNIT_LEAST = 1 << 20
 
 
 class TcpLink(Link):
@@ -97,11 +94,8 @@ class TcpLink(Link):
         nbytes = sum([copy.nbytes * copy.rows for copy in copies])
         widths = self._writes if write else self._reads
         width = widths.choose(nbytes)
-        unit_bytes = max(_UNIT_LEAST, min(UNIT_BYTES, nbytes // (2 * width)))
         began = time.perf_counter()
-        transfer = self._streams.start(
-            copies, write=write, nbytes=nbytes, unit_bytes=unit_bytes, width=width
-        )
+        transfer = self._streams.start(copies, write=write, nbytes=nbytes, width=width)
         try:
             await self._ended(transfer)
             if transfer.error is None and self._streams.alone:

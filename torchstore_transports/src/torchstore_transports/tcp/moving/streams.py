@@ -35,11 +35,12 @@ STREAMS_MAX = 8
 # many that no stream still has a queue when the others have nothing left to do.
 _DEPTH = 8
 _DEPTH_AT_END = 2
+_AHEAD_BYTES = 64 << 20
 # But only so many bytes of them: a server that is sending an answer does not read, and then the
 # requests must fit into the buffers of its socket.
 _DEPTH_BYTES = 48 << 10
-# Units that a stream moves before it looks whether another transfer is waiting.
-_QUANTUM = 16
+# Bytes that a stream moves before it looks whether another transfer is waiting.
+_QUANTUM = 64 << 20
 _IDLE_S = 10.0
 
 
@@ -69,9 +70,7 @@ class Streams:
             self._connections.add(connection)
             self._idle.append(connection)
 
-    def start(
-        self, copies: Sequence[Copy], *, write: bool, nbytes: int, unit_bytes: int, width: int
-    ) -> Transfer:
+    def start(self, copies: Sequence[Copy], *, write: bool, nbytes: int, width: int) -> Transfer:
         """Begin to move a batch. To be called on the event loop that waits for it.
 
         Raises:
@@ -80,14 +79,7 @@ class Streams:
         with self._lock:
             if self._closed:
                 raise TransportError("the link is closed")
-            transfer = Transfer(
-                copies,
-                write=write,
-                nbytes=nbytes,
-                unit_bytes=unit_bytes,
-                width=width,
-                lock=self._lock,
-            )
+            transfer = Transfer(copies, write=write, nbytes=nbytes, width=width, lock=self._lock)
             if not transfer.wanting:
                 return transfer
             self._transfers.append(transfer)
@@ -223,16 +215,19 @@ class Streams:
 
     def _move(self, transfer: Transfer, connection: Connection) -> None:
         in_flight: deque[Unit] = deque()
-        waiting = turn = 0
+        waiting = ahead = turn = 0
         while True:
             depth = min(_DEPTH, max(_DEPTH_AT_END, transfer.share))
             while len(in_flight) < depth and (transfer.write or waiting < _DEPTH_BYTES):
+                if ahead >= _AHEAD_BYTES and len(in_flight) >= _DEPTH_AT_END:
+                    break
                 if turn >= _QUANTUM and self._others_wait(transfer):
                     break
                 unit = transfer.take(connection)
                 if unit is None:
                     break
-                turn += 1
+                turn += unit.nbytes
+                ahead += unit.nbytes
                 in_flight.append(unit)
                 waiting += len(unit.extents)
                 self._ask(connection, unit, write=transfer.write)
@@ -243,6 +238,7 @@ class Streams:
             transfer.moved(unit)
             in_flight.popleft()
             waiting -= len(unit.extents)
+            ahead -= unit.nbytes
 
     def _others_wait(self, transfer: Transfer) -> bool:
         with self._lock:

@@ -11,8 +11,12 @@ from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
 from torchstore_transports.tcp.moving.units import Unit, cut
 from torchstore_transports.tcp.wire.connection import Connection
+from torchstore_transports.tcp.wire.protocol import READ_BYTES, WRITE_BYTES
 
 __all__ = ["Transfer"]
+
+# Below this, another unit costs more than a second stream gains.
+_UNIT_LEAST = 1 << 20
 
 
 class Transfer:
@@ -23,7 +27,6 @@ class Transfer:
 
     Args:
         nbytes: of all copies.
-        unit_bytes: size of its units.
         width: the number of streams that may work on it.
         lock: of everything that changes; shared by all transfers of a link.
     """
@@ -34,7 +37,6 @@ class Transfer:
         *,
         write: bool,
         nbytes: int,
-        unit_bytes: int,
         width: int,
         lock: threading.Condition,
     ) -> None:
@@ -46,9 +48,9 @@ class Transfer:
         self.error: BaseException | None = None
         #: Whether a unit has been taken at all.
         self.began = False
-        self._unit_bytes = unit_bytes
+        self._unit_bytes = WRITE_BYTES if write else READ_BYTES
         self._left = nbytes
-        self._units = cut(copies, unit_bytes)
+        self._units = cut(copies, self._next_bytes)
         self._next: Unit | None = next(self._units, None)
         self._taken = 0  # copies that are complete once all taken units have arrived
         self._in_flight: Counter[int] = Counter()  # by first copy
@@ -75,6 +77,12 @@ class Transfer:
     def share(self) -> int:
         """How many of the units that are left each stream will move, about."""
         return self._left // self._unit_bytes // self.width
+
+    def _next_bytes(self) -> int:
+        """The size of the next unit: less and less towards the end, so that all streams end at the
+        same time.
+        """
+        return max(_UNIT_LEAST, min(self._unit_bytes, self._left // (2 * self.width)))
 
     def take(self, connection: Connection) -> Unit | None:
         """The next unit, to be moved over ``connection``; None if there is none."""

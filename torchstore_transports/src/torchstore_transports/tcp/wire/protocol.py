@@ -26,12 +26,13 @@ __all__ = [
     "FAILED",
     "OK",
     "READ",
+    "READ_BYTES",
     "REQUEST",
     "REQUEST_BYTES_MAX",
     "TEXT_MAX",
-    "UNIT_BYTES",
     "VERSION",
     "WRITE",
+    "WRITE_BYTES",
     "Endpoint",
     "Extent",
     "Greeting",
@@ -48,8 +49,12 @@ T = TypeVar("T")
 #: Of everything in this module. Halves of different versions do not talk to each other.
 VERSION = 1
 
-#: Largest number of bytes that a client asks for, or sends, with one request.
-UNIT_BYTES = 4 << 20
+#: Largest number of bytes that a client asks for with one request. Each costs about 75 µs that the
+#: stream does not receive in; an answer can be ended at any byte.
+READ_BYTES = 16 << 20
+#: Largest number of bytes that a client sends with one request. A cancelled write waits for those
+#: that have been begun.
+WRITE_BYTES = 8 << 20
 #: Largest number of bytes that a server accepts to be asked for with one request.
 REQUEST_BYTES_MAX = 64 << 20
 #: Largest number of extents of a request.
