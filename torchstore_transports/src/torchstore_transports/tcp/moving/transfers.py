@@ -17,6 +17,8 @@ __all__ = ["Transfer"]
 
 # Below this, another unit costs more than a second stream gains.
 _UNIT_LEAST = 1 << 20
+# How many units each stream of a small batch moves.
+_UNITS = 8
 
 
 class Transfer:
@@ -48,7 +50,8 @@ class Transfer:
         self.error: BaseException | None = None
         #: Whether a unit has been taken at all.
         self.began = False
-        self._unit_bytes = WRITE_BYTES if write else READ_BYTES
+        most = WRITE_BYTES if write else READ_BYTES
+        self._unit_bytes = max(_UNIT_LEAST, min(most, nbytes // (_UNITS * width)))
         self._left = nbytes
         self._units = cut(copies, self._next_bytes)
         self._next: Unit | None = next(self._units, None)
@@ -79,10 +82,13 @@ class Transfer:
         return self._left // self._unit_bytes // self.width
 
     def _next_bytes(self) -> int:
-        """The size of the next unit: less and less towards the end, so that all streams end at the
-        same time.
+        """The size of the next unit: less towards the end, so that all streams end at about the
+        same time, but not much less, because each may cost a round trip.
         """
-        return max(_UNIT_LEAST, min(self._unit_bytes, self._left // (2 * self.width)))
+        if self.width == 1:
+            return self._unit_bytes
+        least = max(_UNIT_LEAST, self._unit_bytes // 4)
+        return max(least, min(self._unit_bytes, self._left // (2 * self.width)))
 
     def take(self, connection: Connection) -> Unit | None:
         """The next unit, to be moved over ``connection``; None if there is none."""
