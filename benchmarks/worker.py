@@ -11,8 +11,8 @@ from measured.checkpoints import Checkpoints
 from measured.dicts import Dicts
 from measured.jobs import Job
 from measured.mapped import MappedTensors
+from measured.network.loopback import OverNetwork
 from measured.several_volumes import SeveralVolumes
-from measured.sockets import OverNetwork
 
 from torchstore_cli.bench.worker_main import Stores, serve, standard_commands
 
