@@ -24,6 +24,7 @@ from torchstore_core.testing.networks import Network, two_networks
 _SETTLING = 10
 _WORKER = Path(__file__).parents[1] / "worker.py"
 _TRANSPORTS = ("tcp", "monarch-rpc")
+_NAME = "small"
 _SMALL = 1024
 _CALLS = 40
 
@@ -89,9 +90,12 @@ def _between_networks(bench: Bench) -> list[Metric]:
     network namespaces cannot be made.
     """
     try:
-        with two_networks() as (there, here):
-            with _worker(bench, "publisher", there) as source, _worker(bench, "reader", here) as to:
-                return _resharded(bench, source, to, there)
+        with (
+            two_networks() as (there, here),
+            _worker(bench, "publisher", there) as source,
+            _worker(bench, "reader", here) as target,
+        ):
+            return _resharded(bench, source, target, there)
     except pytest.skip.Exception as reason:
         bench.facts["networks"] = str(reason)
         return []
@@ -157,10 +161,14 @@ def _in_job(bench: Bench) -> list[Metric]:
         root.call(
             "job.open", mesh="hosts", transport=name, store_name=name, capacity=bench.capacity
         )
-    metrics = [*_by_transports(bench, actor), _small(bench, actor)]
+    metrics = _by_transports(bench, actor)
     actor.call("far.close", stores=_TRANSPORTS)
     for name in _TRANSPORTS:
         root.call("job.close", store_name=name)
+    root.call("job.open", mesh="hosts", store_name=_NAME, capacity=64 * MIB)
+    metrics.append(_small(bench, actor))
+    actor.call("far.close", stores=[_NAME])
+    root.call("job.close", store_name=_NAME)
     bench.workers.drop("job-hosts")
     return metrics
 
@@ -187,14 +195,13 @@ def _by_transports(bench: Bench, actor: Actor) -> list[Metric]:
 
 
 def _small(bench: Bench, actor: Actor) -> Metric:
-    store = _TRANSPORTS[0]
-    actor.call("far.put_small", store=store, nbytes=_SMALL)
+    actor.call("far.put_small", store=_NAME, nbytes=_SMALL)
     rounds: list[tuple[float, float]] = []
     total = bench.warm_ups + 3 * bench.repeat
     for turn in range(total):
         bench.progress(turn, total, "1 KB of another host, bare calls")
         bare = actor.call("other_hosts.bare", count=_CALLS, nbytes=_SMALL)
-        got = actor.call("far.get_small", store=store, count=_CALLS)
+        got = actor.call("far.get_small", store=_NAME, count=_CALLS)
         bench.check(got, "1 KB of another host")
         if turn >= bench.warm_ups:
             rounds.append((statistics.median(got["times"]), statistics.median(bare)))

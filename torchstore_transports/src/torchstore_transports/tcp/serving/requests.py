@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from torchstore_core.contracts.transport import Segment
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_transports.tcp.wire.connection import Connection
-from torchstore_transports.tcp.wire.memory import Incoming, Piece, outgoing
+from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
 from torchstore_transports.tcp.wire.protocol import (
     ANSWER,
     EXTENT,
@@ -119,26 +120,30 @@ def _received(connection: Connection, head: memoryview, segments: Segments) -> _
 
 
 def _write(connection: Connection, request: _Request, segments: Segments) -> None:
-    incoming = Incoming(segments.pieces(request.extents))
-    connection.receive(incoming.views)
-    if request.checked and checksum(incoming.views) != request.crc:
+    crc = 0
+    for views in incoming(segments.pieces(request.extents)):
+        connection.receive(views)
+        if request.checked:
+            crc = checksum(views, crc)
+    if request.checked and crc != request.crc:
         raise ProtocolError("bytes were damaged on their way: their checksum is wrong")
-    incoming.place()
     connection.send([memoryview(ANSWER.pack(OK, 0, 0, 0, 0))])
 
 
 def _read(connection: Connection, request: _Request, segments: Segments) -> None:
     crc = 0
     if request.checked:
-        crc = checksum(outgoing(segments.pieces(request.extents)))
-    small = [memoryview(ANSWER.pack(OK, request.checked, 0, crc, request.nbytes))]
-    for extent in request.extents:
-        if extent.nbytes < _SEND_FILE or connection.copies:
-            small += outgoing(segments.pieces([extent]))
+        for views in outgoing(segments.pieces(request.extents)):
+            crc = checksum(views, crc)
+    head = memoryview(ANSWER.pack(OK, request.checked, 0, crc, request.nbytes))
+    connection.send([head], more=bool(request.extents))
+    for copied, extents in groupby(
+        request.extents, lambda one: connection.copies or one.nbytes < _SEND_FILE
+    ):
+        if copied:
+            for views in outgoing(segments.pieces(extents)):
+                connection.send(views)
             continue
-        connection.send(small, more=True)
-        small = []
-        fd = segments.fd(extent.segment)
-        for row in range(extent.rows):
-            connection.send_file(fd, extent.offset + row * extent.step, extent.nbytes)
-    connection.send(small)
+        for segment, offset, nbytes, rows, step in extents:
+            for row in range(rows):
+                connection.send_file(segments.fd(segment), offset + row * step, nbytes)

@@ -132,9 +132,8 @@ def decode(data: bytes, kind: type[T], what: str) -> T:
         raise TransportUnavailableError(f"not {what} of tcp: {error}") from error
 
 
-def checksum(parts: Iterable[memoryview]) -> int:
-    """The CRC-32 of all parts, one after the other."""
-    crc = 0
+def checksum(parts: Iterable[memoryview], crc: int = 0) -> int:
+    """The CRC-32 of all parts, one after the other, after bytes that have the CRC-32 ``crc``."""
     for part in parts:
         crc = zlib.crc32(part, crc)
     return crc
