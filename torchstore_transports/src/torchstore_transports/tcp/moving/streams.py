@@ -13,7 +13,7 @@ from torchstore_core.errors import TransportError
 from torchstore_transports.tcp.moving.transfers import Transfer
 from torchstore_transports.tcp.moving.units import Unit
 from torchstore_transports.tcp.wire.connection import Connection
-from torchstore_transports.tcp.wire.memory import receive, send
+from torchstore_transports.tcp.wire.memory import incoming, outgoing
 from torchstore_transports.tcp.wire.protocol import (
     ANSWER,
     EXTENT,
@@ -22,6 +22,7 @@ from torchstore_transports.tcp.wire.protocol import (
     REQUEST,
     TEXT_MAX,
     WRITE,
+    checksum,
 )
 
 __all__ = ["STREAMS_MAX", "Streams"]
@@ -244,13 +245,17 @@ class Streams:
             return any(one.wanting and not one.streams for one in self._transfers)
 
     def _ask(self, connection: Connection, unit: Unit, *, write: bool) -> None:
-        crc = send(connection, unit.pieces, check=True) if write and self._checked else 0
+        crc = 0
+        if write and self._checked:
+            for views in outgoing(unit.pieces):
+                crc = checksum(views, crc)
         operation = WRITE if write else READ
         count = len(unit.extents) // EXTENT.size
         header = REQUEST.pack(operation, self._checked, 0, count, unit.nbytes, crc)
         connection.send([memoryview(header + unit.extents)], more=write)
         if write:
-            send(connection, unit.pieces)
+            for views in outgoing(unit.pieces):
+                connection.send(views)
 
     def _settle(self, connection: Connection, unit: Unit, *, write: bool) -> None:
         head = bytearray(ANSWER.size)
@@ -264,7 +269,12 @@ class Streams:
             raise TransportError(f"the volume answers {unit.nbytes} bytes with {nbytes}")
         if write:
             return
-        if receive(connection, unit.pieces, check=bool(checked)) != crc and checked:
+        made = 0
+        for views in incoming(unit.pieces):
+            connection.receive(views)
+            if checked:
+                made = checksum(views, made)
+        if checked and made != crc:
             raise TransportError("bytes were damaged on their way: their checksum is wrong")
 
     # ---- the lock is held -----------------------------------------------------------------

@@ -11,7 +11,7 @@ from torchstore_core.contracts.transport import Segment
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_transports.tcp.wire.connection import Connection
-from torchstore_transports.tcp.wire.memory import Piece, receive, send
+from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
 from torchstore_transports.tcp.wire.protocol import (
     ANSWER,
     EXTENT,
@@ -25,6 +25,7 @@ from torchstore_transports.tcp.wire.protocol import (
     WRITE,
     Extent,
     check_extents,
+    checksum,
     extents_of,
 )
 
@@ -119,7 +120,11 @@ def _received(connection: Connection, head: memoryview, segments: Segments) -> _
 
 
 def _write(connection: Connection, request: _Request, segments: Segments) -> None:
-    crc = receive(connection, segments.pieces(request.extents), check=request.checked)
+    crc = 0
+    for views in incoming(segments.pieces(request.extents)):
+        connection.receive(views)
+        if request.checked:
+            crc = checksum(views, crc)
     if request.checked and crc != request.crc:
         raise ProtocolError("bytes were damaged on their way: their checksum is wrong")
     connection.send([memoryview(ANSWER.pack(OK, 0, 0, 0, 0))])
@@ -128,14 +133,16 @@ def _write(connection: Connection, request: _Request, segments: Segments) -> Non
 def _read(connection: Connection, request: _Request, segments: Segments) -> None:
     crc = 0
     if request.checked:
-        crc = send(connection, segments.pieces(request.extents), check=True)
+        for views in outgoing(segments.pieces(request.extents)):
+            crc = checksum(views, crc)
     head = memoryview(ANSWER.pack(OK, request.checked, 0, crc, request.nbytes))
     connection.send([head], more=bool(request.extents))
     for copied, extents in groupby(
         request.extents, lambda one: connection.copies or one.nbytes < _SEND_FILE
     ):
         if copied:
-            send(connection, segments.pieces(extents))
+            for views in outgoing(segments.pieces(extents)):
+                connection.send(views)
             continue
         for segment, offset, nbytes, rows, step in extents:
             for row in range(rows):

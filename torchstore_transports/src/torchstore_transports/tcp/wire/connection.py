@@ -16,8 +16,6 @@ import threading
 from collections.abc import Iterable
 from itertools import islice
 
-from torchstore_transports.tcp.wire.scattered import ROWS_MAX, memory, receive_rows, send_rows
-
 __all__ = ["STALL_S", "Connection", "tune"]
 
 #: A connection is given up when its peer takes or gives no byte for so many seconds.
@@ -95,23 +93,6 @@ class Connection:
             else:
                 self._receive_batch(batch)
 
-    def receive_rows(self, address: int, nbytes: int, rows: int, stride: int) -> None:
-        """Fill ``rows`` rows of ``nbytes`` bytes, the starts of which are ``stride`` bytes apart.
-        Not with TLS.
-        """
-        while rows:
-            try:
-                fd = self._socket.fileno()
-                got = receive_rows(fd, address, nbytes, rows, stride, socket.MSG_WAITALL)
-            except BlockingIOError as error:
-                raise _stalled() from error
-            self._check(got)
-            whole, part = divmod(got, nbytes)
-            address, rows = address + whole * stride, rows - whole
-            if part:
-                self._receive_one(memory(address + part, nbytes - part))
-                address, rows = address + stride, rows - 1
-
     def drain(self, most: int) -> None:
         """Receive and forget, until the peer has ended the connection or ``most`` bytes came."""
         scratch = memoryview(bytearray(64 << 10))
@@ -185,20 +166,6 @@ class Connection:
             self._socket.sendall(view)
         if joined:
             self._socket.sendall(joined)
-
-    def send_rows(self, address: int, nbytes: int, rows: int, stride: int) -> None:
-        """Send rows as :meth:`receive_rows` receives them. Not with TLS."""
-        while rows:
-            more = socket.MSG_MORE if rows > ROWS_MAX else 0
-            try:
-                sent = send_rows(self._socket.fileno(), address, nbytes, rows, stride, more)
-            except BlockingIOError as error:
-                raise _stalled() from error
-            whole, part = divmod(sent, nbytes)
-            address, rows = address + whole * stride, rows - whole
-            if part:
-                self.send([memory(address + part, nbytes - part)], more=rows > 1)
-                address, rows = address + stride, rows - 1
 
     def send_file(self, fd: int, offset: int, nbytes: int) -> None:
         """Send a range of a file without copying it into this process. Not with TLS."""

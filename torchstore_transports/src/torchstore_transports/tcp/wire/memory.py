@@ -13,21 +13,20 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torchstore_core.machine.copying import Grid, copy_grids
-from torchstore_transports.tcp.wire.connection import Connection
-from torchstore_transports.tcp.wire.protocol import checksum
-from torchstore_transports.tcp.wire.scattered import memory
 
-__all__ = ["Piece", "receive", "send"]
+__all__ = ["Piece", "incoming", "outgoing"]
 
-# Rows of fewer bytes are packed, and those of a few more where each needs an object.
-_SHORT = 2048
-_PACKED = 2 << 10
-# Fewer bytes of rows are not worth a system call of their own.
-_WORTH_A_CALL = 64 << 10
+# Rows of fewer bytes are packed.
+_SHORT = 2 << 10
 # Bytes of the buffer for that. Each thread has one.
 _BUFFER = 512 << 10
 # Most views at once: as many as the kernel takes with one call.
 _VIEWS = 1024
+
+#: All memory of this process; a slice of it is a view of the memory at those addresses. Slicing
+#: takes a tenth of the time that making an array type for every length does.
+_MEMORY = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+
 
 _here = threading.local()
 
@@ -41,87 +40,55 @@ class Piece(NamedTuple):
     stride: int
 
 
-def send(connection: Connection, pieces: Iterable[Piece], *, check: bool = False) -> int:
-    """Send the bytes of the pieces, in order.
-
-    Args:
-        check: do not send, but return the CRC-32 of what would be sent.
-
-    Raises:
-        OSError: see :class:`Connection`.
+def outgoing(pieces: Iterable[Piece]) -> Iterator[list[memoryview]]:
+    """Yield the bytes of the pieces, in order, as lists of buffers to send. Each list is only valid
+    until the next one is requested, and only in the calling thread.
     """
-    crc = 0
-    for part in _parts(pieces, whole_rows=not (check or connection.encrypted)):
-        if isinstance(part, Piece):
-            connection.send_rows(*part)
-            continue
-        views, grids = part
+    for views, grids in _parts(pieces):
         if grids:
             copy_grids(grids, stream=False)
-        if check:
-            crc = checksum(views, crc)
-        else:
-            connection.send(views)
-    return crc
+        yield views
 
 
-def receive(connection: Connection, pieces: Iterable[Piece], *, check: bool = False) -> int:
-    """Receive the bytes of the pieces, in order, into their places.
-
-    Args:
-        check: return the CRC-32 of what has come.
-
-    Raises:
-        OSError: see :class:`Connection`.
+def incoming(pieces: Iterable[Piece]) -> Iterator[list[memoryview]]:
+    """Yield lists of buffers, to be filled in order with the bytes of the pieces. What does not lie
+    in its place yet is put there when the next list is requested, so request until the end.
     """
-    crc = 0
-    for part in _parts(pieces, whole_rows=not (check or connection.encrypted)):
-        if isinstance(part, Piece):
-            connection.receive_rows(*part)
-            continue
-        views, grids = part
-        connection.receive(views)
-        if check:
-            crc = checksum(views, crc)
+    for views, grids in _parts(pieces):
+        yield views
         if grids:
-            back = [(to, of, n, rows, step, dense) for of, to, n, rows, dense, step in grids]
-            copy_grids(back, stream=True)
-    return crc
+            swapped = [
+                (to, of, nbytes, rows, step, dense) for of, to, nbytes, rows, dense, step in grids
+            ]
+            copy_grids(swapped, stream=False)
 
 
-def _parts(
-    pieces: Iterable[Piece], *, whole_rows: bool
-) -> Iterator[Piece | tuple[list[memoryview], list[Grid]]]:
-    """Cut pieces into those whose rows the kernel is told of (``whole_rows``), and views of all
-    others, with those copies of rows into the buffer that the views need.
-    """
+def _parts(pieces: Iterable[Piece]) -> Iterator[tuple[list[memoryview], list[Grid]]]:
+    """Views of the pieces, and those copies of rows into the buffer that they need."""
     views: list[memoryview] = []
     grids: list[Grid] = []
     used = 0
-    for piece in pieces:
-        address, nbytes, rows, stride = piece
-        if whole_rows and rows > 1 and nbytes >= _SHORT and nbytes * rows >= _WORTH_A_CALL:
-            if views:
-                yield views, grids
-                views, grids, used = [], [], 0
-            yield piece
-            continue
-        done = 0
-        while done < rows:
-            packed = rows > 1 and nbytes < _PACKED
-            some = min(rows - done, (_BUFFER - used) // nbytes if packed else 1)
-            if not some or len(views) >= _VIEWS:
-                yield views, grids
-                views, grids, used = [], [], 0
-                continue
-            start = address + done * stride
-            if packed:
+    for address, nbytes, rows, stride in pieces:
+        if rows > 1 and nbytes < _SHORT:
+            done = 0
+            while done < rows:
+                some = min(rows - done, (_BUFFER - used) // nbytes)
+                if not some or len(views) >= _VIEWS:
+                    yield views, grids
+                    views, grids, used = [], [], 0
+                    continue
                 at = _buffer() + used
-                grids.append((at, start, nbytes, some, nbytes, stride))
-                start = at
+                grids.append((at, address + done * stride, nbytes, some, nbytes, stride))
+                views.append(_MEMORY[at : at + some * nbytes])
                 used += some * nbytes
-            views.append(memory(start, some * nbytes))
-            done += some
+                done += some
+            continue
+        for row in range(rows):
+            if len(views) >= _VIEWS:
+                yield views, grids
+                views, grids, used = [], [], 0
+            start = address + row * stride
+            views.append(_MEMORY[start : start + nbytes])
     if views:
         yield views, grids
 
