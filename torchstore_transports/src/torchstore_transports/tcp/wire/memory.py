@@ -19,7 +19,7 @@ __all__ = ["Piece", "incoming", "outgoing"]
 # Rows of fewer bytes are packed.
 _SHORT = 2 << 10
 # Bytes of the buffer for that. Each thread has one.
-_BUFFER = 512 << 10
+_BUFFER = 256 << 10
 # Most views at once: as many as the kernel takes with one call.
 _VIEWS = 1024
 
