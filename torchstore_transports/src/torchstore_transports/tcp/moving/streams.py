@@ -70,7 +70,9 @@ class Streams:
             self._connections.add(connection)
             self._idle.append(connection)
 
-    def start(self, copies: Sequence[Copy], *, write: bool, nbytes: int, width: int) -> Transfer:
+    def start(
+        self, copies: Sequence[Copy], *, write: bool, nbytes: int, width: int, volume: int
+    ) -> Transfer:
         """Begin to move a batch. To be called on the event loop that waits for it.
 
         Raises:
@@ -79,7 +81,9 @@ class Streams:
         with self._lock:
             if self._closed:
                 raise TransportError("the link is closed")
-            transfer = Transfer(copies, write=write, nbytes=nbytes, width=width, lock=self._lock)
+            transfer = Transfer(
+                copies, write=write, nbytes=nbytes, width=width, volume=volume, lock=self._lock
+            )
             if not transfer.wanting:
                 return transfer
             self._transfers.append(transfer)
@@ -95,6 +99,11 @@ class Streams:
         with self._lock:
             if transfer in self._transfers:
                 self._transfers.remove(transfer)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection."""
+        return bool(self._connections)
 
     @property
     def alone(self) -> bool:
@@ -230,7 +239,7 @@ class Streams:
                 ahead += unit.nbytes
                 in_flight.append(unit)
                 waiting += len(unit.extents)
-                self._ask(connection, unit, write=transfer.write)
+                self._ask(connection, unit, transfer.volume, write=transfer.write)
             if not in_flight:
                 return
             unit = in_flight[0]
@@ -244,14 +253,14 @@ class Streams:
         with self._lock:
             return any(one.wanting and not one.streams for one in self._transfers)
 
-    def _ask(self, connection: Connection, unit: Unit, *, write: bool) -> None:
+    def _ask(self, connection: Connection, unit: Unit, volume: int, *, write: bool) -> None:
         crc = 0
         if write and self._checked:
             for views in outgoing(unit.pieces):
                 crc = checksum(views, crc)
         operation = WRITE if write else READ
         count = len(unit.extents) // EXTENT.size
-        header = REQUEST.pack(operation, self._checked, 0, count, unit.nbytes, crc)
+        header = REQUEST.pack(operation, self._checked, volume, count, unit.nbytes, crc)
         connection.send([memoryview(header + unit.extents)], more=write)
         if write:
             for views in outgoing(unit.pieces):

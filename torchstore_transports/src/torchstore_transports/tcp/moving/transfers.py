@@ -30,6 +30,7 @@ class Transfer:
     Args:
         nbytes: of all copies.
         width: the number of streams that may work on it.
+        volume: the number of the volume, of which requests say what they want.
         lock: of everything that changes; shared by all transfers of a link.
     """
 
@@ -40,10 +41,12 @@ class Transfer:
         write: bool,
         nbytes: int,
         width: int,
+        volume: int,
         lock: threading.Condition,
     ) -> None:
         self.write = write
         self.width = width
+        self.volume = volume
         #: Streams that are at work on it, or about to be.
         self.streams = 0
         #: Why not everything has been moved.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import NamedTuple
 
@@ -81,8 +82,12 @@ class Segments:
             unmap(address, self.sizes[segment])
 
 
-def serve(connection: Connection, segments: Segments) -> None:
+def serve(connection: Connection, using: Callable[[int], AbstractContextManager[Segments]]) -> None:
     """Answer requests until the client closes the connection.
+
+    Args:
+        using: entered with the number of a volume while bytes of it move; raises ProtocolError if
+            the client has not been let in to it.
 
     Raises:
         OSError: the connection has broken, or was shut.
@@ -90,11 +95,12 @@ def serve(connection: Connection, segments: Segments) -> None:
     head = memoryview(bytearray(REQUEST.size))
     while connection.receive_first(head):
         try:
-            request = _received(connection, head, segments)
-            if request.write:
-                _write(connection, request, segments)
-            else:
-                _read(connection, request, segments)
+            with using(REQUEST.unpack(head)[2]) as segments:
+                request = _received(connection, head, segments)
+                if request.write:
+                    _write(connection, request, segments)
+                else:
+                    _read(connection, request, segments)
         except ProtocolError as error:
             text = error.message.encode()[:TEXT_MAX]
             connection.send([memoryview(ANSWER.pack(FAILED, 0, 0, 0, len(text)) + text)])
