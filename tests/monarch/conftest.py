@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 from tests.monarch import acts
 from tests.monarch.jobs import Job
+
+from torchstore_core.testing.networks import Network, two_networks
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,6 @@ def job_store(job: Job) -> Job:
     return job
 
 
-# Each process of the tests has a network of its own.
-_NETWORK = f"10.213.{os.getpid() % 250}"
 CARRIERS = (
     "monarch-rpc",
     pytest.param("tcp", marks=pytest.mark.soak),
@@ -63,56 +60,25 @@ def carrier(hosts_store: Job, request: pytest.FixtureRequest) -> str:
     return str(request.node.callspec.params["hosts_store"]).partition(" ")[0]
 
 
-def _ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-
-
-def _make(*words: str) -> None:
-    done = _ip(*words)
-    if "not permitted" in done.stderr:
-        pytest.skip(f"network namespaces are not permitted here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def spaces() -> Iterator[tuple[Network, Network]]:
+    """Two namespaces; this one is at the other end of both cables."""
+    with two_networks(here=True) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
-def spaces() -> Iterator[list[tuple[str, str]]]:
-    """Two namespaces, each with its address; this one is at the other end of both cables."""
-    if shutil.which("ip") is None:
-        pytest.skip("iproute2 is not installed")
-    made: list[tuple[str, str]] = []
-    tag = f"{os.getpid() % 100_000}"
-    try:
-        _make("link", "add", f"tsb{tag}", "type", "bridge")
-        _make("addr", "add", f"{_NETWORK}.1/24", "dev", f"tsb{tag}")
-        _make("link", "set", f"tsb{tag}", "up")
-        for number in (0, 1):
-            space, cable, address = f"ts{tag}n{number}", f"ts{tag}v{number}", 2 + number
-            _make("netns", "add", space)
-            made.append((space, f"{_NETWORK}.{address}"))
-            _make("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
-            _make("link", "set", cable, "master", f"tsb{tag}", "up")
-            inside = ("netns", "exec", space, "ip")
-            _make(*inside, "addr", "add", f"{_NETWORK}.{address}/24", "dev", "eth0")
-            _make(*inside, "link", "set", "eth0", "up")
-            _make(*inside, "link", "set", "lo", "up")
-        yield made
-    finally:
-        for space, _ in made:
-            _ip("netns", "delete", space)  # its end of the cable goes with it, and so the other
-        _ip("link", "delete", f"tsb{tag}")
-
-
-@pytest.fixture(scope="module")
-def apart(spaces: list[tuple[str, str]]) -> Iterator[Job]:
+def apart(spaces: tuple[Network, Network]) -> Iterator[Job]:
     """A job over both; the root is in this namespace."""
     # For process groups of the tests' own: the hosts' names are not those of their addresses.
     gloo = ("env", "GLOO_SOCKET_IFNAME=eth0")
-    wrappers = [["ip", "netns", "exec", space, *gloo] for space, _ in spaces]
-    addresses = [f"tcp://{address}:26600" for _, address in spaces]
+    wrappers = [[*space.wrapper, *gloo] for space in spaces]
+    addresses = [f"tcp://{space.address}:26600" for space in spaces]
+    network = spaces[0].address.rpartition(".")[0]
     with Job(
         workers=1,
         wrappers=wrappers,
         addresses=addresses,
-        transport=f"tcp://{_NETWORK}.1:26600",
+        transport=f"tcp://{network}.1:26600",
     ) as made:
         yield made

@@ -22,18 +22,22 @@ from tests.monarch import acts
 from tests.monarch.jobs import Job, python_path, running
 from tests.support import until
 
+from torchstore_core.testing.networks import Network
+
 MB = 1 << 20
 
 
 @pytest.mark.parametrize("own", [pytest.param("its address", marks=pytest.mark.soak), "127.0.1.1"])
-async def test_ranks_over_networks(spaces: list[tuple[str, str]], tmp_path: Path, own: str) -> None:
+async def test_ranks_over_networks(
+    spaces: tuple[Network, Network], tmp_path: Path, own: str
+) -> None:
     """``initialize_spmd``; some hosts take their own name for an address of the loopback."""
-    master = spaces[0][1]
+    master = spaces[0].address
     mark = f"TORCHSTORE_TEST_JOB={os.urandom(8).hex()}"
     base = Path(tempfile.mkdtemp(prefix="ts-net-", dir="/tmp"))  # short, for sockets
     ranks = []
     try:
-        for rank, (space, _) in enumerate(spaces):
+        for rank, space in enumerate(spaces):
             names = tmp_path / f"hosts{rank}"
             first = own if rank == 0 and own.startswith("127.") else master
             names.write_text(f"127.0.0.1 localhost\n{first} rank-0-host\n")
@@ -51,7 +55,7 @@ async def test_ranks_over_networks(spaces: list[tuple[str, str]], tmp_path: Path
             ranks.append(
                 subprocess.Popen(
                     [
-                        *("ip", "netns", "exec", space, "unshare", "-m", "sh", "-c"),
+                        *(*space.wrapper, "unshare", "-m", "sh", "-c"),
                         'mount --bind "$0" /etc/hosts && exec "$@"',
                         *(str(names), "env", mark, *(f"{k}={v}" for k, v in variables.items())),
                         *(sys.executable, str(Path(__file__).with_name("spmd_rank.py"))),

@@ -41,25 +41,46 @@ def _ip(*words: str) -> str:
 
 
 def _make(*words: str) -> None:
-    if failed := _ip(*words):
-        pytest.skip(f"network namespaces cannot be made here: {failed}")
+    failed = _ip(*words)
+    if "not permitted" in failed:
+        pytest.skip(f"network namespaces may not be made here: {failed}")
+    if failed:
+        pytest.fail(f"ip {' '.join(words)}: {failed}")
 
 
 @contextlib.contextmanager
-def two_networks() -> Iterator[tuple[Network, Network]]:
+def two_networks(*, here: bool = False) -> Iterator[tuple[Network, Network]]:
     """Two namespaces, joined by a cable; nothing else leads from one to the other.
 
-    Skips the test, and says why, where they cannot be made.
+    ``here``: this process's own namespace is joined to them as well, as ``.1`` of their network.
+
+    Skips the test where namespaces may not be made, and says why.
     """
     if shutil.which("ip") is None:
         pytest.skip("network namespaces cannot be made here: there is no `ip` (iproute2)")
+    # No two calls share a name: the kernel takes its time over the interfaces of a namespace that
+    # was deleted. Names of interfaces have at most 15 characters.
     tag = f"{os.getpid() % 100_000}{os.urandom(2).hex()}"
-    both = Network(f"tk{tag}a", "10.213.78.1"), Network(f"tk{tag}b", "10.213.78.2")
+    network = f"10.213.{os.getpid() % 250}"
+    first = 2 if here else 1
+    both = (
+        Network(f"ts{tag}a", f"{network}.{first}"),
+        Network(f"ts{tag}b", f"{network}.{first + 1}"),
+    )
+    ends = [("name", "eth0", "netns", one.name) for one in both]
+    bridge = f"ts{tag}br"
     try:
         for one in both:
             _make("netns", "add", one.name)
-        ends = ("name", "eth0", "netns", both[0].name), ("name", "eth0", "netns", both[1].name)
-        _make("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        if here:
+            _make("link", "add", bridge, "type", "bridge")
+            _make("addr", "add", f"{network}.1/24", "dev", bridge)
+            _make("link", "set", bridge, "up")
+            for one, end in zip(both, ends, strict=True):
+                _make("link", "add", one.name, "type", "veth", "peer", *end)
+                _make("link", "set", one.name, "master", bridge, "up")
+        else:
+            _make("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         for one in both:
             inside = ("-n", one.name)
             _make(*inside, "addr", "add", f"{one.address}/24", "dev", "eth0")
@@ -68,4 +89,6 @@ def two_networks() -> Iterator[tuple[Network, Network]]:
         yield both
     finally:
         for one in both:
+            _ip("link", "delete", one.name)  # our end of its cable, where it has one
             _ip("netns", "delete", one.name)
+        _ip("link", "delete", bridge)
