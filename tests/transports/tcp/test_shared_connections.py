@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,6 +15,8 @@ from tests.transports.tcp.halves import MB, PEER, Local, Volume, listening, sock
 
 from torchstore_core.errors import TransportError
 from torchstore_transports.tcp.link import TcpLink
+from torchstore_transports.tcp.wire.authentication import introduce
+from torchstore_transports.tcp.wire.protocol import EXTENT, REQUEST, WRITE
 
 
 @asynccontextmanager
@@ -71,6 +75,30 @@ async def test_the_end_of_one_leaves_the_other_alone() -> None:
         assert listening(port)
         await other.server.disconnect(PEER)
         assert not listening(port)
+
+
+async def test_a_write_that_has_stalled_is_ended() -> None:
+    """Halfway through a write to one volume, while the other volume still knows the client."""
+    async with _two() as ((one, _), (other, to_other)):
+        assert one.welcome is not None
+        idle = set(to_other._streams._connections)
+        extent = EXTENT.pack(7, 0, MB, 1, 0)
+        with socket.create_connection(one.endpoint) as sock:
+            introduce(sock, one.welcome.ticket, one.welcome.secret, 5.0)
+            sock.sendall(REQUEST.pack(WRITE, 0, one.welcome.volume, 1, MB, 0) + extent)
+            sock.sendall(b"x" * (MB // 2))
+            await until(lambda: one.memory[MB // 2 - 1] == ord("x"), 10)
+            await asyncio.wait_for(one.server.disconnect(PEER), 5)
+            one.memory[:MB] = bytes(MB)
+            sock.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"y" * (MB // 2))
+                assert not sock.recv(1)
+            assert one.memory[:MB] == bytes(MB)
+        source = Local(8, b"abcdefgh")
+        await to_other.write([source.copy()])
+        assert other.memory[:8] == b"abcdefgh"
+        assert to_other._streams._connections == idle  # which nobody has shut
 
 
 async def test_another_client_has_its_own() -> None:
