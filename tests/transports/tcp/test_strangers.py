@@ -25,6 +25,7 @@ from torchstore_transports.tcp.wire.protocol import (
     FAILED,
     READ,
     REQUEST,
+    VERSION,
     WRITE,
     Greeting,
     Welcome,
@@ -252,7 +253,7 @@ async def test_greetings_that_are_none() -> None:
         with pytest.raises(TransportUnavailableError, match="version 0"):
             await there.server.handshake(PEER, old)
         assert not threads()
-        ours = msgspec.msgpack.encode(Greeting(1, namespace_id(), ()))
+        ours = msgspec.msgpack.encode(Greeting(VERSION, namespace_id(), ()))
         first, second = [
             msgspec.msgpack.decode(await there.server.handshake(PEER, ours), type=Welcome)
             for _ in range(2)
