@@ -252,7 +252,7 @@ async def test_a_client_cannot_fill_the_server_with_handshakes(
         handshakes.answer(other, who, answered.put_nowait)
         assert isinstance(await answered.get(), Handshaken)
         done = asyncio.Event()
-        handshakes.settle(session, [0], done.set)
+        handshakes.settle(session, [(0, "")], done.set)
         await asyncio.wait_for(done.wait(), 10)
         await until(lambda: not session.asking, 10)
         handshakes.answer(session, who, answered.put_nowait)
@@ -272,10 +272,10 @@ async def test_what_waits_for_the_end_of_writes_is_done_in_order_by_one_task(
         handshakes.answer(session, Handshake(1, 0, "mailbox", data), answered.put_nowait)
         assert isinstance(await answered.get(), Handshaken)
         done: list[int] = []
-        handshakes.settle(session, [0], lambda: done.append(1 // len(done)))
+        handshakes.settle(session, [(0, "")], lambda: done.append(1 // len(done)))
         before = len(asyncio.all_tasks())
         for number in range(10_000):
-            handshakes.settle(session, [0], functools.partial(done.append, number))
+            handshakes.settle(session, [(0, "")], functools.partial(done.append, number))
         assert len(asyncio.all_tasks()) == before
         await until(lambda: done == list(range(10_000)), 10)
 
