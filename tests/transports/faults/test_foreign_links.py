@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.support import SMALL, running_store, until
 from tests.transports import foreign
+from tests.transports.asking import nothing_unfinished
 
 import torchstore_core as ts
 
@@ -64,7 +65,7 @@ async def test_the_next_transport_moves_the_bytes(
             faulty(method, fault)
             await asyncio.wait_for(_all_is_right(client), 20)
             assert method == "connect" or foreign.state["failed"] == 1
-            await until(lambda: _nothing_unfinished(client), 10)
+            await until(lambda: nothing_unfinished(client), 10)
     assert len([one for one in caught if "'foreign'" in str(one.message)]) == 1
 
 
@@ -85,7 +86,7 @@ async def test_without_another_one_there_is_a_typed_error(
             faulty(method, fault)
             with pytest.raises(ts.TransportError):
                 await asyncio.wait_for(_all_is_right(client), 20)
-            await until(lambda: _nothing_unfinished(client), 10)
+            await until(lambda: nothing_unfinished(client), 10)
             if method != "connect" or fault != "OSError":
                 faulty("", "")
                 await until(lambda: _works(client), 20)
@@ -123,7 +124,7 @@ async def test_abilities_that_fail(
             assert torch.equal(into, large)
             assert torch.equal(await asyncio.wait_for(client.get("t"), 20), large)
         assert foreign.state["failed"]
-        await until(lambda: _nothing_unfinished(client), 10)
+        await until(lambda: nothing_unfinished(client), 10)
 
 
 async def test_links_that_fail_again_and_again_leave_nothing(
@@ -155,7 +156,3 @@ async def _works(client: ts.Client) -> bool:
     except ts.TransportError:
         return False
     return True
-
-
-async def _nothing_unfinished(client: ts.Client) -> bool:
-    return not any(volume.unfinished_bytes for volume in (await client.status()).volumes)
