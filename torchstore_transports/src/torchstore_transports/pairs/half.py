@@ -76,7 +76,10 @@ class _Served:
     async def give_up(self) -> None:
         """End the pair. No byte of it reaches a segment once this returns."""
         self.given_up = True
-        if self.making.done() and not self.making.cancelled() and not self.making.exception():
+        self.board.close()
+        if not self.making.done():  # and nothing has been given to it
+            self.making.add_done_callback(_kill)
+        elif not self.making.cancelled() and not self.making.exception():
             await in_thread(self.making.result().kill)
 
     async def _line(self) -> Line:
@@ -87,6 +90,12 @@ class _Served:
             return self.making.result()
         except RuntimeError as error:
             raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
+
+
+def _kill(made: asyncio.Future[Line]) -> None:
+    """A line that nobody wants any more."""
+    if not made.cancelled() and made.exception() is None:
+        in_thread(made.result().kill)
 
 
 class PairServer(TransportServer):
