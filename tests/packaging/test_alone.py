@@ -16,8 +16,8 @@ _OURS = {f"torchstore-{name}" for name in ("strategies", "transports", "cli", "s
 PACKAGES = {
     "torchstore-transports": (("shm", ""), ("inline", ""), ("tcp", "")),
     "torchstore-inprocess": (("inprocess", ""),),
-    "torchstore-gloo": (("gloo", "gone_within = 25.0"),),
-    "torchstore-torchcomms": (("torchcomms", "gone_within = 25.0"),),
+    "torchstore-gloo": (("gloo", "gone_within = 45.0"),),
+    "torchstore-torchcomms": (("torchcomms", "gone_within = 45.0"),),
     "torchstore-rdma": (("rdma", ""),),
 }
 _CLASS = """

@@ -18,4 +18,4 @@ class TestTorchCommsKit(TransportTests):
 
     name = "torchcomms"
     # What waits for its peer inside of the library ends with the time of the pair.
-    gone_within = 25.0
+    gone_within = 45.0
