@@ -145,7 +145,9 @@ class PairServer(TransportServer):
 
     async def disconnect(self, peer: bytes) -> None:
         """See ``contracts.transport``."""
-        await self._give_up([number for number, one in self._served.items() if one.peer == peer])
+        # Meanwhile a pair may be made that was asked for before.
+        while numbers := [number for number, one in self._served.items() if one.peer == peer]:
+            await self._give_up(numbers)
 
     async def close(self) -> None:
         """See ``contracts.transport``."""
