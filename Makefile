@@ -41,6 +41,8 @@ help:
 setup: $(STAMP)
 
 # torch goes first and alone: what comes after depends on it and must not choose another build of it.
+# Sources are compiled here, for those whose environment says PYTHONDONTWRITEBYTECODE: the tests start
+# hundreds of interpreters.
 $(STAMP): $(SETUP_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.exit("torchstore needs Python >= 3.11; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
@@ -59,6 +61,7 @@ $(STAMP): $(SETUP_INPUTS)
 		-e ./plugins/torchstore-torchcomms \
 		-e ./plugins/torchstore-monarch \
 		-e ./plugins/torchstore-rdma
+	$(BIN)/python -m compileall -q $(addsuffix /src,$(DISTS)) tests benchmarks
 	$(if $(wildcard $(WHEELS)/torchcomms-*.whl),$(PIP) install --no-deps $(wildcard $(WHEELS)/torchcomms-*.whl))
 	@touch $@
 

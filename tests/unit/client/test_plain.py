@@ -123,6 +123,18 @@ def test_both_ways_see_the_same(forms: list[str]) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("form", FORMS)
+def test_a_look_at_the_metadata_misses_at_most_what_a_storage_lost(form: str) -> None:
+    value = FORMS[form][0](base())
+    known, alone = plain._best()([value]), plain._best()([value], memory=False)
+    assert alone.storages == []
+    if "shrunk" in form or form == "said to be zeros":
+        assert alone.metas == [describe(value)]
+    else:
+        assert alone[:3] == known[:3]
+
+
+@needs_native
 def test_every_dtype_is_told_from_all_others() -> None:
     values = []
     for dtype in _BY_NAME.values():
@@ -169,6 +181,6 @@ def test_a_failing_description_is_raised() -> None:
         ),
     )
     with pytest.raises(KeyError, match="no name"):
-        _native.look(*how, describe, {}, [torch.zeros(2)])
+        _native.look(*how, describe, {}, [torch.zeros(2)], True)
     with pytest.raises(ValueError, match="PyCapsule"):
-        _native.look(object(), *how[1:], describe, {}, [torch.zeros(2)])
+        _native.look(object(), *how[1:], describe, {}, [torch.zeros(2)], True)

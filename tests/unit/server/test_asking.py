@@ -19,7 +19,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.topology import probe
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.memory.placement import full_error, most_bytes
+from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import framing
 from torchstore_core.wire import messages as m

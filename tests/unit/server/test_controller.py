@@ -30,8 +30,8 @@ from torchstore_core.server.controller import Controller
 from torchstore_core.server.index import catalog
 from torchstore_core.server.index.records import SessionRecord, Waiter
 from torchstore_core.server.memory.allocator import ALIGNMENT
-from torchstore_core.server.memory.placement import session_bytes
 from torchstore_core.server.memory.segment import SegmentMemory
+from torchstore_core.server.memory.shortage import session_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached import AttachedHalves
 from torchstore_core.server.serving import inspection

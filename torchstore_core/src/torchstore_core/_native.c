@@ -214,17 +214,21 @@ static int64_t number_of(PyObject *method, PyObject *object) {
 /* Returns the size in bytes of a tensor if it is plain (see ``values.plain``), and fills in its
  * DLTensor; 0 if it is not plain; -1 with an exception if torch cannot describe it. Calls that may
  * release the GIL come first. ``storage`` becomes a new reference to the tensor's storage, or NULL;
- * ``dtype`` becomes a number that identifies its dtype. */
+ * if it is itself NULL, it is not checked that the storage still holds the bytes. ``dtype`` becomes
+ * a number that identifies its dtype. */
 static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObject *tensor,
                            DLTensor *seen, PyObject **storage, int64_t *dtype) {
     int64_t negative = number_of(methods->is_neg, tensor);
     if (negative != 0) return negative < 0 ? -1 : 0;
-    *storage = PyObject_CallOneArg(methods->untyped_storage, tensor);
-    if (*storage == NULL) return -1;
-    int64_t there = number_of(methods->storage_nbytes, *storage);
-    if (there < 0) return -1;
-    int64_t offset = number_of(methods->storage_offset, tensor);
-    if (offset < 0) return -1;
+    int64_t there = INT64_MAX, offset = 0;
+    if (storage != NULL) {
+        *storage = PyObject_CallOneArg(methods->untyped_storage, tensor);
+        if (*storage == NULL) return -1;
+        there = number_of(methods->storage_nbytes, *storage);
+        if (there < 0) return -1;
+        offset = number_of(methods->storage_offset, tensor);
+        if (offset < 0) return -1;
+    }
     /* The dtype must come from torch: in DLPack, int1 to int7 are int8, and others may be alike. */
     PyObject *own = PyObject_GetAttrString(tensor, "dtype");
     if (own == NULL) return -1;
@@ -249,15 +253,16 @@ static int64_t plain_bytes(const ExchangeAPI *api, const Methods *methods, PyObj
     return numel * itemsize;
 }
 
-/* look(api, types, methods, describe, known, values): see _native.pyi. */
+/* look(api, types, methods, describe, known, values, memory): see _native.pyi. */
 static PyObject *look(PyObject *self, PyObject *args) {
     PyObject *capsule, *plain, *parameter, *describe, *known, *values;
     Methods methods;
+    int memory;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O(OO)(OOOO)OO!O!", &capsule, &plain, &parameter, &methods.is_neg,
+    if (!PyArg_ParseTuple(args, "O(OO)(OOOO)OO!O!p", &capsule, &plain, &parameter, &methods.is_neg,
                           &methods.storage_offset, &methods.untyped_storage,
                           &methods.storage_nbytes, &describe, &PyDict_Type, &known, &PyList_Type,
-                          &values))
+                          &values, &memory))
         return NULL;
     const ExchangeAPI *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (api == NULL) return NULL;
@@ -267,7 +272,7 @@ static PyObject *look(PyObject *self, PyObject *args) {
     }
     Py_ssize_t count = PyList_GET_SIZE(values);
     PyObject *metas = PyList_New(count), *sizes = PyList_New(count), *places = PyList_New(count);
-    PyObject *storages = PyList_New(count);
+    PyObject *storages = PyList_New(memory ? count : 0);
     /* The dtype and shape of the last plain tensor, and its description. */
     struct {
         int64_t dtype, extents[MAX_DIMS];
@@ -283,7 +288,7 @@ static PyObject *look(PyObject *self, PyObject *args) {
         int64_t found = 0, dtype = 0;
         if (Py_TYPE(value) == (PyTypeObject *)plain ||
             Py_TYPE(value) == (PyTypeObject *)parameter) {
-            found = plain_bytes(api, &methods, value, &seen, &storage, &dtype);
+            found = plain_bytes(api, &methods, value, &seen, memory ? &storage : NULL, &dtype);
             if (found < 0) {
                 if (!PyErr_ExceptionMatches(PyExc_Exception)) {
                     Py_XDECREF(storage);
@@ -295,13 +300,13 @@ static PyObject *look(PyObject *self, PyObject *args) {
         }
         if (found == 0) {
             Py_XDECREF(storage);
-            PyList_SET_ITEM(storages, at, Py_NewRef(Py_None));
             PyList_SET_ITEM(metas, at, Py_NewRef(Py_None));
-            PyList_SET_ITEM(places, at, PyLong_FromLong(0)); /* small ints are preallocated */
-            PyList_SET_ITEM(sizes, at, PyLong_FromLong(0));
+            PyList_SET_ITEM(sizes, at, PyLong_FromLong(0)); /* small ints are preallocated */
+            PyList_SET_ITEM(places, at, PyLong_FromLong(0));
+            if (memory) PyList_SET_ITEM(storages, at, Py_NewRef(Py_None));
             continue;
         }
-        PyList_SET_ITEM(storages, at, storage);
+        if (memory) PyList_SET_ITEM(storages, at, storage);
         PyObject *place = PyLong_FromLongLong((int64_t)(uintptr_t)seen.data);
         if (place == NULL) goto failed;
         PyList_SET_ITEM(places, at, place);

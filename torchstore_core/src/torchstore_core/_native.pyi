@@ -15,5 +15,6 @@ def look(
     describe: Callable[[Any], D],
     known: dict[bytes, D],
     values: list[Any],
+    memory: bool,
     /,
 ) -> tuple[list[D | None], list[int], list[int], list[Any]]: ...

@@ -4,9 +4,7 @@ Rank 0 announces a *session*, with a random id, and each rank claims its place i
 may be older than these ranks, or belong to another job: a session that dead processes have left
 there is passed over, and a place that another living process holds is an error on every rank.
 
-Values are JSON; nothing is pickled. The calls of a TCPStore block, and may block for ever when the
-other side hangs, whatever their time-out. So each runs in a daemon thread, and the wait for it is
-bounded.
+Values are JSON; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ import asyncio
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -34,6 +30,7 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
+from torchstore_spmd import tcp_store
 from torchstore_spmd.identity import ProcessIdentity
 
 if TYPE_CHECKING:
@@ -70,10 +67,6 @@ class _Announcement(msgspec.Struct, frozen=True):
 
 # Sessions in which this process has taken part, by rank: it waits for the next one.
 _past: set[tuple[int, str]] = set()
-# The TCPStores that this process hosts. They stay: others may be connecting to the port already,
-# for `init_process_group`, say.
-_hosted: dict[tuple[int, int], Store] = {}
-_lock = threading.Lock()
 
 
 class TCPRendezvous(Rendezvous):
@@ -106,22 +99,11 @@ class TCPRendezvous(Rendezvous):
         deadline = time.monotonic() + timeout
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"torchstore/{quote(store_name, safe='')}/{quote(attempt, safe='')}"
-        hosts = env.rank == 0 and not _launcher_hosts(env)
-        where = f"{env.master_addr}:{env.master_port}"
-        if not hosts:
-            await _until_somebody_listens(env, deadline, timeout)
-        store = await _in_thread(
-            lambda: _tcp_store(env, hosts, deadline - time.monotonic()),
-            deadline,
-            timeout,
-            f"the rendezvous store at {where} did not answer within {in_seconds(timeout)}; "
-            "is it one?",
-            f"no rendezvous store at {where}",
-        )
-        lobby = cls(env, _prefixed(prefix, store), deadline, timeout)
+        store = await tcp_store.reach(env, deadline, timeout)
+        lobby = cls(env, tcp_store.prefixed(prefix, store), deadline, timeout)
         session = await (lobby._announce() if env.rank == 0 else lobby._await_session())
         _past.add((env.rank, session))
-        made = cls(env, _prefixed(f"{prefix}/{session}", store), deadline, timeout)
+        made = cls(env, tcp_store.prefixed(f"{prefix}/{session}", store), deadline, timeout)
         try:
             await made._claim_place()
         except ConfigurationError as error:
@@ -142,7 +124,10 @@ class TCPRendezvous(Rendezvous):
         if before is not None and before.rank_0.is_alive and not before.rank_0.is_current:
             error = self._taken(before.rank_0)
             other = TCPRendezvous(
-                self.env, _prefixed(before.session, self.store), self._deadline, self._timeout
+                self.env,
+                tcp_store.prefixed(before.session, self.store),
+                self._deadline,
+                self._timeout,
             )
             await other.fail(error)
             raise error
@@ -273,12 +258,12 @@ class TCPRendezvous(Rendezvous):
         """The last call of every rank. One that hosts the store waits for the others to make it."""
         if self.env.rank != 0:
             await self.publish(f"{_CLOSED}/{self.env.rank}")
-        elif not _launcher_hosts(self.env):
+        elif not tcp_store.launcher_hosts(self.env):
             await self._until_closed(range(1, self.env.world_size))
 
     async def _close_failed(self) -> None:
         """The same when some ranks may not have come."""
-        if self.env.rank != 0 or _launcher_hosts(self.env):
+        if self.env.rank != 0 or tcp_store.launcher_hosts(self.env):
             await self.close()
             return
         others = range(1, self.env.world_size)
@@ -350,119 +335,7 @@ class TCPRendezvous(Rendezvous):
         # A little longer than the deadline: whoever waits in vain still learns for whom.
         until = max(self._deadline, time.monotonic() + _REPORT_S)
         gone = f"the rendezvous store at {self.env.master_addr}:{self.env.master_port} is gone"
-        return await _in_thread(call, until, self._timeout, f"{gone}, or hangs", gone)
-
-
-async def _in_thread(
-    call: Callable[[], T], deadline: float, timeout: float, late: str, broken: str
-) -> T:
-    """The result of a call that blocks, in a daemon thread: nobody waits for one that hangs.
-
-    Args:
-        deadline: by ``time.monotonic``.
-        timeout: seconds from the beginning of it all to the deadline, for programs.
-        late: the message if the deadline has passed.
-        broken: the message if the call raised an error of torch.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: T | None, error: BaseException | None) -> None:
-        if not done.done():
-            if error is None:
-                done.set_result(result)  # type: ignore[arg-type]
-            else:
-                done.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = call()
-        except Exception as caught:  # noqa: BLE001 - torch raises bare RuntimeErrors; handed over
-            error = caught
-        try:
-            loop.call_soon_threadsafe(finish, result, error)
-        except RuntimeError:
-            return  # the loop has closed: nobody waits any more
-
-    threading.Thread(target=run, name="torchstore-rendezvous", daemon=True).start()
-    try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-            return await done
-    except TimeoutError as error:
-        raise StoreTimeoutError(late, details={"timeout": timeout}) from error
-    except (RuntimeError, ValueError, msgspec.DecodeError) as error:
-        raise StoreClosedError(f"{broken}: {str(error).splitlines()[0]}") from error
-
-
-def _launcher_hosts(env: SPMDEnv) -> bool:
-    """Whether torchrun's agent hosts the store at ``env``'s address."""
-    environ = os.environ
-    return (
-        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and environ.get("MASTER_ADDR") == env.master_addr
-        and environ.get("MASTER_PORT") == str(env.master_port)
-    )
-
-
-async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float) -> None:
-    """Else torch would write every failed attempt to standard error."""
-    poll = _FIRST_POLL_S
-    said: OSError | None = None
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            async with asyncio.timeout(left):
-                _, writer = await asyncio.open_connection(env.master_addr, env.master_port)
-        except TimeoutError:
-            break
-        except OSError as error:
-            said = error
-        else:
-            writer.close()
-            return
-        await asyncio.sleep(min(poll, max(0.0, deadline - time.monotonic())))
-        poll = min(2 * poll, _LONGEST_POLL_S)
-    raise StoreTimeoutError(
-        f"nobody listens at MASTER_ADDR:MASTER_PORT {env.master_addr}:{env.master_port} within "
-        f"{in_seconds(timeout)}: rank 0 has not called initialize_spmd, or the address is wrong"
-        + (f" ({said})" if said is not None else ""),
-        details={"missing_ranks": [0], "timeout": timeout},
-    )
-
-
-def _tcp_store(env: SPMDEnv, hosts: bool, left: float) -> Any:
-    from torch._C._distributed_c10d import TCPStore
-
-    def connect(*, host: bool) -> Any:
-        return TCPStore(
-            env.master_addr,
-            env.master_port,
-            env.world_size,
-            host,
-            timeout=timedelta(seconds=max(1.0, left)),
-            wait_for_workers=False,
-            # `init_process_group` hosts one as well: the two share the port.
-            multi_tenant=True,
-            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
-        )
-
-    if not hosts:
-        return connect(host=False)
-    try:
-        store = connect(host=True)
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        return connect(host=False)  # a TCPStore of the user's own, or of another launcher
-    with _lock:
-        _hosted.setdefault((os.getpid(), env.master_port), store)
-    return store
-
-
-def _prefixed(prefix: str, store: Any) -> Store:
-    from torch._C._distributed_c10d import PrefixStore
-
-    return PrefixStore(prefix, store)
+        return await tcp_store.in_thread(call, until, self._timeout, f"{gone}, or hangs", gone)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -243,8 +243,12 @@ class Client(KeyOperations):
         clock.key, clock.version = wants[0].key, wants[0].version
         values: list[Any] = []
         dicts: list[tuple[int, int, StateDictMeta]] = []
-        into_own = any(want.tensor is not None for want in wants)
-        asked = [asks_of(want) if into_own else [want] for want in wants]
+        into_own = False
+        for want in wants:
+            if want.tensor is not None:
+                into_own = True
+                break
+        asked = [asks_of(want) for want in wants] if into_own else [[want] for want in wants]
         asks = [ask for parts in asked for ask in parts] if into_own else wants
         session, channel = self._here(clock) or await self._join(clock)
         got, entries = await get_asks(session, channel, asks, clock, pickle_too)

@@ -40,11 +40,10 @@ from torchstore_core.server.memory.placement import (
     Run,
     checked_items,
     find_place,
-    full_error,
-    most_bytes,
     sizes_of,
     values_in_runs,
 )
+from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 

@@ -14,7 +14,7 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.channel import Channel, MessageTooLargeError
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, are_apart
-from torchstore_core.clients.transfer.gets import Leasing, Reach, Want, asks_of
+from torchstore_core.clients.transfer.gets import Leasing, Want, asks_of
 from torchstore_core.clients.transfer.targets import Plain, Target, plain_targets, resolve
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.nesting import Leaf
@@ -145,10 +145,10 @@ async def fetch(
         LayoutMismatchError: ``how.strict`` is set and something does not match; nothing was
             written.
     """
-    reach = Reach()
+    leasing = Leasing(session, channel, clock)
     while True:
-        with Leasing(session, channel, clock) as leasing, reach:
-            return await _fetch(session, channel, key, version, wanted, clock, how, leasing, reach)
+        with leasing:
+            return await _fetch(session, channel, key, version, wanted, clock, how, leasing)
 
 
 async def _fetch(
@@ -160,7 +160,6 @@ async def _fetch(
     clock: Clock,
     how: Filling,
     leasing: Leasing,
-    reach: Reach,
 ) -> Fetched:
     wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
     request = m.Fetch(
@@ -170,7 +169,7 @@ async def _fetch(
         version,
         wants,
         session.inline_max(),
-        reach.avoid,
+        leasing.avoid,
     )
     try:
         reply = await channel.call(request, m.Fetched, clock.left())
@@ -181,7 +180,8 @@ async def _fetch(
         starts = leasing.granted(reply.entries, reply.leased)
         if wanted is not None:
             reply, starts = _chosen(wanted, reply, starts)
-    reach.check(reply.entries)
+    if leasing.avoid:
+        leasing.check(reply.entries)
     clock.phase("plan")
     if how.report is not None:
         how.report.version = reply.version

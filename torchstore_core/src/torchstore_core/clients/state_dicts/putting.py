@@ -153,7 +153,8 @@ def plan_put(
     ties = Ties()
     sources: list[Source] = []
     casts = CastPlan(transfer_dtype)
-    looked = look([leaf.value if transfer_dtype is None else None for leaf in leaves])
+    values = [leaf.value if transfer_dtype is None else None for leaf in leaves]
+    looked = look(values, memory=False)
     tied = shared(looked.addresses)
     columns = zip(leaves, looked.metas, looked.sizes, looked.addresses, strict=True)
     for leaf, looks_like, nbytes, address in columns:

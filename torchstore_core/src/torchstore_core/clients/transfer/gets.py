@@ -28,7 +28,7 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Leasing", "Reach", "Want", "asks_of", "get_asks"]
+__all__ = ["Leasing", "Want", "asks_of", "get_asks"]
 
 
 class Want(msgspec.Struct, frozen=True, gc=False):
@@ -111,15 +111,16 @@ async def get_asks(
         return {}, []
     wants = [ask.wire() for ask in asks]
     quick = len(wants) <= QUICK_ENTRIES
-    reach = Reach()
+    leasing = Leasing(session, channel, clock)
     while True:
-        with Leasing(session, channel, clock) as leasing, reach:
+        with leasing:
             request = m.Locate(
-                channel.next_id(), leasing.lease, wants, session.inline_max(), reach.avoid
+                channel.next_id(), leasing.lease, wants, session.inline_max(), leasing.avoid
             )
             located = await channel.call(request, m.Located, clock.left(), quick=quick)
             starts = leasing.granted(located.entries, located.leased)
-            reach.check(located.entries)
+            if leasing.avoid:
+                leasing.check(located.entries)
             clock.phase("plan")
             if len(asks) < MANY:
                 found = zip(asks, located.entries, starts, strict=True)
@@ -144,61 +145,40 @@ async def get_asks(
             return await leasing.read(targets, allow_pickle, whole), located.entries
 
 
-class Reach:
-    """Keeps track of the volumes that a get could not read from, so that it can retry with copies
-    on other volumes. Each attempt is a ``with`` block.
+class Leasing:
+    """The lease of a get. Each attempt is a ``with`` block, which releases on exit everything that
+    is not mapped. An attempt that fails because a volume cannot be read from ends without an error
+    the first time: the next one gets copies on other volumes.
 
     Attributes:
         avoid: the volumes that failed.
+        lease: the id of this attempt's lease.
     """
 
-    __slots__ = ("_errors", "avoid")
-
-    def __init__(self) -> None:
-        self.avoid: list[int] = []
-        self._errors: dict[int, TransportError] = {}
-
-    def __enter__(self) -> Reach:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """End an attempt. The first failure of a volume is recorded and its error suppressed."""
-        if not isinstance(error, TransportError):
-            return False
-        volume = error.details.get("volume")
-        if not isinstance(volume, int) or volume in self._errors:
-            return False
-        self._errors[volume] = error
-        self.avoid.append(volume)
-        return True
-
-    def check(self, entries: Sequence[m.Entry | None]) -> None:
-        """Raise the error of a failed volume that entries still name: there is no other copy."""
-        if not self._errors:
-            return
-        for entry in entries:
-            if entry is None:
-                continue
-            grants = [entry.grant, *(part.grant for part in entry.parts or ())]
-            for grant in grants:
-                if grant is not None and grant.volume in self._errors:
-                    raise self._errors[grant.volume]
-
-
-class Leasing:
-    """A lease during a get. On exit, everything that is not mapped is released."""
+    __slots__ = (
+        "_channel",
+        "_clock",
+        "_count",
+        "_failed",
+        "_leased",
+        "_mapped",
+        "_session",
+        "avoid",
+        "lease",
+    )
 
     def __init__(self, session: Session, channel: Channel, clock: Clock) -> None:
         self._session = session
         self._channel = channel
         self._clock = clock
+        self._failed: dict[int, TransportError] = {}
+        self.avoid: list[int] = []
+
+    def __enter__(self) -> None:
         self._leased = True
         self._count = 1
         self._mapped: set[int] = set()
-        self.lease = session.next_id()
-
-    def __enter__(self) -> Leasing:
-        return self
+        self.lease = self._session.next_id()
 
     def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
         """Record the reply; returns the position of each entry's first value in the lease."""
@@ -211,6 +191,16 @@ class Leasing:
                 count += 1 if entry.parts is None else len(entry.parts)
         self._count = count
         return starts
+
+    def check(self, entries: Sequence[m.Entry | None]) -> None:
+        """Raise the error of a failed volume that entries still name: there is no other copy."""
+        for entry in entries:
+            if entry is None:
+                continue
+            grants = [entry.grant, *(part.grant for part in entry.parts or ())]
+            for grant in grants:
+                if grant is not None and grant.volume in self._failed:
+                    raise self._failed[grant.volume]
 
     async def read(
         self, targets: Sequence[Target], allow_pickle: bool, plain: Sequence[Plain] = ()
@@ -243,9 +233,19 @@ class Leasing:
         self._clock.phase("copy")
         return values
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if self._leased and len(self._mapped) < self._count:
             _release(self._session, self._channel, self.lease, self._mapped, self._count)
+        return isinstance(error, TransportError) and self._avoids(error)
+
+    def _avoids(self, error: TransportError) -> bool:
+        """Avoid the volume of this error; returns False if it is not the first of that volume."""
+        volume = error.details.get("volume")
+        if not isinstance(volume, int) or volume in self._failed:
+            return False
+        self._failed[volume] = error
+        self.avoid.append(volume)
+        return True
 
 
 def _release(session: Session, channel: Channel, lease: int, mapped: set[int], count: int) -> None:

@@ -124,7 +124,7 @@ def prepare_all(
     sources: list[Source] = []
     counts: list[int] = []
     one_each = True
-    looked = look([value for _, value in items]) if len(items) >= MANY else None
+    looked = look([value for _, value in items], memory=False) if len(items) >= MANY else None
     for at, (key, value) in enumerate(items):
         if looked is not None and (meta := looked.metas[at]) is not None:
             sources.append(plain_source(check_key(key), meta, looked.sizes[at], value))

@@ -139,7 +139,7 @@ def plain_targets(
         tensors: destinations; None for new tensors. Any other object needs :func:`resolve`, too.
         parts: the requested parts of the entries; None: everything.
     """
-    looked = look(tensors)
+    looked = look(tensors, memory=False)
     kinds: dict[ValueMeta, tuple[TensorMeta, int]] = {}  # of new tensors
     found: list[Plain | None] = []
     add = found.append

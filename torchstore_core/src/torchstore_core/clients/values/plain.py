@@ -33,7 +33,8 @@ MANY = 4
 
 class Looked(NamedTuple):
     """For each value its metadata, its size in bytes and its address; or None, 0 and 0 if it is not
-    plain. Keeping ``storages`` keeps the memory alive, unless a storage is resized.
+    plain. Keeping ``storages`` keeps the memory alive, unless a storage is resized; it is empty
+    if they were not asked for.
     """
 
     metas: list[TensorMeta | None]
@@ -42,18 +43,22 @@ class Looked(NamedTuple):
     storages: list[Any]
 
 
-def look(values: list[Any]) -> Looked:
+def look(values: list[Any], *, memory: bool = True) -> Looked:
     """Inspect every value. Never raises: a value that torch cannot describe counts as not plain.
     If there are fewer than :data:`MANY` values, all of them count as not plain, so that they are
     inspected one by one.
 
+    Args:
+        memory: must be true when the bytes are about to be moved. Without it this takes half the
+            time, and a tensor whose storage was freed may count as plain.
+
     >>> look([torch.zeros(3, 2).t(), "x", None, [1]]).sizes
     [0, 0, 0, 0]
     """
-    return _look(values) if len(values) >= MANY else _FEW[len(values)]
+    return _look(values, memory) if len(values) >= MANY else _FEW[len(values)]
 
 
-def _nothing(values: list[Any]) -> Looked:
+def _nothing(values: list[Any], memory: bool = True) -> Looked:
     """Used without the compiled module, or without the interface of torch that it needs. All values
     are then inspected one by one, as building the columns in Python would take longer.
     """
@@ -62,7 +67,7 @@ def _nothing(values: list[Any]) -> Looked:
     return Looked(none, zeros, zeros, none)
 
 
-def _best() -> Callable[[list[Any]], Looked]:
+def _best() -> Callable[..., Looked]:
     """The compiled function, if it was built and this torch lets C code inspect its tensors."""
     api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if _compiled is None or api is None:
@@ -79,10 +84,10 @@ def _best() -> Callable[[list[Any]], Looked]:
         known,
     )
 
-    def look_at_all(values: list[Any]) -> Looked:
+    def look_at_all(values: list[Any], memory: bool = True) -> Looked:
         if len(known) > _MAX_KINDS:
             known.clear()
-        return Looked(*native(values))
+        return Looked(*native(values, memory))
 
     try:
         if look_at_all([torch.zeros(2, device="cpu")]).sizes != [8]:

@@ -7,7 +7,8 @@ filed by power-of-two size; each file is a heap, ordered by address.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 __all__ = ["ALIGNMENT", "Allocator", "rounded"]
 
@@ -88,6 +89,45 @@ class Allocator:
         self.used += size
         self.high_water = max(self.high_water, best + size)
         return best
+
+    def allocate_all(self, total: int, sizes: Sequence[int]) -> list[int] | None:
+        """Allocate one contiguous run for all sizes if there is room for it, else a piece for each.
+        The pieces are allocated in order, so that they lie together as far as possible; if some do
+        not fit, the largest are allocated first. Returns the offsets, in the order of the sizes;
+        None, and nothing is allocated, if that fails, too.
+
+        Args:
+            total: the sum of the rounded sizes.
+
+        >>> a = Allocator(256)
+        >>> a.allocate_all(192, [100, 1]), a.allocate_all(128, [64, 64])
+        ([0, 128], None)
+        """
+        if not sizes:
+            return []
+        start = self.allocate(total)
+        if start is not None:
+            steps = [(size + ALIGNMENT - 1) & -ALIGNMENT for size in sizes]
+            *offsets, _ = accumulate(steps, initial=start)
+            return offsets
+        pieces = self._allocate_each(sizes)
+        if pieces is None and len(sizes) > 1 and max(sizes) <= self.largest_free:
+            largest_first = sorted(range(len(sizes)), key=lambda at: -sizes[at])
+            found = self._allocate_each([sizes[at] for at in largest_first])
+            if found is not None:
+                pieces = [offset for _, offset in sorted(zip(largest_first, found, strict=True))]
+        return pieces
+
+    def _allocate_each(self, sizes: Sequence[int]) -> list[int] | None:
+        """Allocate a range for each size. Returns None and changes nothing if one does not fit."""
+        pieces: list[int] = []
+        for at, size in enumerate(sizes):
+            offset = self.allocate(size)
+            if offset is None:
+                self.free(zip(pieces, sizes[:at], strict=True))
+                return None
+            pieces.append(offset)
+        return pieces
 
     def take_tail(self) -> tuple[int, int] | None:
         """Allocate the whole free range that ends at the capacity, as ``(offset, nbytes)``.

@@ -38,11 +38,14 @@ class Connection(ClientSocket):
 
     def received(self, bodies: list[bytes]) -> None:
         """Answer what came, as long as the client takes the answers."""
-        self._backlog.extend(bodies)
-        while self._backlog and not self._paused and self.is_open:
-            self._conversation.handle(self._backlog.popleft())
+        backlog = self._backlog
+        backlog.extend(bodies)
+        while backlog and not self._paused:
+            self._conversation.handle(backlog.popleft())
             if self._hello_timer is not None and self._conversation.greeted:
                 self._greeted(self._hello_timer)
+            if backlog and not self.is_open:
+                break
 
     def unreadable(self, error: ProtocolError) -> None:
         """Say so, and close."""
@@ -69,7 +72,8 @@ class Connection(ClientSocket):
     def resume_writing(self) -> None:
         self._paused = False
         self._conversation.resume()
-        self.received([])
+        if self.is_open:
+            self.received([])
         if self._transport is not None and self.is_open and not self._paused:
             self._transport.resume_reading()
 

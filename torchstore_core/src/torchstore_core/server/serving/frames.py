@@ -48,7 +48,7 @@ class FrameProtocol(asyncio.Protocol):
     # ---- for subclasses -------------------------------------------------------------------
 
     def received(self, bodies: list[bytes]) -> None:
-        """These frames have come; none if the socket can be written to again."""
+        """These frames have come, and the socket is open; none if it can be written to again."""
 
     def unreadable(self, error: ProtocolError) -> None:
         """What has come is no frame. By default the socket is closed."""
@@ -60,7 +60,7 @@ class FrameProtocol(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if not self.is_open:
+        if self._transport is None or self._transport.is_closing():
             return
         try:
             bodies = self.reader.feed(data)

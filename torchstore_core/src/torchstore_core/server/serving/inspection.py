@@ -10,7 +10,7 @@ from torchstore_core.reports.status import SessionStatus, VolumeStatus
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.records import SessionRecord, Shards, Stored, Value, all_values
 from torchstore_core.server.memory.lost_volumes import lost_reason
-from torchstore_core.server.memory.placement import session_bytes
+from torchstore_core.server.memory.shortage import session_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 

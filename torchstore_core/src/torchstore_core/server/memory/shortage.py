@@ -1,0 +1,194 @@
+"""Pure functions that explain why a put does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.errors import StoreFullError
+from torchstore_core.server.index.records import SessionRecord, Stored
+from torchstore_core.server.memory import strategy_calls
+from torchstore_core.server.memory.allocator import rounded
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.wire import messages as m
+
+__all__ = ["all_lost_error", "full_error", "most_bytes", "session_bytes"]
+
+
+def session_bytes(session: SessionRecord) -> tuple[int, int]:
+    """The bytes that a session leases, and the bytes of its unfinished puts."""
+    held = (v for some in session.leases.values() for v in some if v is not None)
+    leased = sum(v.nbytes * len(v.places) for v in held)
+    return leased, sum(txn.nbytes for txn in session.txns.values())
+
+
+def all_lost_error(
+    strategy: Strategy, volumes: Sequence[VolumeRecord], order: Iterable[int]
+) -> StoreFullError:
+    """The error of a put that may only go to volumes that are lost."""
+    named = [volumes[at] for at in order]
+    why = "; ".join(f"{v.info.id}: {v.lost}" for v in named)
+    all_of = (
+        "all volumes are" if len(named) == len(volumes) else "every volume that it may go to is"
+    )
+    return StoreFullError(
+        f"there is no memory for this put: {all_of} lost ({why}), says strategy "
+        f"{type(strategy).__name__}. Initialize the store again, or with a strategy that uses the "
+        "other volumes",
+        details={"lost": {v.info.id: v.lost for v in named}},
+    )
+
+
+def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
+    """The largest put that could ever fit, in bytes, however much is deleted."""
+    capacities = [v.info.capacity_bytes for v in volumes if not v.lost]
+    return sum(capacities) if strategy_calls.by_key(strategy) else max(capacities, default=0)
+
+
+def _fits_spread(
+    requested: int, volumes: Sequence[VolumeRecord], items: Sequence[m.PutItem]
+) -> bool:
+    """Whether a put exceeds every volume, but would fit if its keys were placed separately."""
+    rooms = [v.info.capacity_bytes - v.used for v in volumes]
+    keys: dict[str, int] = {}
+    for item in items:
+        keys[item.key] = keys.get(item.key, 0) + item.nbytes
+    largest = max(keys.values(), default=0)
+    return len(keys) > 1 and largest <= max(rooms, default=0) < requested <= sum(rooms)
+
+
+def _needs_one_volume(requested: int, strategy: Strategy | None, items: Sequence[m.PutItem]) -> int:
+    """The bytes of a put that need one volume: those of one key if keys are placed separately."""
+    if strategy is None or not strategy_calls.by_key(strategy):
+        return requested
+    keys: dict[str, int] = {}
+    for item in items:
+        nbytes = item.nbytes if item.data is not None else rounded(item.nbytes)
+        keys[item.key] = keys.get(item.key, 0) + nbytes
+    return max(keys.values(), default=0)
+
+
+def _in_pieces(requested: int, volumes: Sequence[VolumeRecord], sizes: Sequence[int]) -> bool:
+    """Whether there would be room if the free memory of a volume were not fragmented."""
+    if not sizes:
+        return False
+    if requested <= sum(v.free for v in volumes):
+        largest = max(sizes)
+        roomy = [v for v in volumes if v.free >= largest]
+        if roomy and all(v.allocator.largest_free < largest for v in roomy):
+            return True
+    for volume in volumes:
+        if requested <= volume.free:
+            found = volume.allocator.allocate_all(sum(map(rounded, sizes)), sizes)
+            if found is None:
+                return True
+            volume.allocator.free(zip(found, sizes, strict=True))
+    return False
+
+
+def full_error(
+    requested: int,
+    volumes: Sequence[VolumeRecord],
+    sessions: Iterable[SessionRecord],
+    values: Iterable[Stored],
+    waiting: Mapping[str, int],
+    strategy: Strategy | None = None,
+    items: Sequence[m.PutItem] = (),
+) -> StoreFullError:
+    """The error of a put that does not fit, with the holders of the memory.
+
+    Args:
+        requested: bytes (of one copy).
+        waiting: bytes in versions that are not complete yet, by key.
+        strategy, items: those of the put, to report when the strategy is what prevents it.
+    """
+    volumes = [v for v in volumes if not v.lost]
+    capacity = sum(v.info.capacity_bytes for v in volumes)
+    used = sum(v.used for v in volumes)
+    holders: list[dict[str, object]] = []
+    for session in sessions:
+        leased, unfinished = session_bytes(session)
+        if leased or unfinished:
+            holders.append({"pid": session.facts.pid, "leased": leased, "unfinished": unfinished})
+    largest = sorted(values, key=lambda v: -v.nbytes)[:5]
+    leased = sum(v.leased for v in volumes)
+    unfinished = sum(v.unfinished for v in volumes)
+    free = max(0, capacity - used)
+    # Inline values use no memory of the segment, but count towards the capacity.
+    largest_free = max((min(v.free, v.allocator.largest_free) for v in volumes), default=0)
+    largest_volume = max((v.info.capacity_bytes for v in volumes), default=0)
+    copies = 1
+    if strategy is not None and len(volumes) > 1:
+        copies = min(strategy_calls.copies(strategy), len(volumes))
+    inline = sum(item.nbytes for item in items if item.data is not None)
+    in_all = (requested - inline) * copies + inline
+    pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
+    sizes = [item.nbytes for item in items if item.data is None]
+    in_pieces = _in_pieces(requested, volumes, sizes)
+    top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
+    by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
+    details: dict[str, object] = {}
+    advice = "Delete keys, drop tensors that zero-copy gets returned"
+    if in_pieces:
+        count = sum(v.allocator.pieces for v in volumes)
+        details["pieces"], details["largest_value_bytes"] = count, max(sizes)
+        pieces = (
+            f"; {free:,} are free, but in {count:,} piece(s), the largest of {largest_free:,}, and "
+            "a value lies in one piece: "
+        )
+        if max(sizes) > largest_free:
+            pieces += f"the largest of this put has {max(sizes):,}"
+            advice = "Put it in several smaller values (shards, say), delete keys"
+        else:
+            pieces += f"the {len(sizes):,} of this put do not go into them together"
+            advice = "Put fewer values at once, delete keys"
+        advice += ", drop tensors that zero-copy gets returned, which lie in between"
+    if waiting:
+        details["waiting"] = dict(waiting)
+        most = max(waiting, key=lambda key: waiting[key])
+        top += (
+            f"; {sum(waiting.values()):,} in versions that wait for other participants ({most!r})"
+        )
+        advice += ", see who is missing with `torchstore stat`"
+    together = _needs_one_volume(requested, strategy, items)
+    if together > largest_volume:
+        one = max((item.nbytes for item in items), default=0) > largest_volume
+        advice = (
+            f"No volume can ever take {'a value of so many' if one else f'{together:,} together'}: "
+            f"the largest has {largest_volume:,}. Put "
+            + ("the value in shards, one after the other" if one else "fewer values at once")
+        )
+        if together <= capacity:
+            advice += ", use fewer volumes"
+    hint = ""
+    if (
+        strategy is not None
+        and _fits_spread(requested, volumes, items)
+        and not strategy_calls.by_key(strategy)
+    ):
+        hint = (
+            f". Strategy {type(strategy).__name__} puts all of a batch, or state dict, on one "
+            "volume, and none has room for all of this one; with strategy 'hash' it is spread over "
+            "all volumes, key by key"
+        )
+    in_copies = f", in {copies} copies ({in_all:,} in all)," if copies > 1 else ""
+    return StoreFullError(
+        f"a put of {requested:,} bytes{in_copies} does not fit: {used:,} of {capacity:,} bytes are "
+        f"used ({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
+        f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
+        f"{advice}, or initialize with a larger capacity{hint}",
+        details={
+            "capacity_bytes": capacity,
+            "used_bytes": used,
+            "requested_bytes": in_all,
+            "copies": copies,
+            "free_bytes": free,
+            "largest_free_bytes": largest_free,
+            "largest_volume_bytes": largest_volume,
+            "leased_bytes": leased,
+            "unfinished_bytes": unfinished,
+            "holders": holders,
+            "largest": [[v.key, v.nbytes] for v in largest],
+            **details,
+        },
+    )
