@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 DISTS := torchstore_core torchstore_transports torchstore_strategies \
 	plugins/torchstore-cli plugins/torchstore-spmd plugins/torchstore-inprocess \
 	plugins/torchstore-gloo plugins/torchstore-torchcomms plugins/torchstore-monarch \
-	plugins/torchstore-rdma
+	plugins/torchstore-rdma plugins/torchstore-snapshot
 SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model.txt \
 	$(addsuffix /pyproject.toml,$(DISTS)) \
 	torchstore_core/setup.py $(wildcard torchstore_core/src/torchstore_core/_native.c)
@@ -60,7 +60,8 @@ $(STAMP): $(SETUP_INPUTS)
 		-e ./plugins/torchstore-gloo \
 		-e ./plugins/torchstore-torchcomms \
 		-e ./plugins/torchstore-monarch \
-		-e ./plugins/torchstore-rdma
+		-e ./plugins/torchstore-rdma \
+		-e ./plugins/torchstore-snapshot
 	$(BIN)/python -m compileall -q $(addsuffix /src,$(DISTS)) tests benchmarks
 	$(if $(wildcard $(WHEELS)/torchcomms-*.whl),$(PIP) install --no-deps $(wildcard $(WHEELS)/torchcomms-*.whl))
 	@touch $@

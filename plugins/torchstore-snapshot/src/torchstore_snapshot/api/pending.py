@@ -1,0 +1,82 @@
+"""A take that goes on in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+from collections.abc import Generator
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any
+
+from torchstore_core.errors import StoreTimeoutError, in_seconds
+
+if TYPE_CHECKING:
+    from torchstore_snapshot.api.snapshot import Snapshot
+
+__all__ = ["PendingSnapshot"]
+
+_unfinished: set[Future[None]] = set()
+
+
+class PendingSnapshot:
+    """A snapshot that is being written. The tensors that it was taken of may be changed.
+
+    It can also be awaited, which returns the :class:`Snapshot`. The program may end normally before
+    the snapshot is committed: it then ends when it is. If the program is killed, there is no
+    snapshot.
+    """
+
+    def __init__(self, snapshot: Snapshot, future: Future[None]) -> None:
+        self.path = snapshot.path
+        self._snapshot = snapshot
+        self._future = future
+        _unfinished.add(future)
+        # Registered again, so that it runs before what ends the store: last come, first served.
+        atexit.unregister(_finish)
+        atexit.register(_finish)
+        future.add_done_callback(_unfinished.discard)
+
+    def __repr__(self) -> str:
+        return f"<PendingSnapshot of {self.path!r}, {'done' if self.done() else 'writing'}>"
+
+    def done(self) -> bool:
+        """Whether the take has ended, successfully or not."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """Return the snapshot when it is committed, on all ranks.
+
+        Args:
+            timeout: seconds; None: wait as long as it takes.
+
+        Raises:
+            SnapshotWriterError: the process that writes has ended.
+            SnapshotExistsError, RankFailedError, LayoutMismatchError, OSError: as for
+                ``Snapshot.take``.
+            StoreTimeoutError: it takes longer; it goes on, and may be waited for again.
+        """
+        try:
+            self._future.result(timeout)
+        except FutureTimeoutError as error:
+            if self._future.done():  # the take's own error
+                raise
+            raise StoreTimeoutError(
+                f"the snapshot {self.path!r} was not written within {in_seconds(timeout)}",
+                details={"operation": "wait", "timeout": timeout, "path": self.path},
+            ) from error
+        return self._snapshot
+
+    def __await__(self) -> Generator[Any, None, Snapshot]:
+        return self._result().__await__()
+
+    async def _result(self) -> Snapshot:
+        await asyncio.shield(asyncio.wrap_future(self._future))
+        return self._snapshot
+
+
+def _finish() -> None:
+    for future in [*_unfinished]:
+        with contextlib.suppress(Exception, CancelledError):
+            future.result()

@@ -1,0 +1,281 @@
+"""Taking, restoring and reading snapshots: the calls that block."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from torchstore_core.clients.state_dicts.getting import StateDictReport
+from torchstore_core.errors import ConfigurationError
+from torchstore_core.values import TensorSlice
+from torchstore_snapshot.api.pending import PendingSnapshot
+from torchstore_snapshot.api.stateful import AppState
+from torchstore_snapshot.background.staging import begin
+from torchstore_snapshot.errors import SnapshotCorruptError
+from torchstore_snapshot.format.manifest import Entry, Manifest
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.restoring import restore as restoring
+from torchstore_snapshot.restoring.verifying import verify_all
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.taking.take import TakeOptions, prepare, take
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """A snapshot at a path: tensors and other values, saved from the objects of a program.
+
+    Args:
+        path: a folder, or a URL.
+        pg: the ranks that restore together; None: the default process group if
+            ``torch.distributed`` is initialised, otherwise this process alone.
+        allow_pickle: also load values that were pickled. Unpickling runs code from the snapshot.
+
+    Opening a snapshot reads nothing: its manifest is read when it is first needed.
+
+    >>> import tempfile, torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     before = model.weight.tolist()
+    ...     snapshot = Snapshot.take(f"{folder}/step-1", {"model": model})
+    ...     _ = torch.nn.init.zeros_(model.weight)
+    ...     _ = snapshot.restore({"model": model})
+    ...     model.weight.tolist() == before
+    True
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        pg: ProcessGroup | None = None,
+        *,
+        allow_pickle: bool = False,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.pg = pg
+        self._allow_pickle = allow_pickle
+        self._storage = open_storage(path)
+        self._manifest: Manifest | None = None
+
+    def __repr__(self) -> str:
+        return f"Snapshot({self.path!r})"
+
+    @classmethod
+    def take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: ProcessGroup | None = None,
+        replicated: list[str] | None = None,
+        *,
+        overwrite: bool = False,
+        fsync: bool = True,
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> Snapshot:
+        """Take a snapshot, and return when it is committed.
+
+        The files are written straight from the memory of the tensors. All ranks call this with the
+        same keys. DTensors are stored by their shards. What all ranks have with the same values
+        (the parameters of ``DistributedDataParallel``, replicas of DTensors, and what
+        ``replicated`` names) is written once, by one of them. Until the snapshot is committed,
+        there is none; one that was there before remains.
+
+        Args:
+            path: where to; if ranks differ, that of rank 0 counts.
+            app_state: objects with ``state_dict()`` and ``load_state_dict()``, by key.
+            pg: the ranks that take part; None: as for the class.
+            replicated: globs of paths (``"model/*"``) whose values are the same on all ranks.
+            overwrite: replace a snapshot that is already there, in one step.
+            fsync: flush all files before the snapshot is committed. Without it, a power failure
+                (though no crash of a process) soon afterwards may damage the snapshot.
+            allow_pickle: store what needs pickle. Only readers that allow it can load it.
+            options: ``file_max``, bytes of tensors in one file (2 GiB); ``threads``, how many
+                threads write (the number of copy threads).
+
+        Raises:
+            SnapshotExistsError: there is a snapshot already.
+            UnsafeObjectError: a value needs pickle.
+            UnsupportedValueError, LayoutMismatchError: a value cannot be stored.
+            RankFailedError: another rank failed.
+            OSError: the storage failed, for example because it is full.
+        """
+        chosen = _options(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options)
+        url = take(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
+        return cls(url, pg, allow_pickle=allow_pickle)
+
+    @classmethod
+    def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: ProcessGroup | None = None,
+        replicated: list[str] | None = None,
+        *,
+        memory_budget: int | None = None,
+        overwrite: bool = False,
+        fsync: bool = True,
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> PendingSnapshot:
+        """Take a snapshot while the program goes on: return as soon as everything is staged in
+        shared memory, after which tensors may be changed.
+
+        Staged is into the store of this process if it has one with room, otherwise into one that is
+        started for this purpose and kept. A process of its own, of low priority, writes the files.
+
+        Args:
+            path, app_state, pg, replicated, overwrite, fsync, allow_pickle, options: as for
+                :meth:`take`.
+            memory_budget: bytes that may be staged at a time; None: half of what the host has free.
+                If there is more to write, the call takes as long as writing what goes beyond it.
+
+        Raises:
+            SnapshotWriterError: the process that writes has ended.
+            TorchStoreError: as for :meth:`take`; errors of writing are raised by
+                ``PendingSnapshot.wait``.
+        """
+        chosen = _options(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options)
+        prepared = prepare(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
+        future = begin(prepared, memory_budget)
+        return PendingSnapshot(cls(prepared.url, pg, allow_pickle=allow_pickle), future)
+
+    def restore(
+        self, app_state: AppState, strict: bool = True, *, verify: bool = True
+    ) -> StateDictReport:
+        """Restore objects: read what this rank needs straight into the tensors of their state
+        dicts, and call ``load_state_dict``.
+
+        The number of ranks and the layout of DTensors may differ from those of the take.
+
+        Args:
+            app_state: the objects, or some of them, by the keys that they were taken with.
+            strict: raise if something does not match, before anything is written; otherwise
+                restore what does.
+            verify: compare hashes before anything is written. The hash of a piece can be checked
+                only where the whole piece is read, so not always when resharding.
+
+        Returns:
+            The differences; without ``strict``, there may be some.
+
+        Raises:
+            LayoutMismatchError: ``strict`` is set and something does not match.
+            SnapshotNotFoundError: there is no snapshot.
+            SnapshotCorruptError: a file is missing, too short or changed.
+            SnapshotFormatError: a newer version wrote the snapshot.
+            UnsafeObjectError: a value was pickled.
+        """
+        return restoring.restore(
+            self._storage,
+            self.manifest,
+            app_state,
+            Ranks(self.pg),
+            strict=strict,
+            verify=verify,
+            allow_pickle=self._allow_pickle,
+        )
+
+    def read_object(
+        self,
+        path: str,
+        obj_out: Any = None,
+        memory_budget_bytes: int | None = None,
+        *,
+        tensor_slice: TensorSlice | None = None,
+        verify: bool = True,
+    ) -> Any:
+        """Read one object, and nothing else of the snapshot.
+
+        Args:
+            path: ``"key/name"``, or ``"rank/key/name"``.
+            obj_out: a tensor or DTensor to read into; None: a new tensor on the host.
+            memory_budget_bytes: bytes of memory that may be used in addition to the result.
+            tensor_slice: the part of a tensor to read; None: all of it.
+            verify: compare the hash of each piece that is read as a whole.
+
+        Returns:
+            ``obj_out`` if it is a tensor, otherwise the object.
+
+        Raises:
+            SnapshotNotFoundError: there is no such object, or no snapshot.
+            LayoutMismatchError: the tensor does not fit ``obj_out`` or the slice.
+            SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError: as for :meth:`restore`.
+        """
+        return restoring.read_object(
+            self._storage,
+            self.manifest,
+            path,
+            obj_out,
+            tensor_slice,
+            rank=Ranks(self.pg).rank,
+            verify=verify,
+            allow_pickle=self._allow_pickle,
+        )
+
+    def verify(self) -> dict[str, SnapshotCorruptError]:
+        """Read every byte of the snapshot and compare all hashes.
+
+        Returns:
+            The damaged objects: by ``"key/name"``, why; empty if the snapshot is whole.
+
+        Raises:
+            SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: it has no manifest
+                that can be used.
+        """
+        return verify_all(self._storage, self.manifest)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, read once.
+
+        Raises:
+            SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: there is none that can
+                be used.
+        """
+        if self._manifest is None:
+            self._manifest = read_manifest(self._storage)
+        return self._manifest
+
+    def get_manifest(self) -> dict[str, Entry]:
+        """Return every object of the snapshot by ``"rank/key/name"``; what the ranks have in common
+        is listed for each of them.
+
+        Raises:
+            SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: see :attr:`manifest`.
+        """
+        return {
+            f"{rank}/{key}/{name}": entry
+            for rank in range(self.manifest.world_size)
+            for key, named in self.manifest.of_rank(rank).items()
+            for name, entry in named.items()
+        }
+
+    def get_state_dict_for_key(self, key: str, *, verify: bool = True) -> dict[str, Any]:
+        """Return the state dict of one object, nested as it was, with new tensors on the host.
+        Sharded tensors are whole.
+
+        Raises:
+            SnapshotNotFoundError: the snapshot has no such key, or there is no snapshot.
+            SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError: as for :meth:`restore`.
+        """
+        return restoring.state_dict_of(
+            self._storage,
+            self.manifest,
+            key,
+            rank=Ranks(self.pg).rank,
+            verify=verify,
+            allow_pickle=self._allow_pickle,
+        )
+
+
+def _options(**given: Any) -> TakeOptions:
+    unknown = given.keys() - set(TakeOptions._fields)
+    if unknown:
+        raise ConfigurationError(
+            f"{', '.join(sorted(unknown))}: a take has no such option; it has "
+            f"{', '.join(TakeOptions._fields)}"
+        )
+    return TakeOptions(**given)

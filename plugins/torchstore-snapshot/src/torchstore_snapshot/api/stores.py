@@ -1,0 +1,138 @@
+"""Snapshots of what is in a store, without a trainer: every key, with its version."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torchstore_core as ts
+from torchstore_core.clients.calls import thread_loops
+from torchstore_core.clients.packed.packed import TorchStoreStateDict
+from torchstore_core.clients.stores.environment import DEFAULT_NAME
+from torchstore_core.clients.values import nesting
+from torchstore_core.values import ObjectRef, Request, StateDictMeta
+from torchstore_snapshot.api.snapshot import Snapshot
+from torchstore_snapshot.background.staging import PREFIX
+from torchstore_snapshot.errors import SnapshotNotFoundError
+from torchstore_snapshot.format.manifest import StoredKey
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.taking.take import TakeOptions, take_values
+
+__all__ = ["load_into_store", "snapshot_store"]
+
+_VALUE = "value"
+
+
+async def snapshot_store(
+    path: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    store_name: str = DEFAULT_NAME,
+    overwrite: bool = False,
+    fsync: bool = True,
+    allow_pickle: bool = False,
+) -> Snapshot:
+    """Take a snapshot of what is in a store.
+
+    Each key has the newest version that it had during the call; a state dict is consistent in
+    itself. Tensors are written straight from the store's memory, and stay leased until they are.
+    Values that are sharded in the store are whole in the snapshot.
+
+    Args:
+        path: where to.
+        prefix: only keys that start with it.
+        store_name: which store.
+        overwrite, fsync, allow_pickle: as for ``Snapshot.take``.
+
+    Returns:
+        The snapshot. A key's state dict has its entries; any other value is its entry ``"value"``.
+
+    Raises:
+        StoreClosedError: there is no such store.
+        SnapshotExistsError, UnsafeObjectError, OSError: as for ``Snapshot.take``.
+    """
+    client = await ts.client(store_name)
+    states: dict[str, Any] = {}
+    stored: dict[str, StoredKey] = {}
+    entries: set[str] = set()
+    for key in await client.keys(prefix):
+        if key.startswith(PREFIX) or key in entries:
+            continue
+        try:
+            found = await client.stat(key)
+            value = await client.get(Request(key, found.version))
+        except (ts.KeyNotFoundError, ts.VersionGoneError):
+            try:  # it was put again in the meantime, or deleted
+                found = await client.stat(key)
+                value = await client.get(Request(key, found.version))
+            except ts.KeyNotFoundError:
+                continue
+        if isinstance(value, TorchStoreStateDict):
+            value = value.to_state_dict()
+        packed = isinstance(found.meta, StateDictMeta) and found.meta.packed
+        stored[key] = StoredKey(found.kind, found.version, packed)
+        if found.kind == "state dict":
+            states[key] = value
+            entries |= {f"{key}/{leaf.name}" for leaf in nesting.flatten(key, value)}
+        else:
+            states[key] = {_VALUE: value}
+    options = TakeOptions(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
+    call = partial(take_values, os.fspath(path), states, stored, options)
+    url = await thread_loops.in_thread(call)
+    return Snapshot(url, allow_pickle=allow_pickle)
+
+
+async def load_into_store(
+    path: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    store_name: str = DEFAULT_NAME,
+    keep_versions: bool = True,
+    allow_pickle: bool = False,
+    verify: bool = True,
+) -> dict[str, ObjectRef]:
+    """Put what is in a snapshot into a store, one key after the other.
+
+    Args:
+        path: the snapshot: of a store, or one that was taken of objects (their state dicts are then
+            put under their keys, sharded tensors whole, with the values of rank 0).
+        prefix: only keys that start with it.
+        store_name: which store.
+        keep_versions: give each key the version that it had, if the snapshot is one of a store; a
+            key with this version or a newer one in the store is an error then. Otherwise, each put
+            makes the next version.
+        allow_pickle: also load values that were pickled.
+        verify: compare hashes.
+
+    Returns:
+        What was put, by key.
+
+    Raises:
+        SnapshotNotFoundError, SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError: the
+            snapshot cannot be read. Keys before the damaged one have been put.
+        StoreFullError, VersionGoneError, StoreClosedError: a value cannot be put.
+    """
+    client = await ts.client(store_name)
+    storage = open_storage(path)
+    manifest = await thread_loops.in_thread(partial(read_manifest, storage))
+    snapshot = Snapshot(path, allow_pickle=allow_pickle)
+    refs: dict[str, ObjectRef] = {}
+    for key in manifest.of_rank(0):
+        if not key.startswith(prefix):
+            continue
+        read = partial(snapshot.get_state_dict_for_key, key, verify=verify)
+        state = await thread_loops.in_thread(read)
+        known = manifest.store.get(key)
+        version = known.version if known is not None and keep_versions else None
+        if known is not None and known.kind != "state dict":
+            if _VALUE not in state:
+                raise SnapshotNotFoundError(f"the snapshot {path!r} has no value of {key!r}")
+            refs[key] = await client.put(
+                key, state[_VALUE], version=version, allow_pickle=allow_pickle
+            )
+            continue
+        value = TorchStoreStateDict.from_state_dict(state) if known and known.packed else state
+        put = await client.put_state_dict(value, key, version=version, allow_pickle=allow_pickle)
+        refs[key] = await put if not isinstance(put, ObjectRef) else put
+    return refs

@@ -1,0 +1,154 @@
+"""What a program and its writer process tell each other, over a socket pair."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from torchstore_core.errors import TorchStoreError, from_wire
+from torchstore_snapshot import errors as own_errors
+from torchstore_snapshot.errors import SnapshotError
+from torchstore_snapshot.taking.merging import Part
+
+__all__ = ["Abandon", "Batch", "Begin", "Chunk", "Done", "Failed", "Finish", "NewFile", "Wrote"]
+__all__ += ["from_writer", "receive", "send", "to_writer"]
+
+
+class NewFile(msgspec.Struct, array_like=True):
+    """A file to be written: its name, its first bytes, where its tensors begin, and its size."""
+
+    name: str
+    header: bytes
+    starts: list[int]
+    nbytes: int
+
+
+class Begin(msgspec.Struct, array_like=True, tag=True):
+    """A take begins.
+
+    Args:
+        job: a number that the program has chosen.
+        url, take, rank, size: of the snapshot, of the take, of this rank, and of all ranks.
+        part: what this rank has, without the hashes.
+        timeout: seconds that other ranks may take longer than this one.
+    """
+
+    job: int
+    url: str
+    take: str
+    rank: int
+    size: int
+    overwrite: bool
+    fsync: bool
+    threads: int | None
+    timeout: float
+    part: Part
+    files: list[NewFile]
+
+
+class Chunk(msgspec.Struct, array_like=True):
+    """A staged tensor: which bytes of which tensor of which file it holds."""
+
+    file: int
+    unit: int
+    begin: int
+
+
+class Batch(msgspec.Struct, array_like=True, tag=True):
+    """Tensors are staged: as the entries ``"0"``, ``"1"``, ... of a state dict in a store."""
+
+    job: int
+    address: str
+    key: str
+    chunks: list[Chunk]
+
+
+class Finish(msgspec.Struct, array_like=True, tag=True):
+    """Everything is staged."""
+
+    job: int
+
+
+class Abandon(msgspec.Struct, array_like=True, tag=True):
+    """The program failed to stage everything."""
+
+    job: int
+    error: str
+
+
+class Wrote(msgspec.Struct, array_like=True, tag=True):
+    """A batch is in the files, and is no longer in the store."""
+
+    job: int
+
+
+class Done(msgspec.Struct, array_like=True, tag=True):
+    """The snapshot is committed."""
+
+    job: int
+
+
+class Failed(msgspec.Struct, array_like=True, tag=True):
+    """The take failed. ``errno`` is 0 unless the storage failed."""
+
+    job: int
+    code: str
+    message: str
+    details: dict[str, Any]
+    errno: int = 0
+
+    def error(self) -> BaseException:
+        """Return the error to raise in the program."""
+        if self.errno:
+            return OSError(self.errno, self.message)
+        for name in own_errors.__all__:
+            kind: type[SnapshotError] = getattr(own_errors, name)
+            if kind.code == self.code:
+                return kind(self.message, details=self.details)
+        return from_wire(self.code, self.message, None, self.details)
+
+    @classmethod
+    def of(cls, job: int, error: BaseException) -> Failed:
+        """Describe an error of the writer process."""
+        if isinstance(error, TorchStoreError):
+            return cls(job, error.code, error.message, error.details)
+        if isinstance(error, OSError) and error.errno:
+            return cls(job, "", error.strerror or str(error), {}, error.errno)
+        return cls(job, SnapshotError.code, f"the writer process failed: {error!r}", {})
+
+
+to_writer = msgspec.msgpack.Decoder(Begin | Batch | Finish | Abandon)
+from_writer = msgspec.msgpack.Decoder(Wrote | Done | Failed)
+_encoder = msgspec.msgpack.Encoder()
+_length = struct.Struct("<Q")
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message. Raises OSError if the other side is gone."""
+    data = _encoder.encode(message)
+    connection.sendall(_length.pack(len(data)) + data)
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """Return the next message; None if the other side has closed the connection."""
+    head = _exactly(connection, _length.size)
+    if head is None:
+        return None
+    return _exactly(connection, _length.unpack(head)[0])
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes | None:
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    while view.nbytes:
+        try:
+            count = connection.recv_into(view)
+        except ConnectionResetError:
+            return None
+        if not count:
+            return None
+        view = view[count:]
+    return bytes(data)

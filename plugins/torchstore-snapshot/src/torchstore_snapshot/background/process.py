@@ -1,0 +1,154 @@
+"""The program's end of its writer process: one process, started once and used for all takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.errors import SnapshotWriterError
+
+__all__ = ["Job", "WriterProcess", "the_writer"]
+
+
+class Job:
+    """A take that the writer process works on.
+
+    Args:
+        done: has a result when the take is committed, and an error when it has failed.
+        written: called in another thread, each time that a batch has been written.
+    """
+
+    def __init__(self, number: int, written: Callable[[], None]) -> None:
+        self.number = number
+        self.done: Future[None] = Future()
+        self.written = written
+
+
+class WriterProcess:
+    """A running writer process. It ends when this process does, however that ends."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair()
+        self._connection = here
+        with there:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "torchstore_snapshot.background.writer",
+                    str(there.fileno()),
+                ],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is meant for the program
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        self._jobs: dict[int, Job] = {}
+        self._next = 0
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self.alive = True
+        self._listener = threading.Thread(
+            target=self._listen, name="torchstore-snapshot-writer", daemon=True
+        )
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def job(self, written: Callable[[], None]) -> Job:
+        """Return a new job; its messages follow.
+
+        Raises:
+            SnapshotWriterError: the process has ended.
+        """
+        with self._lock:
+            if not self.alive:
+                raise self._error()
+            self._next += 1
+            job = self._jobs[self._next] = Job(self._next, written)
+            return job
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message to the process.
+
+        Raises:
+            SnapshotWriterError: it has ended.
+        """
+        try:
+            with self._sending:
+                m.send(self._connection, message)
+        except OSError as error:
+            raise self._error() from error
+
+    def _listen(self) -> None:
+        while (data := m.receive(self._connection)) is not None:
+            reply = m.from_writer.decode(data)
+            with self._lock:
+                job = self._jobs.get(reply.job)
+                if not isinstance(reply, m.Wrote):
+                    self._jobs.pop(reply.job, None)
+            if job is None:
+                continue
+            match reply:
+                case m.Wrote():
+                    job.written()
+                case m.Done():
+                    job.done.set_result(None)
+                case m.Failed():
+                    job.done.set_exception(reply.error())
+                    job.written()
+        with self._lock:
+            self.alive = False
+            jobs, self._jobs = [*self._jobs.values()], {}
+        with self._sending:
+            self._connection.close()
+        self._process.wait()
+        for job in jobs:
+            job.done.set_exception(self._error())
+            job.written()
+
+    def _error(self) -> SnapshotWriterError:
+        return SnapshotWriterError(
+            f"the process that writes snapshots (pid {self._process.pid}) has ended with status "
+            f"{self._process.poll()}; the take is not committed, take the snapshot again"
+        )
+
+    def close(self) -> None:
+        """End the process. Jobs that are not done fail."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._listener.join()
+
+
+_current: WriterProcess | None = None
+_starting = threading.Lock()
+
+
+def the_writer() -> WriterProcess:
+    """Return the writer process of this process; start one if there is none, or it has ended."""
+    global _current
+    with _starting:
+        if _current is None or not _current.alive:
+            _current = WriterProcess()
+        return _current
+
+
+def _after_fork_in_child() -> None:
+    global _current, _starting
+    if _current is not None:
+        _current._connection.close()  # otherwise the process would outlive the parent
+    _current, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

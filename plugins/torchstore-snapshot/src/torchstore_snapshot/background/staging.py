@@ -1,0 +1,186 @@
+"""Puts what a rank writes into a store, at the speed of a put, for the writer process to read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+
+import torchstore_core as ts
+from torchstore_core.clients.calls import thread_loops
+from torchstore_core.clients.stores import table
+from torchstore_core.clients.stores.environment import DEFAULT_NAME
+from torchstore_core.clients.values.tensors import from_buffer
+from torchstore_core.errors import ConfigurationError, StoreClosedError, StoreFullError
+from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.background.process import Job, the_writer
+from torchstore_snapshot.format.hashes import BLOCK
+from torchstore_snapshot.taking.merging import part_of
+from torchstore_snapshot.taking.take import Prepared
+
+__all__ = ["PREFIX", "available_memory", "begin"]
+
+#: Under this prefix lies what is being written, for as long as it is.
+PREFIX = ".torchstore-snapshot/"
+# The share of the memory that is free which staged tensors may take.
+_SHARE = 0.5
+_TIMEOUT_S = 1800.0
+
+
+class _Staged(NamedTuple):
+    """A tensor to be staged, and what it is part of."""
+
+    chunk: m.Chunk
+    tensor: torch.Tensor
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that are free on this host."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
+    """Stage everything that this rank writes, and return when its tensors may be changed.
+
+    Args:
+        memory_budget: bytes that may be staged at a time; None: half of what is free. If there is
+            more to write, this call takes as long as writing what goes beyond it.
+
+    Returns:
+        What has a result when the snapshot is committed.
+
+    Raises:
+        ConfigurationError: the budget is not a positive number.
+        StoreFullError: not even a part of it fits into the store.
+        SnapshotWriterError: the writer process has ended.
+    """
+    budget: object = memory_budget
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ConfigurationError(f"memory_budget is an int above 0, not {budget!r}")
+    limit = int(available_memory() * _SHARE) if memory_budget is None else memory_budget
+    staging = asyncio.run_coroutine_threadsafe(_stage(prepared, limit), thread_loops.background())
+    return staging.result()
+
+
+async def _stage(prepared: Prepared, limit: int) -> Future[None]:
+    loop = asyncio.get_running_loop()
+    batches = list(_batches(prepared, limit))
+    writer = the_writer()
+    credit = asyncio.Semaphore(2 if len(batches) > 1 else 1)
+
+    def released() -> None:
+        loop.call_soon_threadsafe(credit.release)
+
+    job = writer.job(released)
+    writer.send(_begin(prepared, job))
+    key = f"{PREFIX}{prepared.take}/{prepared.ranks.rank}"
+    try:
+        for number, batch in enumerate(batches):
+            await credit.acquire()
+            if job.done.done():  # it failed
+                break
+            where = f"{key}/{number}"
+            values = {str(i): staged.tensor for i, staged in enumerate(batch)}
+            address = await _put(where, values)
+            writer.send(m.Batch(job.number, address, where, [staged.chunk for staged in batch]))
+        writer.send(m.Finish(job.number))
+    except BaseException as error:
+        writer.send(m.Abandon(job.number, f"{type(error).__name__}: {error}"))
+        raise
+    return job.done
+
+
+def _begin(prepared: Prepared, job: Job) -> m.Begin:
+    files = prepared.files
+    blank = [[""] * len(file.units) for file in files]
+    part = part_of(prepared.ranks.rank, prepared.keys, prepared.items, files, blank)
+    options = prepared.options
+    return m.Begin(
+        job.number,
+        prepared.url,
+        prepared.take,
+        prepared.ranks.rank,
+        prepared.ranks.size,
+        options.overwrite,
+        options.fsync,
+        options.threads,
+        _TIMEOUT_S,
+        part,
+        [m.NewFile(f.name, f.layout.header, f.layout.starts, f.layout.nbytes) for f in files],
+    )
+
+
+def _batches(prepared: Prepared, limit: int) -> Iterator[list[_Staged]]:
+    """Everything to be staged, in batches of which two are within the limit."""
+    everything = list(_tensors(prepared))
+    if sum(staged.tensor.nbytes for staged in everything) <= limit:
+        if everything:
+            yield everything
+        return
+    room = size = max(limit // 2, 1)
+    batch: list[_Staged] = []
+    for staged in everything:
+        for part in _cut(staged, max(size // BLOCK, 1) * BLOCK):
+            nbytes = part.tensor.nbytes
+            if batch and nbytes > room:
+                yield batch
+                batch, room = [], size
+            batch.append(part)
+            room -= nbytes
+    if batch:
+        yield batch
+
+
+def _tensors(prepared: Prepared) -> Iterator[_Staged]:
+    for index, file in enumerate(prepared.files):
+        order = sorted(range(len(file.units)), key=lambda i: file.layout.starts[i])
+        for position in order:
+            item = prepared.items[file.units[position].item]
+            if item.is_tensor:
+                tensor = item.pieces[file.units[position].piece].tensor
+            else:
+                data = bytearray(item.data)
+                tensor = from_buffer(data, 0, (len(data),), torch.uint8)
+            yield _Staged(m.Chunk(index, position, 0), tensor)
+
+
+def _cut(staged: _Staged, size: int) -> Iterator[_Staged]:
+    """Cut a tensor into ranges of bytes, at multiples of a block."""
+    if staged.tensor.nbytes <= size:
+        yield staged
+        return
+    flat = staged.tensor.contiguous().view(-1).view(torch.uint8)
+    for begin in range(0, flat.numel(), size):
+        chunk = m.Chunk(staged.chunk.file, staged.chunk.unit, begin)
+        yield _Staged(chunk, flat[begin : begin + size])
+
+
+async def _put(key: str, values: dict[str, torch.Tensor]) -> str:
+    """Put into the store of this process if there is one with room; otherwise, into one of its own.
+
+    Returns:
+        The address of the store.
+    """
+    client: Any
+    if table.known(DEFAULT_NAME) is not None:
+        try:
+            client = await ts.client(DEFAULT_NAME)
+            await client.put_state_dict(values, key)
+            return await ts.address(DEFAULT_NAME)
+        except (StoreClosedError, StoreFullError):
+            pass  # a store of its own it is
+    client = await ts.connect_or_initialize(store_name=_own_name(), runtime="local")
+    await client.put_state_dict(values, key)
+    return await ts.address(_own_name())
+
+
+def _own_name() -> str:
+    return f"snapshot-{os.getpid()}"

@@ -1,0 +1,165 @@
+"""The process that writes snapshots: ``python -m torchstore_snapshot.background.writer FD``.
+
+It reads staged tensors from a store without copying them, writes them to files, and commits. It is
+given jobs over a socket; when the socket closes, the program has ended: what is not committed by
+then never is, and this process ends, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import socket
+import sys
+import threading
+
+import msgspec
+
+import torchstore_core.blocking as ts
+from torchstore_core.errors import TorchStoreError
+from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.background.rendezvous import commit_together, report_failure
+from torchstore_snapshot.format.hashes import digest_of
+from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
+from torchstore_snapshot.format.safetensors_files import Layout
+from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.taking.merging import Part
+from torchstore_snapshot.taking.take import TakeOptions
+from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
+
+__all__ = ["main"]
+
+_STORE = "staged"
+_NICE = 10
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_BEST_EFFORT_LOWEST = 2 << 13 | 7
+
+_Message = m.Begin | m.Batch | m.Finish | m.Abandon
+
+
+class _Job:
+    """A take that is being written."""
+
+    def __init__(self, begin: m.Begin, connection: socket.socket) -> None:
+        self._begin = begin
+        self._connection = connection
+        self._storage = open_storage(begin.url)
+        files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]
+        self._files = OpenFiles(self._storage, files, begin.threads)
+
+    def handle(self, message: _Message) -> bool:
+        """Handle a message of this job. Returns whether the job has ended."""
+        match message:
+            case m.Batch():
+                self._write(message)
+                m.send(self._connection, m.Wrote(message.job))
+                return False
+            case m.Finish():
+                self._finish()
+                m.send(self._connection, m.Done(message.job))
+                return True
+            case m.Abandon():
+                self.fail(message.error)
+                return True
+            case m.Begin():
+                return False
+
+    def _write(self, batch: m.Batch) -> None:
+        client = ts.connect(batch.address, store_name=_STORE)
+        staged = client.get_state_dict(batch.key)
+        # The lease keeps the memory until the tensors are gone, and the store needs it soon.
+        client.delete(batch.key)
+        self._files.write(
+            Source(chunk.file, chunk.unit, chunk.begin, bytes_of(name, tensor), tensor)
+            for chunk, (name, tensor) in zip(
+                batch.chunks, ((str(i), staged[str(i)]) for i in range(len(staged))), strict=True
+            )
+        )
+
+    def _finish(self) -> None:
+        begin = self._begin
+        digests = self._files.close(durable=begin.fsync)
+        options = TakeOptions(overwrite=begin.overwrite, fsync=begin.fsync)
+        part = _with_digests(begin.part, begin.files, digests)
+        commit_together(self._storage, begin.take, part, begin.size, options, begin.timeout)
+
+    def fail(self, error: str) -> None:
+        """Remove what was written, and tell the other ranks."""
+        self._files.abort()
+        if self._begin.size > 1:
+            with contextlib.suppress(OSError):
+                report_failure(self._storage, self._begin.take, self._begin.rank, error)
+
+
+def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[str]]) -> Part:
+    """Fill in the hashes of what was written."""
+    known = {
+        (index, start): digest
+        for index, (file, found) in enumerate(zip(files, digests, strict=True))
+        for start, digest in sorted(zip(file.starts, found, strict=True))
+    }
+    empty = digest_of(b"")
+
+    def filled(piece: Piece) -> Piece:
+        digest = known[piece.file, piece.start] if piece.nbytes else empty
+        return msgspec.structs.replace(piece, digest=digest)
+
+    def complete(entry: Entry) -> Entry:
+        if isinstance(entry, ObjectEntry):
+            if entry.piece is None:
+                return entry
+            return msgspec.structs.replace(entry, piece=filled(entry.piece))
+        return msgspec.structs.replace(entry, pieces=tuple(map(filled, entry.pieces)))
+
+    entries = {
+        key: {name: complete(entry) for name, entry in named.items()}
+        for key, named in part.entries.items()
+    }
+    return msgspec.structs.replace(part, entries=entries)
+
+
+def _serve(connection: socket.socket, inbox: queue.SimpleQueue[_Message]) -> None:
+    """Handle messages one by one. An error ends its job, not the process."""
+    jobs: dict[int, _Job] = {}
+    while True:
+        message = inbox.get()
+        try:
+            if isinstance(message, m.Begin):
+                jobs[message.job] = _Job(message, connection)
+                continue
+            job = jobs.get(message.job)
+            if job is not None and job.handle(message):
+                del jobs[message.job]
+        except (TorchStoreError, OSError, ValueError, RuntimeError, MemoryError) as error:
+            failed = jobs.pop(message.job, None)
+            if failed is not None:
+                failed.fail(f"{type(error).__name__}: {error}")
+            m.send(connection, m.Failed.of(message.job, error))
+
+
+def _lower_priority() -> None:
+    """What the program does comes first, on processors and on disks."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    call = _IOPRIO_SET.get(os.uname().machine)
+    if call is not None:
+        ctypes.CDLL(None).syscall(call, 1, 0, _BEST_EFFORT_LOWEST)
+
+
+def main(descriptor: int) -> None:
+    """Serve the program at the other end of a socket until it closes it."""
+    _lower_priority()
+    connection = socket.socket(fileno=descriptor)
+    inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(connection, inbox), daemon=True).start()
+    while (data := m.receive(connection)) is not None:
+        inbox.put(m.to_writer.decode(data))
+    # The program has ended. Files of unfinished jobs stay where they are, invisible: to remove them
+    # could take long, and the thread may be writing to them.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,67 @@
+"""Errors of snapshots. All of them are :class:`~torchstore_core.TorchStoreError`."""
+
+from __future__ import annotations
+
+from torchstore_core.errors import TorchStoreError
+
+__all__ = [
+    "RankFailedError",
+    "SnapshotCorruptError",
+    "SnapshotError",
+    "SnapshotExistsError",
+    "SnapshotFormatError",
+    "SnapshotNotFoundError",
+    "SnapshotWriterError",
+]
+
+
+class SnapshotError(TorchStoreError):
+    """Base class of the errors that only snapshots raise. ``details["path"]`` is the snapshot's
+    path.
+    """
+
+    code = "snapshot"
+
+
+class SnapshotNotFoundError(SnapshotError, FileNotFoundError):
+    """There is no snapshot at a path, or the snapshot has no object of a given path."""
+
+    code = "snapshot-not-found"
+
+
+class SnapshotExistsError(SnapshotError, FileExistsError):
+    """A snapshot was to be taken where there already is one. Nothing was changed."""
+
+    code = "snapshot-exists"
+
+
+class SnapshotFormatError(SnapshotError):
+    """A manifest is not one of a snapshot, was written by a newer version of this package, or names
+    files outside of the snapshot.
+    """
+
+    code = "snapshot-format"
+
+
+class SnapshotCorruptError(SnapshotError):
+    """A file of a snapshot is missing or too short, or its bytes are not those that were written.
+
+    ``details``: ``path``, and ``file`` with the name of the file inside the snapshot.
+    """
+
+    code = "snapshot-corrupt"
+
+
+class SnapshotWriterError(SnapshotError):
+    """The process that writes a snapshot in the background has ended. The take is not committed."""
+
+    code = "snapshot-writer"
+
+
+class RankFailedError(SnapshotError):
+    """Another rank failed, so that this rank's part of a take was given up, too.
+
+    ``details["ranks"]`` maps the numbers of the ranks that failed to their errors, as text.
+    """
+
+    code = "snapshot-rank"

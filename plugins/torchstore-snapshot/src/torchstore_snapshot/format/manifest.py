@@ -1,0 +1,288 @@
+"""The manifest of a snapshot: everything about it except the bytes of its tensors.
+
+It is a JSON document of two layers. The outer one says what it is, of which version, and has the
+hash of the inner one, so that a damaged manifest is noticed. The inner one is a :class:`Manifest`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import msgspec
+
+from torchstore_core import boxes
+from torchstore_core.values import TensorSlice
+from torchstore_snapshot.errors import SnapshotCorruptError, SnapshotFormatError
+from torchstore_snapshot.format.hashes import digest_of
+from torchstore_snapshot.format.paths import MANIFEST, check_file_name
+
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "DataFile",
+    "Entries",
+    "Entry",
+    "Manifest",
+    "ObjectEntry",
+    "Piece",
+    "StoredKey",
+    "TensorEntry",
+    "decode",
+    "encode",
+]
+
+FORMAT = "torchstore-snapshot"
+#: The version that this package writes, and the newest that it reads.
+VERSION = 1
+
+
+class DataFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file with tensors.
+
+    Args:
+        name: the name of the file inside the folder of the snapshot that wrote it.
+        nbytes: its size in bytes.
+        rank: the rank that wrote it.
+        snapshot: empty if this snapshot wrote the file; otherwise the name of the folder beside
+            this one, whose snapshot did.
+    """
+
+    name: str
+    nbytes: int
+    rank: int
+    snapshot: str = ""
+
+
+class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The bytes of a box of a tensor: contiguous, in row-major order.
+
+    Args:
+        file: the index of the file in :attr:`Manifest.files`.
+        start: the position of the first byte in that file.
+        nbytes: the number of bytes.
+        digest: their hash; see :mod:`.hashes`.
+        slice: the position of the box in the tensor; None if the piece is the whole tensor.
+    """
+
+    file: int
+    start: int
+    nbytes: int
+    digest: str
+    slice: TensorSlice | None = None
+
+
+class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, tag="tensor"):
+    """A tensor.
+
+    Args:
+        dtype: its dtype without ``torch.``.
+        shape: its global shape.
+        pieces: what it consists of. They cover the tensor; they do not overlap.
+        steps: where it is in the nested state dict (see ``torchstore_core.clients.values.nesting``;
+            empty if it is at the top).
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    steps: bytes = b""
+
+    def boxes(self) -> list[boxes.Box]:
+        """Return the boxes of the pieces, in order."""
+        return [
+            boxes.whole(self.shape)
+            if piece.slice is None
+            else boxes.Box(piece.slice.offsets, piece.slice.local_shape)
+            for piece in self.pieces
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True, tag="object"):
+    """A value that is not a tensor.
+
+    Args:
+        codec: ``"msgpack"`` or ``"pickle"``.
+        data: the encoded value (base64 in JSON); empty if it is in a data file.
+        piece: where the encoded value is in a data file; None if it is in ``data``.
+        steps: as for a tensor.
+    """
+
+    codec: str
+    data: bytes = b""
+    piece: Piece | None = None
+    steps: bytes = b""
+
+
+Entry = TensorEntry | ObjectEntry
+#: The entries of each state dict: by its key in the application state, then by name.
+Entries = dict[str, dict[str, Entry]]
+
+
+class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a key was in the store that a snapshot was taken of.
+
+    Args:
+        kind: ``"tensor"``, ``"object"`` or ``"state dict"``.
+        version: its version.
+        packed: a state dict was put as a ``TorchStoreStateDict``.
+    """
+
+    kind: str
+    version: int
+    packed: bool = False
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The contents of a snapshot.
+
+    Args:
+        take: the id of the take that wrote it.
+        created: when it was committed, in seconds since the epoch.
+        world_size: how many ranks took part.
+        files: all data files.
+        shared: what all ranks have in common: sharded and replicated tensors, and everything of
+            which all ranks had an equal value.
+        own: what each rank alone has, by rank; empty if no rank has anything of its own.
+        store: the keys of the store that it is a snapshot of; empty if it is one of objects.
+    """
+
+    take: str
+    created: float
+    world_size: int
+    files: tuple[DataFile, ...]
+    shared: Entries
+    own: tuple[Entries, ...] = ()
+    store: dict[str, StoredKey] = {}
+
+    def of_rank(self, rank: int) -> Entries:
+        """Return the entries that a rank restores: the shared ones and its own."""
+        if rank >= len(self.own):
+            return self.shared
+        mine = self.own[rank]
+        return {
+            key: {**self.shared.get(key, {}), **mine.get(key, {})}
+            for key in {**self.shared, **mine}
+        }
+
+
+class _Document(msgspec.Struct):
+    format: str
+    version: int
+    digest: str
+    body: msgspec.Raw
+
+
+class _Outer(msgspec.Struct):
+    """Of a document of any version."""
+
+    format: str
+    version: int
+
+
+_encoder = msgspec.json.Encoder()
+_documents = msgspec.json.Decoder(_Document)
+_outers = msgspec.json.Decoder(_Outer)
+_manifests = msgspec.json.Decoder(Manifest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return a manifest as the bytes of its file."""
+    body = _encoder.encode(manifest)
+    return _encoder.encode(_Document(FORMAT, VERSION, digest_of(body), msgspec.Raw(body)))
+
+
+def decode(data: bytes, path: str) -> Manifest:
+    """Return the manifest of the snapshot at ``path`` from the bytes of its file.
+
+    Raises:
+        SnapshotFormatError: it is no manifest, is of a newer version, or contradicts itself.
+        SnapshotCorruptError: its bytes are not those that were written.
+    """
+    details = {"path": path, "file": MANIFEST}
+    try:
+        outer = _outers.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SnapshotFormatError(
+            f"the manifest of {path!r} cannot be read: {error}", details=details
+        ) from error
+    if outer.format != FORMAT:
+        raise SnapshotFormatError(
+            f"{MANIFEST} in {path!r} is the manifest of {outer.format!r}, not of a snapshot",
+            details=details,
+        )
+    if outer.version > VERSION or outer.version < 1:
+        raise SnapshotFormatError(
+            f"the snapshot {path!r} has format version {outer.version}, and this package reads "
+            f"versions up to {VERSION}; install a newer torchstore-snapshot",
+            details={**details, "version": outer.version},
+        )
+    try:
+        document = _documents.decode(data)
+        body = bytes(document.body)
+        if digest_of(body) != document.digest:
+            raise SnapshotCorruptError(
+                f"the manifest of {path!r} was damaged: its hash is wrong", details=details
+            )
+        manifest = _manifests.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SnapshotFormatError(
+            f"the manifest of {path!r} cannot be read: {error}", details=details
+        ) from error
+    _check(manifest, path)
+    return manifest
+
+
+def _check(manifest: Manifest, path: str) -> None:
+    for file in manifest.files:
+        check_file_name(file.name, path)
+        if file.snapshot:
+            check_file_name(file.snapshot, path)
+    for entries in (manifest.shared, *manifest.own):
+        for key, named in entries.items():
+            for name, entry in named.items():
+                if isinstance(entry, TensorEntry):
+                    fits = _consistent(entry) and all(_inside(p, manifest) for p in entry.pieces)
+                else:
+                    fits = entry.piece is None or _inside(entry.piece, manifest)
+                if not fits:
+                    raise SnapshotFormatError(
+                        f"the manifest of {path!r} contradicts itself about {key + '/' + name!r}",
+                        key=f"{key}/{name}",
+                        details={"path": path, "file": MANIFEST},
+                    )
+
+
+def _inside(piece: Piece, manifest: Manifest) -> bool:
+    return (
+        0 <= piece.file < len(manifest.files)
+        and piece.start >= 0
+        and piece.nbytes >= 0
+        and piece.start + piece.nbytes <= manifest.files[piece.file].nbytes
+    )
+
+
+def _consistent(entry: TensorEntry) -> bool:
+    """Whether the pieces lie in the tensor and add up to it, all with elements of one size."""
+    ndim = len(entry.shape)
+    if min(entry.shape, default=0) < 0:
+        return False
+    total = 0
+    for piece in entry.pieces:
+        numel = prod(entry.shape)
+        if piece.slice is not None:
+            offset, shape = piece.slice.offsets, piece.slice.local_shape
+            if not len(offset) == len(shape) == ndim or any(
+                o < 0 or n < 0 or o + n > g
+                for o, n, g in zip(offset, shape, entry.shape, strict=True)
+            ):
+                return False
+            numel = prod(shape)
+        if numel and piece.nbytes % numel:
+            return False
+        total += numel
+    return total >= prod(entry.shape)

@@ -1,0 +1,45 @@
+"""Which file has which tensor, in the form that model libraries look for beside safetensors files.
+
+With it, ``from_pretrained`` of transformers accepts the folder of a snapshot in which a model was
+taken as ``"model"`` (and which has a ``config.json``), whatever the names of the data files are.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchstore_snapshot.format.manifest import Manifest, TensorEntry
+from torchstore_snapshot.format.paths import plain_name
+
+__all__ = ["weight_maps"]
+
+
+def weight_maps(manifest: Manifest) -> dict[str, bytes]:
+    """Return the contents of the map of each state dict whose tensors are all whole, by the name
+    of its file. Nothing in a snapshot refers to these files.
+    """
+    found: dict[str, bytes] = {}
+    for key, named in manifest.shared.items():
+        weights: dict[str, str] = {}
+        seen: set[tuple[int, int]] = set()
+        total = 0
+        for name, entry in named.items():
+            if not isinstance(entry, TensorEntry):
+                continue
+            if len(entry.pieces) != 1 or entry.pieces[0].slice is not None:
+                break
+            piece = entry.pieces[0]
+            file = manifest.files[piece.file]
+            if file.snapshot:
+                break
+            if piece.nbytes and (piece.file, piece.start) in seen:
+                continue  # tied to an earlier one, whose name is the one in the file
+            seen.add((piece.file, piece.start))
+            weights[name] = file.name
+            total += piece.nbytes
+        else:
+            if weights:
+                data = {"metadata": {"total_size": total}, "weight_map": weights}
+                encoded = msgspec.json.format(msgspec.json.encode(data))
+                found.setdefault(f"{plain_name(key)}.safetensors.index.json", encoded)
+    return found

@@ -1,0 +1,101 @@
+"""The ranks that take or restore a snapshot together, and what they tell each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import msgspec
+import torch
+
+from torchstore_snapshot.errors import RankFailedError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+
+class _Message(msgspec.Struct, array_like=True):
+    """What one rank sends to all: its data, or why it failed."""
+
+    data: msgspec.Raw
+    error: str | None = None
+
+
+class Ranks:
+    """This process among the ranks of a process group; alone if there is none.
+
+    Args:
+        group: the process group; None: the default one if ``torch.distributed`` is initialised.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        dist = torch.distributed
+        self.rank, self.size = 0, 1
+        self._group = group
+        if group is not None or (dist.is_available() and dist.is_initialized()):
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return a rank without others, whatever ``torch.distributed`` knows."""
+        made = cls.__new__(cls)
+        made.rank, made.size, made._group = 0, 1, None
+        return made
+
+    def exchange(
+        self, value: T | None, kind: type[T], error: BaseException | None = None
+    ) -> list[T]:
+        """Send a value to all ranks; return those of all, by rank. All ranks call this, also one
+        that has failed: it sends its ``error`` instead.
+
+        Args:
+            kind: the type of the value, which msgpack can encode and decode.
+
+        Raises:
+            RankFailedError: another rank sent an error, or has died.
+            BaseException: ``error``, after it was sent.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return [cast(T, value)]
+        data = b"\xc0" if error is not None else msgspec.msgpack.encode(value)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        sent = msgspec.msgpack.encode(_Message(msgspec.Raw(data), text))
+        try:
+            replies = self._gather(sent)
+        except RuntimeError as lost:  # what collectives raise
+            if error is not None:
+                raise error from None
+            raise RankFailedError(
+                f"rank {self.rank} cannot reach the other ranks, one of which may have died: {lost}"
+            ) from lost
+        if error is not None:
+            raise error
+        messages = [msgspec.msgpack.decode(reply, type=_Message) for reply in replies]
+        failed = {rank: m.error for rank, m in enumerate(messages) if m.error is not None}
+        if failed:
+            which = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise RankFailedError(
+                f"given up, because other ranks failed ({which})",
+                details={"ranks": {str(rank): text for rank, text in failed.items()}},
+            )
+        return [msgspec.msgpack.decode(m.data, type=kind) for m in messages]
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        dist = torch.distributed
+        device = torch.device("cpu")
+        if dist.get_backend(self._group) == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        sizes = [torch.zeros_like(size) for _ in range(self.size)]
+        dist.all_gather(sizes, size, group=self._group)
+        lengths = [int(n) for n in sizes]
+        sent = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in lengths]
+        dist.all_gather(received, sent, group=self._group)
+        return [bytes(t[:n].cpu().numpy()) for t, n in zip(received, lengths, strict=True)]

@@ -1,0 +1,1 @@
+"""From a snapshot to values in memory."""

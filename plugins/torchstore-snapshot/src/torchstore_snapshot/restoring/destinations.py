@@ -1,0 +1,150 @@
+"""Which entries of a snapshot go where: state dicts are compared before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchstore_core import boxes
+from torchstore_core.clients.state_dicts.getting import StateDictReport
+from torchstore_core.clients.values import nesting
+from torchstore_core.clients.values.sharding import is_dtensor, is_sharded, local_parts
+from torchstore_core.clients.values.tensors import check_destination, dtype_of
+from torchstore_core.errors import LayoutMismatchError, UnsupportedValueError
+from torchstore_core.values import TensorMeta
+from torchstore_snapshot.api.stateful import Stateful
+from torchstore_snapshot.format.manifest import Entry, ObjectEntry, TensorEntry
+from torchstore_snapshot.restoring.reading import Read, empty_for, plan_reads
+
+__all__ = ["Filled", "match", "state_of", "tensor_reads"]
+
+
+@dataclass
+class Filled:
+    """What will be passed to ``load_state_dict`` of one object.
+
+    Args:
+        values: tensors by name, which ``reads`` fill.
+        objects: the entries of values that are not tensors, by name.
+        reads: what is to be read.
+        report: the differences between the snapshot and the object.
+        steps: where each name is in the nested state dict.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, ObjectEntry] = field(default_factory=dict)
+    reads: list[Read] = field(default_factory=list)
+    report: StateDictReport = field(default_factory=StateDictReport)
+    steps: dict[str, bytes] = field(default_factory=dict)
+
+
+def state_of(stateful: Stateful) -> Any:
+    """Return the state of an object. That of a module has the parameters themselves, so that
+    loading them again copies nothing.
+    """
+    if isinstance(stateful, torch.nn.Module):
+        return stateful.state_dict(keep_vars=True)
+    return stateful.state_dict()
+
+
+def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
+    """Compare an object with the entries of a snapshot, and plan the reads into its tensors.
+
+    Entries that the object does not have yet, as those of an optimizer before its first step, get
+    new tensors; a module must have all of them.
+    """
+    filled = Filled()
+    parameters = _parameters(stateful)
+    leaves = {leaf.name: leaf.value for leaf in nesting.flatten(key, state_of(stateful))}
+    module = isinstance(stateful, torch.nn.Module)
+    for name, value in leaves.items():
+        if name not in entries and not _is_container(value):
+            filled.report.missing.append(f"{key}/{name}")
+    for name, entry in entries.items():
+        path = f"{key}/{name}"
+        if name not in leaves and module:
+            filled.report.unexpected.append(path)
+            continue
+        value = leaves.get(name)
+        tensor = isinstance(value, torch.Tensor) or is_sharded(value)
+        if isinstance(entry, ObjectEntry):
+            if tensor:
+                filled.report.mismatched[path] = f"{path!r} is no tensor in the snapshot"
+                continue
+            filled.objects[name] = entry
+        else:
+            try:
+                if not tensor:
+                    value = _like_parameter(path, entry, parameters, name)
+                if value is None:
+                    value = empty_for(path, entry, entry.shape)
+                reads = tensor_reads(path, entry, value)
+            except (LayoutMismatchError, UnsupportedValueError) as error:
+                filled.report.mismatched[path] = error.message
+                continue
+            filled.reads += reads
+            filled.values[name] = value
+        filled.steps[name] = entry.steps
+    return filled
+
+
+def _parameters(stateful: Stateful) -> list[torch.Tensor]:
+    """The parameters of an optimizer, in the order of its state; none of anything else."""
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return []
+    return [p for group in stateful.param_groups for p in group["params"]]
+
+
+def _like_parameter(
+    path: str, entry: TensorEntry, parameters: Sequence[torch.Tensor], name: str
+) -> Any | None:
+    """A new tensor for the state of an optimizer that has none yet, if it is to be distributed like
+    the parameter that it belongs to; otherwise None.
+    """
+    first, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    if first != "state" or not number.isdecimal() or int(number) >= len(parameters):
+        return None
+    parameter = parameters[int(number)]
+    if not is_dtensor(parameter) or tuple(parameter.shape) != entry.shape:
+        return None
+    dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), path)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _is_container(value: Any) -> bool:
+    """Whether a value is an empty container, in whose place the snapshot may have entries."""
+    return isinstance(value, Mapping | list | tuple) and not value
+
+
+def tensor_reads(path: str, entry: TensorEntry, value: Any) -> list[Read]:
+    """Plan the reads that fill a tensor, a DTensor or a shard.
+
+    Raises:
+        LayoutMismatchError: its shape or dtype is not that of the entry.
+        UnsupportedValueError: it cannot be written to.
+    """
+    dtype = dtype_of(TensorMeta(entry.dtype, entry.shape), path)
+    if not is_sharded(value):
+        target = check_destination(path, value, entry.shape, dtype, cast=False)
+        return plan_reads(path, entry, target, boxes.whole(entry.shape))
+    reads: list[Read] = []
+    if isinstance(value, torch.Tensor) and tuple(value.shape) != entry.shape:
+        raise _mismatch(path, entry, tuple(value.shape))
+    for local, part in local_parts(path, value):
+        if tuple(part.global_shape) != entry.shape:
+            raise _mismatch(path, entry, tuple(part.global_shape))
+        target = check_destination(path, local, tuple(part.local_shape), dtype, cast=False)
+        reads += plan_reads(path, entry, target, boxes.Box(part.offsets, part.local_shape))
+    return reads
+
+
+def _mismatch(path: str, entry: TensorEntry, shape: tuple[int, ...]) -> LayoutMismatchError:
+    return LayoutMismatchError(
+        f"{path!r} has the shape {list(entry.shape)} in the snapshot, the destination is a part of "
+        f"{list(shape)}; nothing was written",
+        key=path,
+    )

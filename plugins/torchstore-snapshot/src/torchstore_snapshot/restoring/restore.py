@@ -1,0 +1,202 @@
+"""A restore, from the manifest to ``load_state_dict``, and access to single objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchstore_core import boxes
+from torchstore_core.clients.state_dicts.getting import StateDictReport
+from torchstore_core.clients.values import nesting
+from torchstore_core.clients.values.codec import decode_object
+from torchstore_core.clients.values.sharding import is_sharded
+from torchstore_core.clients.values.tensors import slice_box
+from torchstore_core.errors import LayoutMismatchError
+from torchstore_core.values import ObjectMeta, TensorSlice
+from torchstore_snapshot.api.stateful import AppState, RNGState, Stateful, checked
+from torchstore_snapshot.errors import SnapshotNotFoundError
+from torchstore_snapshot.format.manifest import Entry, Manifest, ObjectEntry, TensorEntry
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.restoring.destinations import Filled, match, tensor_reads
+from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.reading import (
+    Read,
+    empty_for,
+    execute,
+    plan_reads,
+    read_piece,
+)
+from torchstore_snapshot.storage.base import Storage
+
+__all__ = ["find", "read_object", "restore", "state_dict_of"]
+
+
+def restore(
+    storage: Storage,
+    manifest: Manifest,
+    app_state: AppState,
+    ranks: Ranks,
+    *,
+    strict: bool,
+    verify: bool,
+    allow_pickle: bool,
+) -> StateDictReport:
+    """Restore every object of the application state.
+
+    Raises:
+        LayoutMismatchError: ``strict`` is set and something does not match; nothing was written.
+        SnapshotCorruptError: the snapshot is damaged; nothing was written.
+        UnsafeObjectError: a value was pickled, and ``allow_pickle`` is False.
+    """
+    available = manifest.of_rank(ranks.rank)
+    report = StateDictReport()
+    planned: list[tuple[str, Stateful, Filled]] = []
+    for key, stateful in checked(app_state):
+        if key not in available:
+            report.missing.append(key)
+            continue
+        filled = match(key, stateful, available[key])
+        report.missing += filled.report.missing
+        report.unexpected += filled.report.unexpected
+        report.mismatched |= filled.report.mismatched
+        planned.append((key, stateful, filled))
+    if report and strict:
+        raise LayoutMismatchError(
+            f"the snapshot {storage.url!r} does not match; nothing was written. {report}",
+            details={
+                "missing": report.missing,
+                "unexpected": report.unexpected,
+                "mismatched": report.mismatched,
+            },
+        )
+    loads: list[tuple[Stateful, dict[str, Any]]] = []
+    with Files(storage, manifest) as files:
+        for key, stateful, filled in planned:
+            values = dict(filled.values)
+            for name, entry in filled.objects.items():
+                path = f"{key}/{name}"
+                values[name] = _object(files, path, entry, allow_pickle=allow_pickle)
+            ordered = ((name, filled.steps[name], values[name]) for name in filled.steps)
+            loads.append((stateful, nesting.unflatten(key, ordered)))
+        reads = [read for _, _, filled in planned for read in filled.reads]
+        execute(files, reads, verify=verify)
+    # The state of the random number generator last, because others may draw from it.
+    for stateful, state in sorted(loads, key=lambda load: isinstance(load[0], RNGState)):
+        _load(stateful, state, strict=strict)
+    return report
+
+
+def _load(stateful: Stateful, state: dict[str, Any], *, strict: bool) -> None:
+    if isinstance(stateful, torch.nn.Module) and not strict:
+        stateful.load_state_dict(state, strict=False)
+        return
+    stateful.load_state_dict(state)
+
+
+def _object(files: Files, path: str, entry: ObjectEntry, *, allow_pickle: bool) -> Any:
+    data = entry.data if entry.piece is None else read_piece(files, path, entry.piece)
+    return decode_object(path, ObjectMeta(entry.codec), data, allow_pickle=allow_pickle)
+
+
+def find(manifest: Manifest, path: str, url: str, rank: int = 0) -> tuple[str, Entry]:
+    """Return the entry of an object, and its path without a rank.
+
+    Args:
+        path: ``"key/name"``, or ``"rank/key/name"`` for what that rank alone has; names of nested
+            entries have dots or slashes.
+        rank: whose entries are meant if the path has no rank.
+
+    Raises:
+        SnapshotNotFoundError: there is no such object.
+    """
+    first, _, rest = path.partition("/")
+    candidates = [(rank, path)]
+    if first.isdecimal() and rest:
+        candidates.append((int(first), rest))
+    for which, rest in candidates:
+        entries = manifest.of_rank(which)
+        for key, named in entries.items():
+            if not rest.startswith(key + "/"):
+                continue
+            name = rest[len(key) + 1 :]
+            for spelt in (name, name.replace("/", ".")):
+                if spelt in named:
+                    return f"{key}/{spelt}", named[spelt]
+    raise SnapshotNotFoundError(
+        f"the snapshot {url!r} has no {path!r}; get_manifest() shows what it has",
+        key=path,
+        details={"path": url},
+    )
+
+
+def read_object(
+    storage: Storage,
+    manifest: Manifest,
+    path: str,
+    obj_out: Any,
+    tensor_slice: TensorSlice | None,
+    *,
+    rank: int,
+    verify: bool,
+    allow_pickle: bool,
+) -> Any:
+    """Read one object, or a slice of a tensor. See ``Snapshot.read_object``."""
+    where, entry = find(manifest, path, storage.url, rank)
+    with Files(storage, manifest) as files:
+        if isinstance(entry, ObjectEntry):
+            return _object(files, where, entry, allow_pickle=allow_pickle)
+        tensor = isinstance(obj_out, torch.Tensor) or is_sharded(obj_out)
+        reads: list[Read]
+        if tensor and tensor_slice is None:
+            reads = tensor_reads(where, entry, obj_out)
+            made = obj_out
+        else:
+            box = boxes.whole(entry.shape)
+            if tensor_slice is not None:
+                box = slice_box(where, tensor_slice, entry.shape)
+            made = obj_out if tensor else empty_for(where, entry, box.shape)
+            part = TensorEntry(entry.dtype, box.shape, ())
+            tensor_reads(where, part, made)  # checks the destination
+            reads = plan_reads(where, entry, made, box)
+        execute(files, reads, verify=verify, new=True)
+        return made
+
+
+def state_dict_of(
+    storage: Storage,
+    manifest: Manifest,
+    key: str,
+    *,
+    rank: int,
+    verify: bool,
+    allow_pickle: bool,
+) -> dict[str, Any]:
+    """Return the state dict of one key, with new tensors on the host.
+
+    Raises:
+        SnapshotNotFoundError: there is no such key.
+    """
+    entries: Mapping[str, Entry] | None = manifest.of_rank(rank).get(key)
+    if entries is None:
+        raise SnapshotNotFoundError(
+            f"the snapshot {storage.url!r} has no {key!r}", key=key, details={"path": storage.url}
+        )
+    values: list[tuple[str, bytes, Any]] = []
+    reads: list[Read] = []
+    made: dict[object, torch.Tensor] = {}
+    with Files(storage, manifest) as files:
+        for name, entry in entries.items():
+            path = f"{key}/{name}"
+            if isinstance(entry, ObjectEntry):
+                value = _object(files, path, entry, allow_pickle=allow_pickle)
+            else:
+                identity = entry.dtype, entry.shape, entry.pieces
+                value = made.get(identity)
+                if value is None or not entry.nbytes:  # tied tensors stay one tensor
+                    value = made[identity] = empty_for(path, entry, entry.shape)
+                    reads += plan_reads(path, entry, value, boxes.whole(entry.shape))
+            values.append((name, entry.steps, value))
+        execute(files, reads, verify=verify, new=True)
+    return nesting.unflatten(key, iter(values))

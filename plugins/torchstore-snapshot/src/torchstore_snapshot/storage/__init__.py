@@ -1,0 +1,1 @@
+"""Where snapshots are stored: one small contract, and its implementations. Torch-free."""

@@ -1,0 +1,135 @@
+"""The contract between snapshots and what stores them. No logic.
+
+A :class:`Storage` is one folder of files, without folders in it. All calls block, and may be made
+by any thread. Errors of the storage itself (a full disk, no permission, no network) are OSError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+__all__ = ["FileInfo", "Maps", "Reader", "Storage", "Writer"]
+
+
+class FileInfo(NamedTuple):
+    """A file: its name, its size in bytes, and when it was last changed (seconds since the
+    epoch).
+    """
+
+    name: str
+    nbytes: int
+    modified: float
+
+
+class Writer(Protocol):
+    """A new file that is being written. Invisible to readers of the snapshot, because no manifest
+    names it yet.
+    """
+
+    @property
+    def random_access(self) -> bool:
+        """Whether several threads may write different ranges, in any order. Otherwise, one thread
+        writes everything from the beginning to the end.
+        """
+
+    def write(self, offset: int, data: Any) -> None:
+        """Write all of ``data``, a contiguous buffer of bytes, at ``offset``."""
+
+    def close(self, *, durable: bool) -> None:
+        """Finish the file; with ``durable``, return only when it would survive a power failure.
+        Must be called by one thread, once.
+        """
+
+    def abort(self) -> None:
+        """Give the file up, and remove it if possible. Never raises; does nothing after
+        :meth:`close`.
+        """
+
+
+class Reader(Protocol):
+    """An open file."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+
+    def read_into(self, offset: int, buffer: Any) -> None:
+        """Fill ``buffer``, a contiguous writable buffer, from ``offset`` on.
+
+        Raises:
+            EOFError: the file ends before that.
+        """
+
+    def close(self) -> None:
+        """Release the file. Idempotent."""
+
+
+@runtime_checkable
+class Maps(Protocol):
+    """An optional ability of a :class:`Reader`."""
+
+    def map(self, offset: int, nbytes: int, *, populate: bool) -> Any:
+        """Return a writable buffer with private memory that shows a range of the file. It keeps
+        itself alive. ``offset`` may be any, ``nbytes`` is above 0.
+
+        Args:
+            populate: read everything now; otherwise only what is accessed is read.
+
+        Raises:
+            OSError: with ``populate``, not everything could be read.
+        """
+
+
+class Storage(Protocol):
+    """A folder of files."""
+
+    @property
+    def url(self) -> str:
+        """The address by which :func:`~torchstore_snapshot.storage.opening.open_storage` opens it
+        again.
+        """
+
+    @property
+    def request_size(self) -> int:
+        """Bytes that one request should have at least: small ranges that are close to each other
+        are read together. 1 for local files, whose requests cost next to nothing.
+        """
+
+    def prepare(self) -> None:
+        """Make the folder if there is none."""
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        """Begin a new file of ``nbytes`` bytes. The name is not in use."""
+
+    def open(self, name: str) -> Reader:
+        """Open a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    def read(self, name: str) -> bytes:
+        """Return everything in a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    def list(self) -> Sequence[FileInfo]:
+        """Return all files; none if there is no folder."""
+
+    def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
+        """Store a small file in one step: readers see either nothing (or the file before), or all
+        of it. ``take`` is the id of the take, for the name of a temporary file.
+
+        Raises:
+            FileExistsError: there is a file already, and ``overwrite`` is False. Of several callers
+                at once, one succeeds.
+        """
+
+    def delete(self, name: str) -> None:
+        """Remove a file. Does nothing if there is none."""
+
+    def sibling(self, name: str) -> Storage:
+        """Return the folder ``name`` beside this one."""

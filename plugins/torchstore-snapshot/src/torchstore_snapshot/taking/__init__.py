@@ -1,0 +1,1 @@
+"""From values in memory to a committed snapshot."""

@@ -1,0 +1,182 @@
+"""What this rank has: every entry of every state dict, inspected once."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchstore_core import boxes
+from torchstore_core.clients.state_dicts.ties import Ties
+from torchstore_core.clients.values import nesting
+from torchstore_core.clients.values.codec import encode_object
+from torchstore_core.clients.values.sharding import is_sharded, local_parts
+from torchstore_core.clients.values.tensors import describe, dtype_name, storable
+from torchstore_core.values import TensorSlice
+from torchstore_snapshot.api.stateful import AppState, RNGState, checked
+
+__all__ = ["Item", "LocalPiece", "collect", "collect_values", "matches"]
+
+
+class LocalPiece(NamedTuple):
+    """A part of a tensor in the memory of this process.
+
+    Args:
+        tensor: a detached strided tensor; its strides and its device are arbitrary.
+        slice: its position; None if it is the whole tensor.
+    """
+
+    tensor: torch.Tensor
+    slice: TensorSlice | None
+
+    @property
+    def box(self) -> boxes.Box:
+        if self.slice is None:
+            return boxes.whole(tuple(self.tensor.shape))
+        return boxes.Box(self.slice.offsets, self.slice.local_shape)
+
+
+class Item(NamedTuple):
+    """An entry of a state dict.
+
+    Args:
+        key: of the state dict in the application state.
+        name: of the entry in the state dict.
+        steps: where it is in the nested state dict.
+        dtype, shape: of the whole tensor; empty if it is not one.
+        pieces: what this rank holds of the tensor.
+        codec, data: of a value that is not a tensor.
+        common: whether all ranks that have this box have the same values in it.
+        tied: the index of the earlier item with the same memory; None if there is none.
+    """
+
+    key: str
+    name: str
+    steps: bytes
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    pieces: tuple[LocalPiece, ...] = ()
+    codec: str = ""
+    data: bytes = b""
+    common: bool = False
+    tied: int | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return not self.codec
+
+
+def collect(
+    app_state: AppState, replicated: Sequence[str] = (), *, allow_pickle: bool = False
+) -> tuple[list[str], list[Item]]:
+    """Call ``state_dict()`` of every object and inspect what it returns, without copying.
+
+    Returns:
+        The keys of all objects, and all entries.
+
+    Raises:
+        UnsafeObjectError: a value needs pickle, which ``allow_pickle`` does not permit.
+        UnsupportedValueError, LayoutMismatchError: a value cannot be stored.
+        TypeError, SnapshotError: see :func:`~torchstore_snapshot.api.stateful.checked`.
+    """
+    rng: tuple[RNGState, dict[str, Any]] | None = None
+    states: dict[str, Any] = {}
+    common: dict[str, Collection[str] | None] = {}
+    for key, stateful in checked(app_state):
+        states[key] = stateful.state_dict()
+        if isinstance(stateful, RNGState):
+            rng = stateful, states[key]
+        ignored = _ignored_by_ddp(stateful)
+        if ignored is not None:
+            common[key] = ignored
+    if rng is not None:  # whatever the calls of state_dict() drew
+        rng[0].load_state_dict(rng[1])
+    items = collect_values(states, replicated, common, allow_pickle=allow_pickle)
+    return sorted(states), items
+
+
+def collect_values(
+    states: dict[str, Any],
+    replicated: Sequence[str] = (),
+    common: dict[str, Collection[str] | None] | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> list[Item]:
+    """Inspect state dicts, by key.
+
+    Args:
+        replicated: globs of the paths (``key/name``) whose values are the same on all ranks.
+        common: keys whose tensors are the same on all ranks, with the names of those that are not.
+    """
+    items: list[Item] = []
+    ties = Ties()
+    for key, state in states.items():
+        exceptions = (common or {}).get(key)
+        everywhere = common is not None and key in common
+        for leaf in nesting.flatten(key, state):
+            path = f"{key}/{leaf.name}"
+            shared = (everywhere and leaf.name not in (exceptions or ())) or matches(
+                path, replicated
+            )
+            value = leaf.value
+            if not (isinstance(value, torch.Tensor) or is_sharded(value)):
+                meta, data = encode_object(path, value, allow_pickle=allow_pickle)
+                items.append(
+                    Item(key, leaf.name, leaf.path, codec=meta.codec, data=data, common=shared)
+                )
+                continue
+            first = ties.find(value, len(items))
+            made = _tensor_item(key, leaf, path, value, shared)
+            if first is not None and (made.dtype, made.shape) == items[first][3:5]:
+                made = made._replace(tied=first)
+            items.append(made)
+    return items
+
+
+def _tensor_item(key: str, leaf: nesting.Leaf, path: str, value: Any, shared: bool) -> Item:
+    if not is_sharded(value):
+        tensor = storable(path, value)
+        meta = describe(tensor)
+        piece = LocalPiece(tensor, None)
+        return Item(key, leaf.name, leaf.path, meta.dtype, meta.shape, (piece,), common=shared)
+    parts = local_parts(path, value)
+    found = value[0] if isinstance(value, list) else value
+    dtype = found.dtype if isinstance(found, torch.Tensor) else found.tensor.dtype
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else parts[0].part.global_shape
+    pieces: list[LocalPiece] = []
+    for local, part in parts:
+        if 0 in part.local_shape and 0 not in shape:
+            continue  # the empty share of an uneven distribution
+        plain = TensorSlice(part.offsets, part.local_shape, part.global_shape)
+        whole = tuple(part.local_shape) == tuple(shape)
+        pieces.append(LocalPiece(storable(path, local), None if whole else plain))
+    return Item(
+        key, leaf.name, leaf.path, dtype_name(dtype), tuple(shape), tuple(pieces), common=True
+    )
+
+
+def matches(path: str, globs: Sequence[str]) -> bool:
+    """Whether a path matches one of the globs; names of nested entries may also be written with
+    slashes instead of dots.
+
+    >>> matches("optim/state.0.step", ["optim/state/*"]), matches("model/w", ["optim/**"])
+    (True, False)
+    """
+    if not globs:
+        return False
+    slashed = path.replace(".", "/")
+    return any(fnmatch.fnmatchcase(p, glob) for glob in globs for p in (path, slashed))
+
+
+def _ignored_by_ddp(stateful: object) -> Collection[str] | None:
+    """The names that ``DistributedDataParallel`` does not synchronise; None if it is not one."""
+    if not torch.distributed.is_available() or not isinstance(stateful, torch.nn.Module):
+        return None
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(stateful, DistributedDataParallel):
+        return None
+    ignored = set(stateful.parameters_to_ignore)
+    return {f"module.{name}" for name in ignored} | ignored

@@ -1,0 +1,286 @@
+"""A take, from the application state to the committed manifest."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+
+from torchstore_core.errors import ConfigurationError
+from torchstore_snapshot.api.stateful import AppState
+from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
+from torchstore_snapshot.format import manifest as manifests
+from torchstore_snapshot.format.manifest import Manifest, StoredKey
+from torchstore_snapshot.format.paths import MANIFEST, new_take_id
+from torchstore_snapshot.format.safetensors_files import FILE_MAX
+from torchstore_snapshot.format.weight_maps import weight_maps
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.taking.collecting import Item, collect, collect_values
+from torchstore_snapshot.taking.merging import Part, merge, part_of
+from torchstore_snapshot.taking.planning import (
+    Holding,
+    PlannedFile,
+    holdings,
+    plan_files,
+    split_work,
+)
+from torchstore_snapshot.taking.writing import write_files
+
+__all__ = [
+    "Prepared",
+    "TakeOptions",
+    "commit",
+    "discard",
+    "prepare",
+    "take",
+    "take_values",
+    "write",
+]
+
+
+class TakeOptions(NamedTuple):
+    """How to take a snapshot.
+
+    Args:
+        overwrite: replace a snapshot that is already there; it stays whole until the new one is.
+        fsync: flush everything before the snapshot becomes visible.
+        allow_pickle: store values that need pickle, instead of refusing them.
+        file_max: bytes of tensors in one data file, unless a single tensor is larger.
+        threads: how many threads write; None: the number of copy threads.
+    """
+
+    overwrite: bool = False
+    fsync: bool = True
+    allow_pickle: bool = False
+    file_max: int = FILE_MAX
+    threads: int | None = None
+
+    def check(self) -> None:
+        """Raise ConfigurationError if a value is invalid."""
+        for name in ("file_max", "threads"):
+            number: object = getattr(self, name)
+            if (type(number) is not int or number < 1) and not (
+                number is None and name == "threads"
+            ):
+                raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
+
+
+class Prepared(NamedTuple):
+    """A take whose ranks have agreed on who writes what.
+
+    Args:
+        take: the id of the take.
+        url: where the snapshot is taken.
+        keys, items: what this rank has.
+        files: what this rank writes.
+    """
+
+    take: str
+    url: str
+    ranks: Ranks
+    keys: list[str]
+    items: list[Item]
+    files: list[PlannedFile]
+    options: TakeOptions
+
+    @property
+    def storage(self) -> Storage:
+        return open_storage(self.url)
+
+
+class _Proposal(msgspec.Struct, array_like=True):
+    """What a rank tells the others: where rank 0 takes the snapshot, and what it could write."""
+
+    url: str
+    take: str
+    held: list[Holding]
+    alone: int
+
+
+class _Done(msgspec.Struct, array_like=True):
+    """That a rank has got so far."""
+
+
+def prepare(
+    path: str,
+    app_state: AppState,
+    ranks: Ranks,
+    replicated: list[str] | None,
+    options: TakeOptions,
+) -> Prepared:
+    """Inspect the application state and agree with the other ranks on who writes what.
+
+    Raises:
+        SnapshotExistsError: there is a snapshot, and ``options.overwrite`` is False.
+        RankFailedError: another rank failed.
+    """
+    proposal: _Proposal | None = None
+    error: Exception | None = None
+    keys: list[str] = []
+    items: list[Item] = []
+    try:
+        options.check()
+        storage = open_storage(path)
+        if ranks.rank == 0:
+            storage.prepare()
+            _refuse_existing(storage, options)
+        keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
+        held, alone = holdings(items) if ranks.size > 1 else ([], 0)
+        proposal = _Proposal(storage.url, new_take_id(), held, alone)
+    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it; raised below
+        error = caught
+    proposals = ranks.exchange(proposal, _Proposal, error)
+    first = proposals[0]
+    everyone = [(p.held, p.alone) for p in proposals]
+    if ranks.size == 1:
+        everyone = [holdings(items)]
+    units = split_work(items, ranks.rank, everyone)
+    files = plan_files(items, units, first.take, ranks.rank, options.file_max)
+    return Prepared(first.take, first.url, ranks, keys, items, files, options)
+
+
+def _refuse_existing(storage: Storage, options: TakeOptions) -> None:
+    if options.overwrite:
+        return
+    try:
+        existing = read_manifest(storage)
+    except SnapshotNotFoundError:
+        return
+    raise SnapshotExistsError(
+        f"there already is a snapshot at {storage.url!r} (take {existing.take}); give overwrite="
+        "True to replace it",
+        details={"path": storage.url, "take": existing.take},
+    )
+
+
+def write(prepared: Prepared) -> Part:
+    """Write what this rank has to write. If that fails, nothing of it is left."""
+    options = prepared.options
+    digests = write_files(
+        prepared.storage,
+        prepared.items,
+        prepared.files,
+        durable=options.fsync,
+        threads=options.threads,
+    )
+    return part_of(prepared.ranks.rank, prepared.keys, prepared.items, prepared.files, digests)
+
+
+def commit(
+    storage: Storage,
+    take: str,
+    parts: list[Part],
+    options: TakeOptions,
+    store: dict[str, StoredKey] | None = None,
+) -> Manifest:
+    """Make a snapshot of what all ranks have written. With ``overwrite``, the files of the snapshot
+    before it are then removed.
+
+    Raises:
+        SnapshotExistsError: another take was faster.
+        LayoutMismatchError: no rank has some part of a sharded tensor.
+        OSError: the storage failed. There is no snapshot then, or still the one before.
+    """
+    manifest = merge(parts, take, time.time())
+    if store:
+        manifest = msgspec.structs.replace(manifest, store=store)
+    before: Manifest | None = None
+    if options.overwrite:
+        try:
+            before = read_manifest(storage)
+        except SnapshotNotFoundError:
+            before = None
+    try:
+        storage.publish(
+            MANIFEST,
+            manifests.encode(manifest),
+            take=take,
+            overwrite=options.overwrite,
+            durable=options.fsync,
+        )
+    except FileExistsError as error:
+        raise SnapshotExistsError(
+            f"another take has made a snapshot at {storage.url!r} in the meantime",
+            details={"path": storage.url},
+        ) from error
+    maps = weight_maps(manifest)
+    for name, data in maps.items():
+        storage.publish(name, data, take=take, overwrite=True, durable=False)
+    if before is not None:
+        for name in weight_maps(before).keys() - maps.keys():
+            storage.delete(name)
+        used = {file.name for file in manifest.files if not file.snapshot}
+        for file in before.files:
+            if not file.snapshot and file.name not in used:
+                storage.delete(file.name)
+    return manifest
+
+
+def discard(prepared: Prepared) -> None:
+    """Remove what this rank has written for a take that failed."""
+    storage = prepared.storage
+    for file in prepared.files:
+        try:
+            storage.delete(file.name)
+        except OSError:
+            return  # what remains is invisible, and gc collects it
+
+
+def take(
+    path: str,
+    app_state: AppState,
+    ranks: Ranks,
+    replicated: list[str] | None,
+    options: TakeOptions,
+) -> str:
+    """Take a snapshot. Called by all ranks; it is committed when this returns, on every rank.
+
+    Returns:
+        Where the snapshot is: what rank 0 gave as ``path``.
+    """
+    prepared = prepare(path, app_state, ranks, replicated, options)
+    part: Part | None = None
+    error: Exception | None = None
+    try:
+        part = write(prepared)
+    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it; raised below
+        error = caught
+    try:
+        parts = ranks.exchange(part, Part, error)
+    except BaseException:
+        discard(prepared)  # no rank commits
+        raise
+    if ranks.rank == 0:
+        try:
+            commit(prepared.storage, prepared.take, parts, options)
+        except Exception as caught:  # noqa: BLE001 - as above
+            error = caught
+    # After an error from here on, the snapshot may have become visible all the same (the last flush
+    # may be what failed), so its files stay; if it has not, gc collects them.
+    ranks.exchange(_Done(), _Done, error)
+    return prepared.url
+
+
+def take_values(
+    path: str, states: dict[str, Any], store: dict[str, StoredKey], options: TakeOptions
+) -> str:
+    """Take a snapshot of state dicts, by key: the contents of a store. No other rank takes part.
+
+    Returns:
+        Where the snapshot is.
+    """
+    options.check()
+    storage = open_storage(path)
+    storage.prepare()
+    _refuse_existing(storage, options)
+    items = collect_values(states, allow_pickle=options.allow_pickle)
+    alone = Ranks.alone()
+    units = split_work(items, 0, [holdings(items)])
+    name = new_take_id()
+    files = plan_files(items, units, name, 0, options.file_max)
+    prepared = Prepared(name, storage.url, alone, sorted(states), items, files, options)
+    commit(storage, name, [write(prepared)], options, store)
+    return storage.url

@@ -1,0 +1,238 @@
+"""Writes data files from the memory of tensors, on several threads, hashing as it goes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from torchstore_core.clients.values.tensors import address_of, byte_like
+from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
+from torchstore_snapshot.format.safetensors_files import Layout
+from torchstore_snapshot.storage.base import Storage, Writer
+from torchstore_snapshot.taking.collecting import Item
+from torchstore_snapshot.taking.planning import PlannedFile, Unit
+from torchstore_snapshot.threads import run_tasks
+
+__all__ = ["OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
+
+
+_STEP = 1 << 20
+
+
+class Source(NamedTuple):
+    """Bytes that go into a file.
+
+    Args:
+        file: the index of the file.
+        unit: the index of the tensor in that file.
+        begin: where in the tensor the bytes begin: a multiple of ``BLOCK``.
+        data: bytes, or a tensor that has to be made contiguous (all of it: ``begin`` is 0).
+        owner: kept alive until the bytes have been written.
+    """
+
+    file: int
+    unit: int
+    begin: int
+    data: memoryview | torch.Tensor
+    owner: Any = None
+
+
+class OpenFiles:
+    """The files of a take while they are written.
+
+    Args:
+        files: the names and layouts of the files.
+        threads: how many threads write; None: the number of copy threads.
+
+    Raises:
+        OSError: a file cannot be created; then none is left.
+    """
+
+    def __init__(
+        self, storage: Storage, files: Sequence[tuple[str, Layout]], threads: int | None = None
+    ) -> None:
+        self._storage = storage
+        self._files = files
+        self._threads = threads
+        self._writers: list[Writer] = []
+        self._hashes: list[list[list[bytes]]] = [[[] for _ in file.starts] for _, file in files]
+        self._begun: set[int] = set()
+        try:
+            self._writers.extend(storage.create(name, file.nbytes) for name, file in files)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, sources: Iterable[Source]) -> None:
+        """Write some of the files' contents. Where a file must be written in order, the sources of
+        all calls must be in that order.
+
+        Raises:
+            OSError: the storage failed.
+            UnsupportedValueError: the memory of a tensor was freed in the meantime.
+        """
+        run_tasks(self._tasks(sources), self._threads)
+
+    def close(self, *, durable: bool) -> list[list[str]]:
+        """Finish all files. Returns, for each file, the hashes of its tensors, in order.
+
+        Args:
+            durable: flush the files, so that they would survive a power failure.
+
+        Raises:
+            OSError: the storage failed.
+        """
+        self.write([])
+        tasks = [functools.partial(writer.close, durable=durable) for writer in self._writers]
+        run_tasks(tasks, self._threads)
+        return [[combined(unit) for unit in file] for file in self._hashes]
+
+    def abort(self) -> None:
+        """Remove all files, whatever has been written. Never raises."""
+        for writer in self._writers:
+            writer.abort()
+        for name, _ in self._files[: len(self._writers)]:  # those that were closed already
+            try:
+                self._storage.delete(name)
+            except OSError:
+                return  # a failed take's leavings are invisible, and gc collects them
+
+    def _tasks(self, sources: Iterable[Source]) -> Iterator[Callable[[], None]]:
+        in_order: dict[int, list[Source]] = {}
+        for index, writer in enumerate(self._writers):
+            if not writer.random_access:
+                in_order[index] = []
+            elif index not in self._begun:
+                self._begun.add(index)
+                yield functools.partial(writer.write, 0, self._files[index][1].header)
+        for source in sources:
+            if source.file in in_order:
+                in_order[source.file].append(source)
+                continue
+            writer = self._writers[source.file]
+            start = self._files[source.file][1].starts[source.unit]
+            found = self._hashes[source.file][source.unit]
+            data = source.data
+            if isinstance(data, torch.Tensor):
+                yield functools.partial(_write_strided, writer, start, data, found)
+                continue
+            for begin, end in blocks(data.nbytes):
+                number = (source.begin + begin) // BLOCK
+                found.extend(b"" for _ in range(number + 1 - len(found)))
+                at = start + source.begin + begin
+                part = data[begin:end]
+                yield functools.partial(_write, writer, at, part, found, number, source.owner)
+        for index, mine in in_order.items():
+            yield functools.partial(self._write_in_order, index, mine)
+
+    def _write_in_order(self, index: int, sources: list[Source]) -> None:
+        writer, layout = self._writers[index], self._files[index][1]
+        if index not in self._begun:
+            self._begun.add(index)
+            writer.write(0, layout.header)
+        for source in sorted(sources, key=lambda s: (layout.starts[s.unit], s.begin)):
+            start, data = layout.starts[source.unit], source.data
+            found = self._hashes[index][source.unit]
+            if isinstance(data, torch.Tensor):
+                _write_strided(writer, start, data, found)
+                continue
+            for begin, end in blocks(data.nbytes):
+                writer.write(start + source.begin + begin, data[begin:end])
+                found.append(block_hash(data[begin:end]))
+
+
+def write_files(
+    storage: Storage,
+    items: Sequence[Item],
+    files: Sequence[PlannedFile],
+    *,
+    durable: bool,
+    threads: int | None = None,
+) -> list[list[str]]:
+    """Write all files straight from the memory of ``items``. If that fails, none of them is left.
+
+    Returns and raises what :meth:`OpenFiles.close` and :meth:`OpenFiles.write` do.
+    """
+    opened = OpenFiles(storage, [(file.name, file.layout) for file in files], threads)
+    try:
+        opened.write(
+            Source(index, position, 0, source_of(items[unit.item], unit))
+            for index, file in enumerate(files)
+            for position, unit in enumerate(file.units)
+        )
+        return opened.close(durable=durable)
+    except BaseException:
+        opened.abort()
+        raise
+
+
+def source_of(item: Item, unit: Unit) -> memoryview | torch.Tensor:
+    """Return the bytes of a unit, or its tensor if they are not contiguous on the host."""
+    if not item.is_tensor:
+        return memoryview(item.data)
+    tensor = item.pieces[unit.piece].tensor
+    if tensor.is_cpu and tensor.is_contiguous():
+        return bytes_of(f"{item.key}/{item.name}", tensor)
+    return tensor
+
+
+def bytes_of(path: str, tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host. The caller keeps the tensor alive."""
+    address = address_of(path, tensor)
+    if not tensor.nbytes:
+        return memoryview(b"")
+    raw: Any = (ctypes.c_char * tensor.nbytes).from_address(address)
+    return memoryview(raw).cast("B")
+
+
+def _write(
+    writer: Writer, start: int, part: memoryview, digests: list[bytes], number: int, owner: Any
+) -> None:
+    del owner  # it was passed only to be kept alive
+    hasher = xxhash.xxh3_128()
+    for at in range(0, part.nbytes, _STEP):  # what was hashed is in the cache when it is written
+        step = part[at : at + _STEP]
+        hasher.update(step)
+        writer.write(start + at, step)
+    digests[number] = hasher.digest()
+
+
+def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: list[bytes]) -> None:
+    """Write a tensor through a buffer of about one block."""
+    pending = bytearray()
+    for rows in _groups_of_rows(tensor):
+        packed = byte_like(rows).cpu().contiguous()
+        pending += bytes_of("", packed)
+        while len(pending) >= BLOCK:
+            start = _write_block(writer, start, pending, BLOCK, digests)
+        del packed
+    if pending or not digests:
+        _write_block(writer, start, pending, len(pending), digests)
+
+
+def _write_block(
+    writer: Writer, start: int, pending: bytearray, nbytes: int, digests: list[bytes]
+) -> int:
+    block = bytes(memoryview(pending)[:nbytes])
+    writer.write(start, block)
+    digests.append(block_hash(block))
+    del pending[:nbytes]
+    return start + nbytes
+
+
+def _groups_of_rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of a tensor, of about one block each, in row-major order."""
+    if tensor.nbytes <= BLOCK or not tensor.dim():
+        yield tensor
+        return
+    row = tensor.nbytes // tensor.shape[0]
+    if row > BLOCK:
+        for part in tensor:
+            yield from _groups_of_rows(part)
+        return
+    yield from tensor.split(max(1, BLOCK // row))

@@ -1,0 +1,75 @@
+"""Runs tasks that block, such as reads and writes, on several threads at once. Torch-free."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from torchstore_core.machine.copying import copy_threads
+
+__all__ = ["run_tasks"]
+
+Task = Callable[[], None]
+
+
+def run_tasks(tasks: Iterable[Task], threads: int | None = None) -> None:
+    """Run all tasks, each once, and return when all of them have ended. The calling thread is one
+    of the threads. After an error, no further task begins.
+
+    Args:
+        tasks: taken one by one, in order, when a thread is free.
+        threads: how many threads; None: the number of copy threads.
+
+    Raises:
+        BaseException: what the first failed task raised, when all running tasks have ended.
+
+    >>> done = []
+    >>> run_tasks([lambda: done.append(1), lambda: done.append(2)])
+    >>> sorted(done)
+    [1, 2]
+    """
+    queue = _Queue(iter(tasks))
+    count = copy_threads() if threads is None else threads
+    helpers: list[threading.Thread] = []
+    try:
+        for i in range(count - 1):
+            if queue.empty:
+                break
+            helper = threading.Thread(target=queue.work, name=f"torchstore-snapshot-{i}")
+            helper.start()
+            helpers.append(helper)
+        queue.work()
+    except BaseException:  # an interrupt: the buffers of the tasks must not be in use afterwards
+        queue.stop()
+        raise
+    finally:
+        for helper in helpers:
+            helper.join()
+    if queue.error is not None:
+        raise queue.error
+
+
+class _Queue:
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self._tasks = tasks
+        self._lock = threading.Lock()
+        self.empty = False
+        self.error: BaseException | None = None
+
+    def stop(self) -> None:
+        self.empty = True
+
+    def work(self) -> None:
+        while True:
+            try:
+                with self._lock:
+                    task = None if self.empty else next(self._tasks, None)
+                    if task is None:
+                        self.empty = True
+                        return
+                task()
+            except Exception as error:  # noqa: BLE001 - raised again by the calling thread
+                with self._lock:
+                    self.error = self.error or error
+                self.empty = True
+                return

@@ -1,0 +1,132 @@
+"""What the ranks of tests do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import torchstore_core as ts
+from torchstore_snapshot import RankFailedError, Snapshot, SnapshotExistsError, StateDict
+from torchstore_snapshot.taking import take as taking
+
+SHAPES = {"even": (8, 6), "uneven": (7, 5), "small": (1, 3), "cube": (5, 4, 3), "wide": (2, 4096)}
+
+
+def full(name: str) -> torch.Tensor:
+    shape = SHAPES[name]
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 0.5
+
+
+def placements(spec: str) -> list[Any]:
+    return [Replicate() if c == "R" else Shard(int(c)) for c in spec]
+
+
+def distributed(mesh_shape: list[int], spec: str, values: bool) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", tuple(mesh_shape))
+    made = {name: full(name) if values else torch.zeros(SHAPES[name]) for name in SHAPES}
+    return {name: distribute_tensor(t, mesh, placements(spec)) for name, t in made.items()}
+
+
+def take_sharded(folder: str, mesh_shape: list[int], spec: str, background: bool) -> int:
+    state = {"m": StateDict(**distributed(mesh_shape, spec, True), rank=dist.get_rank(), same=3)}
+    state["m"]["mine"] = torch.full((4,), float(dist.get_rank()))
+    state["m"]["equal"] = torch.arange(3)
+    if background:
+        snapshot = Snapshot.async_take(folder, state, fsync=False).wait(60)
+    else:
+        snapshot = Snapshot.take(folder, state, fsync=False)
+    return snapshot.manifest.world_size
+
+
+def restore_sharded(folder: str, mesh_shape: list[int], spec: str) -> None:
+    state = StateDict(**distributed(mesh_shape, spec, False), same=0, equal=torch.zeros(3).long())
+    Snapshot(folder).restore({"m": state})
+    for name in SHAPES:
+        assert torch.equal(state[name].full_tensor(), full(name)), name
+    assert state["same"] == 3
+    assert state["equal"].tolist() == [0, 1, 2]
+
+
+def own_values(folder: str) -> tuple[int, list[float]]:
+    state = StateDict(rank=-1, mine=torch.zeros(4))
+    Snapshot(folder).restore({"m": state}, strict=False)
+    return state["rank"], state["mine"].tolist()
+
+
+def take_replicated(folder: str, how: str) -> None:
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    if how == "ddp":
+        model = DistributedDataParallel(model)
+        Snapshot.take(folder, {"model": model})
+    else:
+        Snapshot.take(folder, {"model": model}, replicated=["model/**"])
+
+
+def train_fsdp(folder: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = fsdp_model()
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    Snapshot.take(folder, {"model": model, "optimizer": optimizer})
+
+
+def fsdp_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    if dist.get_world_size() > 1:
+        fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def resume_fsdp(folder: str) -> list[float]:
+    model, optimizer = fsdp_model()
+    Snapshot(folder).restore({"model": model, "optimizer": optimizer})
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [float(p.detach().sum()) for p in whole]
+
+
+def take_with_a_failing_rank(folder: str) -> str:
+    state = StateDict(x=torch.ones(2))
+    if dist.get_rank() == 1:
+        state["x"] = torch.ones(2, device="meta")
+    try:
+        Snapshot.take(folder, {"m": state})
+    except (RankFailedError, ts.UnsupportedValueError) as error:
+        return type(error).__name__
+    return "taken"
+
+
+def take_twice(folder: str) -> str:
+    state = {"m": StateDict(x=torch.ones(2))}
+    Snapshot.take(folder, state)
+    try:
+        Snapshot.take(folder, state)
+    except (SnapshotExistsError, RankFailedError) as error:
+        return type(error).__name__
+    return "taken"
+
+
+def die_while_writing(folder: str) -> str:
+    """Rank 1 dies when it has written its files and has not told anybody."""
+    if dist.get_rank() == 1:
+
+        def write(prepared: taking.Prepared) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        taking.write = write
+    try:
+        Snapshot.take(folder, {"m": StateDict(x=torch.ones(2))}, overwrite=True)
+    except RankFailedError as error:
+        return type(error).__name__
+    return "taken"

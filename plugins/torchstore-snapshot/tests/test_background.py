@@ -1,0 +1,186 @@
+"""Takes in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from tests.processes import Script, run_script
+from tests.support import SMALL, until
+
+import torchstore_core as ts
+import torchstore_core.blocking as blocking
+from torchstore_snapshot import (
+    PendingSnapshot,
+    Snapshot,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    SnapshotWriterError,
+    StateDict,
+)
+from torchstore_snapshot.aio import Snapshot as AsyncSnapshot
+from torchstore_snapshot.background import process
+from torchstore_snapshot.background.staging import PREFIX, _batches
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.taking.take import TakeOptions, prepare
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_writer() -> Iterator[None]:
+    """The tests share a writer process and the store that belongs to this process."""
+    yield
+    if process._current is not None:
+        process._current.close()
+    blocking.shutdown(f"snapshot-{os.getpid()}")
+
+
+def state(fill: float, numel: int = 100_000) -> StateDict:
+    values = {f"w{i}": torch.full((numel,), fill + i) for i in range(4)}
+    return StateDict(values | {"n": int(fill), "t": torch.full((40, 30), fill).t()})
+
+
+def holds(snapshot: Snapshot, expected: StateDict) -> bool:
+    back = snapshot.get_state_dict_for_key("m")
+    return back.keys() == expected.keys() and all(
+        torch.equal(back[k], v) if isinstance(v, torch.Tensor) else back[k] == v
+        for k, v in expected.items()
+    )
+
+
+def test_tensors_may_change_at_once(tmp_path: Path) -> None:
+    own = state(1)
+    pending = Snapshot.async_take(tmp_path / "s", {"m": own}, fsync=False)
+    for value in own.values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(-1)
+    assert holds(pending.wait(60), state(1))
+    assert pending.done()
+
+
+def test_several_takes_at_once(tmp_path: Path) -> None:
+    pending = [
+        Snapshot.async_take(tmp_path / str(i), {"m": state(i)}, fsync=False) for i in range(5)
+    ]
+    assert all(holds(p.wait(60), state(i)) for i, p in enumerate(pending))
+
+
+def test_a_memory_budget_bounds_what_is_staged(tmp_path: Path) -> None:
+    own = state(3, numel=20 << 20)  # 80 MB each
+    pending = Snapshot.async_take(tmp_path / "s", {"m": own}, fsync=False, memory_budget=64 << 20)
+    assert holds(pending.wait(60), own)
+
+
+def test_batches_are_within_the_budget(tmp_path: Path) -> None:
+    limit = 64 << 20
+    app_state = {"m": state(3, numel=20 << 20)}
+    prepared = prepare(str(tmp_path / "s"), app_state, Ranks.alone(), None, TakeOptions())
+    sizes = [sum(t.tensor.nbytes for t in batch) for batch in _batches(prepared, limit)]
+    assert sum(sizes) == sum(t.nbytes for t in app_state["m"].values() if hasattr(t, "nbytes"))
+    assert max(a + b for a, b in pairwise(sizes)) <= limit
+
+
+async def test_in_an_event_loop(tmp_path: Path) -> None:
+    pending: PendingSnapshot = await AsyncSnapshot.async_take(
+        tmp_path / "s", {"m": state(2)}, fsync=False
+    )
+    assert holds(await pending, state(2))
+    snapshot = await AsyncSnapshot.take(tmp_path / "t", {"m": state(4)}, fsync=False)
+    own = state(0)
+    await snapshot.restore({"m": own})
+    assert torch.equal(own["t"], state(4)["t"])
+    assert (await snapshot.read_object("m/n")) == 4
+
+
+def test_errors_of_the_writer(tmp_path: Path) -> None:
+    writer = process.the_writer()
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        first = Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False)
+        second = Snapshot.async_take(tmp_path / "s", {"m": state(2)}, fsync=False)
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+    first.wait(60)
+    with pytest.raises(SnapshotExistsError):
+        second.wait(60)
+    assert holds(Snapshot(tmp_path / "s"), state(1))
+
+
+def test_a_writer_that_dies(tmp_path: Path) -> None:
+    Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False).wait(60)
+    writer = process.the_writer()
+    os.kill(writer.pid, signal.SIGSTOP)
+    pending = Snapshot.async_take(tmp_path / "s", {"m": state(2)}, overwrite=True)
+    os.kill(writer.pid, signal.SIGKILL)
+    with pytest.raises(SnapshotWriterError):
+        pending.wait(60)
+    assert holds(Snapshot(tmp_path / "s"), state(1))
+    again = Snapshot.async_take(tmp_path / "s", {"m": state(3)}, overwrite=True)
+    assert holds(again.wait(60), state(3))
+    assert process.the_writer().pid != writer.pid
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[ts.Client]:
+    client = await ts.initialize(**SMALL)
+    yield client
+    await ts.shutdown()
+
+
+async def test_the_store_of_the_process_is_used(store: ts.Client, tmp_path: Path) -> None:
+    writer = process.the_writer()
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        pending = await AsyncSnapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False)
+        assert any(key.startswith(PREFIX) for key in await ts.keys())
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
+    assert holds(await asyncio.wait_for(asyncio.ensure_future(pending._result()), 60), state(1))
+
+    async def empty() -> bool:
+        return not await ts.keys()
+
+    await until(empty)
+
+
+async def test_a_program_that_is_killed_commits_nothing(tmp_path: Path) -> None:
+    body = f"""
+    import os, signal
+    from torchstore_snapshot import Snapshot, StateDict
+    from torchstore_snapshot.background import process
+    writer = process.the_writer().pid
+    os.kill(writer, signal.SIGSTOP)
+    state = {{"m": StateDict(w=torch.ones(100_000))}}
+    Snapshot.async_take({str(tmp_path / "s")!r}, state)
+    print(writer, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with Script(body) as script:
+        await until(lambda: script._process.wait(0.01) is not None, 60)
+        script._out.seek(0)
+        writer = int(script._out.read())
+    os.kill(writer, signal.SIGCONT)
+    await until(lambda: not Path(f"/proc/{writer}/cmdline").exists() or zombie(writer), 30)
+    with pytest.raises(SnapshotNotFoundError):
+        Snapshot(tmp_path / "s").get_manifest()
+
+
+def zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def test_a_program_that_ends_waits_for_its_snapshots(tmp_path: Path) -> None:
+    body = f"""
+    from torchstore_snapshot import Snapshot, StateDict
+    Snapshot.async_take({str(tmp_path / "s")!r}, {{"m": StateDict(w=torch.ones(3))}})
+    """
+    await run_script(body, fresh=True)
+    assert Snapshot(tmp_path / "s").read_object("m/w").tolist() == [1, 1, 1]

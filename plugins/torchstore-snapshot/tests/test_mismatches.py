@@ -1,0 +1,156 @@
+"""What does not match, and what is damaged: named errors, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchstore_core as ts
+from torchstore_snapshot import (
+    Snapshot,
+    SnapshotCorruptError,
+    SnapshotExistsError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+    StateDict,
+)
+from torchstore_snapshot.format.hashes import digest_of
+from torchstore_snapshot.format.paths import MANIFEST
+
+
+def state(fill: float) -> StateDict:
+    return StateDict(a=torch.full((100, 100), fill), b=torch.full((50,), fill), n=int(fill))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Snapshot.take(tmp_path / "s", {"m": state(1)}, fsync=False)
+    return tmp_path / "s"
+
+
+def unchanged(own: StateDict, fill: float) -> bool:
+    expected = state(fill)
+    return own["n"] == expected["n"] and all(torch.equal(own[k], expected[k]) for k in "ab")
+
+
+def refuses(folder: Path, error: type[ts.TorchStoreError]) -> ts.TorchStoreError:
+    own = state(2)
+    with pytest.raises(error) as caught:
+        Snapshot(folder).restore({"m": own})
+    assert unchanged(own, 2)
+    return caught.value
+
+
+def test_strict_names_all_differences(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", {"m": torch.nn.Linear(3, 2)})
+    other = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False))
+    other.weight = torch.nn.Parameter(torch.full((3, 3), 5.0))
+    own = StateDict(x=torch.ones(1))
+    with pytest.raises(ts.LayoutMismatchError) as caught:
+        Snapshot(tmp_path / "s").restore({"m": other, "other": own})
+    assert caught.value.details["missing"] == ["m/0.weight", "other"]
+    assert caught.value.details["unexpected"] == ["m/bias"]
+    assert [*caught.value.details["mismatched"]] == ["m/weight"]
+    assert float(other.weight.detach().sum()) == 45.0
+
+    report = Snapshot(tmp_path / "s").restore({"m": other, "other": own}, strict=False)
+    assert report.unexpected == ["m/bias"]
+
+
+def test_without_strict_what_matches_is_restored(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", {"m": StateDict(a=torch.ones(2), b=torch.ones(3))})
+    own = StateDict(a=torch.zeros(2), b=torch.zeros(4))
+    report = Snapshot(tmp_path / "s").restore({"m": own}, strict=False)
+    assert [*report.mismatched] == ["m/b"]
+    assert own["a"].tolist() == [1, 1]
+    assert own["b"].tolist() == [0] * 4
+
+
+def test_an_existing_snapshot_is_not_replaced_unless_asked(folder: Path) -> None:
+    files = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(folder, {"m": state(3)})
+    assert sorted(path.name for path in folder.iterdir()) == files
+    Snapshot.take(folder, {"m": state(3)}, overwrite=True)
+    own = state(2)
+    Snapshot(folder).restore({"m": own})
+    assert unchanged(own, 3)
+    assert len([*folder.iterdir()]) == len(files)
+    Snapshot.take(folder, {"other": state(3)}, overwrite=True)
+    assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == [
+        "other",
+        "other.safetensors.index.json",
+        MANIFEST,
+    ]
+
+
+def test_a_flipped_bit_in_data(folder: Path) -> None:
+    data = next(folder.glob("*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[-3] ^= 4
+    data.write_bytes(content)
+    error = refuses(folder, SnapshotCorruptError)
+    assert data.name in str(error)
+    with pytest.raises(SnapshotCorruptError):
+        Snapshot(folder).get_state_dict_for_key("m")
+    with pytest.raises(SnapshotCorruptError):
+        Snapshot(folder).read_object("m/b")
+    Snapshot(folder).read_object("m/a")
+    Snapshot(folder).restore({"m": state(2)}, verify=False)
+    assert [*Snapshot(folder).verify()] == ["m/b"]
+
+
+def test_a_truncated_file(folder: Path) -> None:
+    data = next(folder.glob("*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1])
+    refuses(folder, SnapshotCorruptError)
+
+
+def test_a_missing_file(folder: Path) -> None:
+    assert not Snapshot(folder).verify()
+    next(folder.glob("*.safetensors")).unlink()
+    assert [*Snapshot(folder).verify()] == ["m/a", "m/b"]
+    refuses(folder, SnapshotCorruptError)
+
+
+def test_no_snapshot(tmp_path: Path) -> None:
+    refuses(tmp_path, SnapshotNotFoundError)
+    refuses(tmp_path / "nothing", SnapshotNotFoundError)
+
+
+def edit(folder: Path, change: Callable[[dict], object]) -> None:
+    document = json.loads((folder / MANIFEST).read_bytes())
+    change(document)
+    body = json.dumps(document.pop("body")).encode()
+    text = json.dumps({**document, "digest": digest_of(body)}).encode()
+    (folder / MANIFEST).write_bytes(text[:-1] + b', "body": ' + body + b"}")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", "a/b", MANIFEST])
+@pytest.mark.parametrize("field", ["name", "snapshot"])
+def test_a_path_out_of_the_snapshot(folder: Path, name: str, field: str) -> None:
+    edit(folder, lambda d: d["body"]["files"][0].update({field: name}))
+    error = refuses(folder, SnapshotFormatError)
+    assert error.details["file"] == name
+
+
+def test_a_manifest_of_a_newer_version(folder: Path) -> None:
+    edit(folder, lambda d: d.update(version=2, more="fields"))
+    assert "version 2" in str(refuses(folder, SnapshotFormatError))
+
+
+def test_a_piece_outside_of_its_file(folder: Path) -> None:
+    edit(folder, lambda d: d["body"]["shared"]["m"]["a"]["pieces"][0].update(start=1 << 40))
+    refuses(folder, SnapshotFormatError)
+
+
+def test_a_damaged_manifest(folder: Path) -> None:
+    text = (folder / MANIFEST).read_bytes()
+    (folder / MANIFEST).write_bytes(text.replace(b"[100,100]", b"[200,50]"))
+    refuses(folder, SnapshotCorruptError)
+    (folder / MANIFEST).write_bytes(text[:-10])
+    refuses(folder, SnapshotFormatError)

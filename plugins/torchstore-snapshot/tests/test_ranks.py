@@ -1,0 +1,116 @@
+"""Snapshots taken and restored by several ranks, in real processes that are joined by gloo."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.dtensors.ranks import Jobs, Nursery
+
+from torchstore_snapshot import Snapshot
+
+_ACTS = "plugins.torchstore-snapshot.tests.rank_acts"
+acts = importlib.import_module(_ACTS)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    with Nursery(_ACTS) as nursery:
+        yield nursery.jobs
+
+
+LAYOUTS = [
+    ("one", [1], "0"),
+    ("two", [2], "0"),
+    ("two", [2], "1"),
+    ("two", [2], "R"),
+    ("four", [4], "0"),
+    ("four", [2, 2], "01"),
+    ("four", [2, 2], "00"),
+    ("four", [2, 2], "R1"),
+    ("four", [1, 2, 2], "010"),
+]
+
+
+@pytest.mark.parametrize(
+    ("job", "mesh", "spec"), LAYOUTS, ids=lambda v: v if isinstance(v, str) else ""
+)
+async def test_any_layout_restores_to_any_other(
+    jobs: Jobs, tmp_path: Path, job: str, mesh: list[int], spec: str
+) -> None:
+    folder = str(tmp_path / "s")
+    await jobs[job].run(acts.take_sharded, folder, mesh, spec, False)
+    for other, other_mesh, other_spec in LAYOUTS:
+        await jobs[other].run(acts.restore_sharded, folder, other_mesh, other_spec)
+    whole = Snapshot(folder).get_state_dict_for_key("m")
+    assert all(torch.equal(whole[name], acts.full(name)) for name in acts.SHAPES)
+
+
+async def test_what_is_sharded_and_replicated_is_written_once(jobs: Jobs, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    await jobs["four"].run(acts.take_sharded, str(folder), [2, 2], "R0", False)
+    manifest = Snapshot(folder).manifest
+    for name in acts.SHAPES:
+        assert manifest.shared["m"][name].nbytes == acts.full(name).nbytes
+    ranks = {manifest.files[piece.file].rank for piece in manifest.shared["m"]["wide"].pieces}
+    assert len(ranks) == 2
+
+
+async def test_each_rank_gets_its_own_values(jobs: Jobs, tmp_path: Path) -> None:
+    folder = str(tmp_path / "s")
+    await jobs["four"].run(acts.take_sharded, folder, [4], "0", False)
+    found = await jobs["four"].run(acts.own_values, folder)
+    assert found == [(rank, [float(rank)] * 4) for rank in range(4)]
+    assert Snapshot(folder).read_object("2/m/rank") == 2
+    assert sorted(Snapshot(folder).manifest.own[3]["m"]) == ["mine", "rank"]
+
+
+@pytest.mark.parametrize("how", ["ddp", "globs"])
+async def test_replicated_modules_are_written_once(jobs: Jobs, tmp_path: Path, how: str) -> None:
+    await jobs["four"].run(acts.take_replicated, str(tmp_path / "s"), how)
+    manifest = Snapshot(tmp_path / "s").manifest
+    total = 4 * (64 * 64 + 64) * 4
+    by_rank = [sum(f.nbytes - 4096 for f in manifest.files if f.rank == r) for r in range(4)]
+    assert sum(by_rank) == total
+    assert max(by_rank) < total / 4 * 1.1
+    assert manifest.own == ()
+
+
+async def test_fsdp_training_continues_on_other_numbers_of_ranks(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "s")
+    await jobs["two"].run(acts.train_fsdp, folder)
+    (same, _) = await jobs["two"].run(acts.resume_fsdp, folder)
+    for job in ("one", "four"):
+        for found in await jobs[job].run(acts.resume_fsdp, folder):
+            assert found == pytest.approx(same, rel=1e-4)
+
+
+async def test_a_rank_that_fails_fails_all(jobs: Jobs, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    found = await jobs["two"].run(acts.take_with_a_failing_rank, str(folder))
+    assert found == ["RankFailedError", "UnsupportedValueError"]
+    assert not [*folder.iterdir()]
+    assert await jobs["two"].run(acts.take_twice, str(folder)) == [
+        "SnapshotExistsError",
+        "RankFailedError",
+    ]
+
+
+async def test_ranks_take_in_the_background(jobs: Jobs, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    assert await jobs["two"].run(acts.take_sharded, str(folder), [2], "0", True) == [2, 2]
+    await jobs["four"].run(acts.restore_sharded, str(folder), [4], "1")
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+async def test_a_rank_that_dies_leaves_the_snapshot_before(jobs: Jobs, tmp_path: Path) -> None:
+    folder = str(tmp_path / "s")
+    await jobs["other"].run(acts.take_sharded, folder, [2], "0", False)
+    with pytest.raises(AssertionError, match="it has ended"):
+        await jobs["other"].run(acts.die_while_writing, folder)
+    await jobs["two"].run(acts.restore_sharded, folder, [2], "0")

