@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchstore_core.clients.transfer.link_errors import link_errors
 from torchstore_core.clients.transfer.moves import GetBatch, contiguous_start
 from torchstore_core.clients.transfer.targets import MAP_MIN, Piece, Target
 from torchstore_core.clients.values.tensors import from_buffer
@@ -60,7 +61,8 @@ def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetB
         first = run[0][0]
         end = max([start + target.nbytes for start, target in run])
         try:
-            mapping = link.map(batch.segment, first, end - first)
+            with link_errors():
+                mapping = link.map(batch.segment, first, end - first)
         except TransportError:  # out of mappings (vm.max_map_count): copying always works
             for _, target in run:
                 rest.append((target, target.pieces[0]))

@@ -75,7 +75,8 @@ class Batch(ABC):
         into_segment: True for a put, False for a get.
         on_device: whether any of the tensors is on a device.
         prepared: what a transfer that has failed leaves for the next try.
-        unsettled: whether some of what a failed put has written may still arrive.
+        unsettled: the transport by which some of what a failed put has written may still arrive;
+            empty if there is none.
     """
 
     volume: int
@@ -84,7 +85,7 @@ class Batch(ABC):
     into_segment: bool
     on_device: bool
     prepared: object = None
-    unsettled: bool = False
+    unsettled: str = ""
 
     @abstractmethod
     def moves(self, room: int | None) -> Iterator[Move]:
