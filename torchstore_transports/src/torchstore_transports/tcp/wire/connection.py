@@ -13,8 +13,11 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
+
+from torchstore_core.machine import socket_rows
+from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
 
 __all__ = ["STALL_S", "Connection", "tune"]
 
@@ -51,6 +54,8 @@ class Connection:
         #: Whether sending copies anyway: TLS does, and over the loopback a copy from memory is
         #: faster than handing over pages one by one.
         self.copies = self.encrypted or sock.getsockname()[0] == sock.getpeername()[0]
+        # Whether the kernel takes bytes from where they lie, and puts them there.
+        self._rows = socket_rows.has_native() and not self.encrypted
         self._shut = False
         # Reentrant: the collector may drop a link, and shut its connections, at any moment.
         self._lock = threading.RLock()
@@ -92,6 +97,19 @@ class Connection:
                 self._receive_one(batch[0])
             else:
                 self._receive_batch(batch)
+
+    def receive_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Fill the pieces of memory, one after the other."""
+        if not self._rows:
+            for views in incoming(pieces):
+                self.receive(views)
+            return
+        try:
+            got = socket_rows.receive_rows(self._socket.fileno(), pieces)
+        except BlockingIOError as error:
+            raise _stalled() from error
+        if got < sum([nbytes * rows for _, nbytes, rows, _ in pieces]):
+            self._check(0)
 
     def drain(self, most: int) -> None:
         """Receive and forget, until the peer has ended the connection or ``most`` bytes came."""
@@ -153,6 +171,17 @@ class Connection:
                     raise _stalled() from error
                 batch = _after(batch, sent)
             batch = following
+
+    def send_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Send the bytes of pieces of memory, one after the other."""
+        if not self._rows:
+            for views in outgoing(pieces):
+                self.send(views)
+            return
+        try:
+            socket_rows.send_rows(self._socket.fileno(), pieces)
+        except BlockingIOError as error:
+            raise _stalled() from error
 
     def _send_encrypted(self, views: Iterable[memoryview]) -> None:
         joined = bytearray()

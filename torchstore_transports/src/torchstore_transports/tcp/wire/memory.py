@@ -1,4 +1,5 @@
-"""Pieces of memory, as what a connection sends from and receives into.
+"""Pieces of memory, as the buffers that checksums and encryption need: where bytes go through
+neither, the kernel takes rows from where they lie (see ``Connection.send_pieces``).
 
 Rows are sent from where they lie, and received into their places. Only rows so short that telling
 the kernel of each would cost more than a copy go through a buffer, a part of it at a time, so that
