@@ -13,8 +13,8 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 
 from torchstore_core.machine import socket_rows
 from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
@@ -25,6 +25,10 @@ __all__ = ["STALL_S", "Connection", "tune"]
 STALL_S = 20.0
 _KEEP_IDLE_S, _KEEP_INTERVAL_S, _KEEP_PROBES = 10, 5, 3
 _IOV_MAX = 1024
+# Rows of fewer bytes are packed: to tell the kernel of each takes longer than to copy them, more so
+# when sending (over the loopback 3.4 GB/s instead of 5.5 with rows of 768 bytes, 5.1 with 4 KB).
+_SHORT_SENT = 4 << 10
+_SHORT_RECEIVED = 512
 # With TLS every call copies anyway, so that small rows are joined up to this many bytes.
 _JOINED_BYTES = 64 << 10
 
@@ -100,16 +104,17 @@ class Connection:
 
     def receive_pieces(self, pieces: Sequence[Piece]) -> None:
         """Fill the pieces of memory, one after the other."""
-        if not self._rows:
-            for views in incoming(pieces):
-                self.receive(views)
-            return
-        try:
-            got = socket_rows.receive_rows(self._socket.fileno(), pieces)
-        except BlockingIOError as error:
-            raise _stalled() from error
-        if got < sum([nbytes * rows for _, nbytes, rows, _ in pieces]):
-            self._check(0)
+        for packed, some in self._by_way(pieces, _SHORT_RECEIVED):
+            if packed:
+                for views in incoming(some):
+                    self.receive(views)
+                continue
+            try:
+                got = socket_rows.receive_rows(self._socket.fileno(), some)
+            except BlockingIOError as error:
+                raise _stalled() from error
+            if got < sum([nbytes * rows for _, nbytes, rows, _ in some]):
+                self._check(0)
 
     def drain(self, most: int) -> None:
         """Receive and forget, until the peer has ended the connection or ``most`` bytes came."""
@@ -174,14 +179,25 @@ class Connection:
 
     def send_pieces(self, pieces: Sequence[Piece]) -> None:
         """Send the bytes of pieces of memory, one after the other."""
+        for packed, some in self._by_way(pieces, _SHORT_SENT):
+            if packed:
+                for views in outgoing(some):
+                    self.send(views)
+                continue
+            try:
+                socket_rows.send_rows(self._socket.fileno(), some)
+            except BlockingIOError as error:
+                raise _stalled() from error
+
+    def _by_way(self, pieces: Sequence[Piece], short: int) -> Iterator[tuple[bool, list[Piece]]]:
+        """The pieces in order, in groups that go through a buffer, or that the kernel takes from
+        where they lie.
+        """
         if not self._rows:
-            for views in outgoing(pieces):
-                self.send(views)
+            yield True, [*pieces]
             return
-        try:
-            socket_rows.send_rows(self._socket.fileno(), pieces)
-        except BlockingIOError as error:
-            raise _stalled() from error
+        for packed, some in groupby(pieces, lambda one: one.rows > 1 and one.nbytes < short):
+            yield packed, [*some]
 
     def _send_encrypted(self, views: Iterable[memoryview]) -> None:
         joined = bytearray()

@@ -1,5 +1,4 @@
-"""Pieces of memory, as the buffers that checksums and encryption need: where bytes go through
-neither, the kernel takes rows from where they lie (see ``Connection.send_pieces``).
+"""Pieces of memory as buffers.
 
 Rows are sent from where they lie, and received into their places. Only rows so short that telling
 the kernel of each would cost more than a copy go through a buffer, a part of it at a time, so that
@@ -18,9 +17,9 @@ from torchstore_core.machine.copying import Grid, copy_grids
 __all__ = ["Piece", "incoming", "outgoing"]
 
 # Rows of fewer bytes are packed.
-_SHORT = 2 << 10
-# Bytes of the buffer for that. Each thread has one.
-_BUFFER = 256 << 10
+_SHORT = 4 << 10
+# Bytes of the buffer for that. Each thread has one. Half of it is 10 to 40 % slower.
+_BUFFER = 512 << 10
 # Most views at once: as many as the kernel takes with one call.
 _VIEWS = 1024
 
