@@ -16,8 +16,10 @@ from torchstore_core.machine.copying import Grid, copy_grids
 
 __all__ = ["Piece", "incoming", "outgoing"]
 
-# Rows of fewer bytes are packed.
-_SHORT = 4 << 10
+# Rows of fewer bytes are packed: to tell the kernel of each takes longer than to copy them. Over the
+# loopback, both ends together: 207 instead of 260 ps of CPU a byte with rows of 768 bytes, 260 instead
+# of 195 with 4 KB; 130 without rows.
+_SHORT = 3 << 10
 # Bytes of the buffer for that. Each thread has one. Half of it is 10 to 40 % slower.
 _BUFFER = 512 << 10
 # Most views at once: as many as the kernel takes with one call.
@@ -38,6 +40,11 @@ class Piece(NamedTuple):
     nbytes: int
     rows: int
     stride: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether its rows are so short that they go through a buffer."""
+        return self.rows > 1 and self.nbytes < _SHORT
 
 
 def outgoing(pieces: Iterable[Piece]) -> Iterator[list[memoryview]]:
@@ -68,8 +75,9 @@ def _parts(pieces: Iterable[Piece]) -> Iterator[tuple[list[memoryview], list[Gri
     views: list[memoryview] = []
     grids: list[Grid] = []
     used = 0
-    for address, nbytes, rows, stride in pieces:
-        if rows > 1 and nbytes < _SHORT:
+    for piece in pieces:
+        address, nbytes, rows, stride = piece
+        if piece.packed:
             done = 0
             while done < rows:
                 some = min(rows - done, (_BUFFER - used) // nbytes)
