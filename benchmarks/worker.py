@@ -11,8 +11,9 @@ from measured.checkpoints import Checkpoints
 from measured.dicts import Dicts
 from measured.jobs import Job
 from measured.mapped import MappedTensors
+from measured.network.loopback import OverNetwork
+from measured.network.namespaces import BetweenNetworks
 from measured.several_volumes import SeveralVolumes
-from measured.sockets import OverNetwork
 
 from torchstore_cli.bench.worker_main import Stores, serve, standard_commands
 
@@ -31,6 +32,7 @@ def main(loop: str) -> None:
             "mapped": MappedTensors(stores.run),
             "volumes": SeveralVolumes(stores.run),
             "network": OverNetwork(stores.run),
+            "networks": BetweenNetworks(stores.run, dicts),
             "job": job,
         }
     )
