@@ -11,11 +11,12 @@ from measured.checkpoints import Checkpoints
 from measured.dicts import Dicts
 from measured.jobs import Job
 from measured.mapped import MappedTensors
+from measured.network.loopback import OverNetwork
+from measured.network.namespaces import BetweenNetworks
 from measured.several_volumes import SeveralVolumes
 from measured.snapshots.access import SnapshotAccess
 from measured.snapshots.files import SnapshotFiles
 from measured.snapshots.trainer import Trainer
-from measured.sockets import OverNetwork
 
 from torchstore_cli.bench.worker_main import Stores, serve, standard_commands
 
@@ -34,6 +35,7 @@ def main(loop: str) -> None:
             "mapped": MappedTensors(stores.run),
             "volumes": SeveralVolumes(stores.run),
             "network": OverNetwork(stores.run),
+            "networks": BetweenNetworks(stores.run, dicts),
             "job": job,
             "snapshot-access": SnapshotAccess(),
             "snapshot-files": SnapshotFiles(),

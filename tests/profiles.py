@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 __all__ = ["few", "many", "register"]
 
-_EXAMPLES = {"quick": 50, "ci": 200, "soak": 2000}
+_EXAMPLES = {"quick": 50, "ci": 100, "soak": 2000}
 
 
 def register() -> None:

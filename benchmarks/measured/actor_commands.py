@@ -16,6 +16,7 @@ import torch
 from measured.counting import NO_REPLY
 from measured.dicts import Dicts
 from measured.jobs import done
+from measured.network.other_hosts import FarVolumes
 
 import torchstore_core as ts
 from torchstore_cli.bench import echo, floors, workload
@@ -207,6 +208,7 @@ class Commands:
             "small": SmallInActor(self._on_loop),
             "dicts": Dicts(self._on_loop),
             "other_hosts": self.other_hosts,
+            "far": FarVolumes(self._on_loop),
         }
 
     def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:

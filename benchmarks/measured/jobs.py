@@ -106,12 +106,13 @@ class Job:
         if transport:
             options["strategy"] = ts.SingletonStrategy(transport=transport)
         seconds, client = self._run(timed(ts.initialize(mesh=where, **options)))
-        pid = self._run(ts.status()).controller_pid
+        name = {key: options[key] for key in ("store_name",) if key in options}
+        pid = self._run(ts.status(**name)).controller_pid
         return {"seconds": seconds, "address": client.address, "server_pid": pid}
 
-    def close(self) -> float:
-        """End the store; seconds."""
-        seconds: float = self._run(timed(ts.shutdown()))[0]
+    def close(self, **options: Any) -> float:
+        """End a store; seconds. Options as for ``shutdown``."""
+        seconds: float = self._run(timed(ts.shutdown(**options)))[0]
         return seconds
 
     def spawn(self) -> float:

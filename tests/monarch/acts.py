@@ -23,6 +23,7 @@ from torchstore_core.wire.framing import encode
 __all__ = [
     "begin_put",
     "books",
+    "exists",
     "explain",
     "failures",
     "get",
@@ -115,6 +116,10 @@ async def get(key: str, store_name: str = "torchstore") -> Any:
     """Whatever it is, not as shared memory."""
     value = await ts.get(key, store_name=store_name)
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+async def exists(key: str) -> bool:
+    return await ts.exists(key)
 
 
 async def wait(key: str, timeout: float = 20.0) -> None:

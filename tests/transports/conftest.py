@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = ("mailbox", "mailbox-apart")
+NAMES = ("mailbox", "mailbox-apart", "foreign")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,11 @@ from torchstore_core.contracts.transport import (
     TransportServer,
     TransportSpec,
 )
-from torchstore_core.errors import TransportError, TransportUnavailableError
+from torchstore_core.errors import (
+    TransportError,
+    TransportNotReadyError,
+    TransportUnavailableError,
+)
 
 #: Environment variable with a path. While that file exists, server halves hold back what is written
 #: until their client disconnects, and only then write it. While one does, ``<path>.held`` exists.
@@ -81,6 +85,12 @@ class MailboxServer(TransportServer):
             case "disconnect fails" | "disconnect hangs" | "close fails" | "no count":
                 self._odd[peer] = letter.what
                 return b""
+            case "details":
+                raise TransportNotReadyError("a reason", details={"left": 3, "why": ["a", "b"]})
+            case "strange details":
+                raise TransportError("a reason \udcff", details={"left": object()})
+            case "cancelled":
+                raise asyncio.CancelledError
             case "long error":
                 raise TransportError("x" * (8 << 20))
             case "too much":

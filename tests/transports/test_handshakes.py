@@ -18,7 +18,8 @@ import pytest
 import torch
 from tests.processes import Script
 from tests.support import SMALL, running_store, until
-from tests.transports.mailbox import GATE, Letter, MailboxLink
+from tests.transports.asking import ask, nothing_unfinished
+from tests.transports.mailbox import GATE, Letter
 
 import torchstore_core as ts
 from torchstore_core.clients.session.handshake import client_facts
@@ -47,29 +48,19 @@ async def test_every_byte_arrives(name: str) -> None:
         assert {entry["chosen"] for entry in await client.explain()} == {name}
 
 
-async def _ask(client: ts.Client, letter: Letter, name: str = "mailbox") -> bytes:
-    """Through the link that the client uses."""
-    session = await client._joined.session(10)
-    (volume,) = session.volumes
-    candidate = next(c for c in volume.candidates(1) if c.spec.name == name)
-    link = await volume.connect(candidate)
-    assert isinstance(link, MailboxLink)
-    return await link.ask(letter)
-
-
 async def test_an_isolated_half_has_a_process_that_ends_with_the_volume() -> None:
     async with running_store(prefer=["mailbox-apart", "mailbox"]) as client:
         server = (await client.status()).controller_pid
-        assert int(await _ask(client, Letter("who"))) == server
-        apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
+        assert int(await ask(client, Letter("who"))) == server
+        apart = int(await ask(client, Letter("who"), "mailbox-apart"))
         assert apart != server
     await until(lambda: not Path(f"/proc/{apart}").exists(), 10)
 
 
 async def test_an_isolated_half_that_hangs_ends_with_a_killed_server() -> None:
     async with running_store(prefer=["mailbox-apart"]) as client:
-        apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
-        asking = asyncio.ensure_future(_ask(client, Letter("hang"), "mailbox-apart"))
+        apart = int(await ask(client, Letter("who"), "mailbox-apart"))
+        asking = asyncio.ensure_future(ask(client, Letter("hang"), "mailbox-apart"))
         await until(lambda: _sleeps(apart), 10)
         os.kill((await client.status()).controller_pid, signal.SIGKILL)
         with pytest.raises(ts.StoreClosedError):
@@ -84,11 +75,11 @@ def _sleeps(pid: int) -> bool:
 
 async def test_an_isolated_half_that_dies_is_started_again() -> None:
     async with running_store(prefer=["mailbox-apart"]) as client:
-        before = int(await _ask(client, Letter("who"), "mailbox-apart"))
+        before = int(await ask(client, Letter("who"), "mailbox-apart"))
         with pytest.raises(ts.TransportError, match="has died"):
-            await _ask(client, Letter("die"), "mailbox-apart")
+            await ask(client, Letter("die"), "mailbox-apart")
         await client.put("t", torch.arange(MB))
-        assert int(await _ask(client, Letter("who"), "mailbox-apart")) != before
+        assert int(await ask(client, Letter("who"), "mailbox-apart")) != before
 
 
 async def test_an_operation_survives_the_death_of_its_transport(
@@ -98,7 +89,7 @@ async def test_an_operation_survives_the_death_of_its_transport(
     gate, held = tmp_path / "gate", tmp_path / "gate.held"
     monkeypatch.setenv(GATE, str(gate))
     async with running_store(prefer=["mailbox-apart"]) as client:
-        apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
+        apart = int(await ask(client, Letter("who"), "mailbox-apart"))
         gate.touch()
         putting = asyncio.ensure_future(client.put("t", torch.arange(MB)))
         await until(held.exists, 10)
@@ -121,13 +112,13 @@ async def test_what_has_arrived_is_not_sent_again(
     values = {f"k{i}": torch.full((MB // 16,), i) for i in range(5)}
     strategy = ts.SingletonStrategy(transport=("mailbox-apart", "mailbox"))
     async with running_store(strategy=strategy, **SMALL) as client:
-        apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
+        apart = int(await ask(client, Letter("who"), "mailbox-apart"))
         putting = asyncio.ensure_future(client.put_batch(values))
         await until(held.exists, 10)
         gate.unlink()
         with pytest.warns(RuntimeWarning, match="mailbox-apart.*failed.*has died"):
             await _kill_during(apart, putting)
-        assert int(await _ask(client, Letter("written"))) == 3
+        assert int(await ask(client, Letter("written"))) == 3
         for key, value in values.items():
             assert torch.equal(await client.get(key), value)
 
@@ -252,7 +243,7 @@ async def test_a_client_cannot_fill_the_server_with_handshakes(
         handshakes.answer(other, who, answered.put_nowait)
         assert isinstance(await answered.get(), Handshaken)
         done = asyncio.Event()
-        handshakes.settle(session, [0], done.set)
+        handshakes.settle(session, [(0, "")], done.set)
         await asyncio.wait_for(done.wait(), 10)
         await until(lambda: not session.asking, 10)
         handshakes.answer(session, who, answered.put_nowait)
@@ -272,10 +263,10 @@ async def test_what_waits_for_the_end_of_writes_is_done_in_order_by_one_task(
         handshakes.answer(session, Handshake(1, 0, "mailbox", data), answered.put_nowait)
         assert isinstance(await answered.get(), Handshaken)
         done: list[int] = []
-        handshakes.settle(session, [0], lambda: done.append(1 // len(done)))
+        handshakes.settle(session, [(0, "")], lambda: done.append(1 // len(done)))
         before = len(asyncio.all_tasks())
         for number in range(10_000):
-            handshakes.settle(session, [0], functools.partial(done.append, number))
+            handshakes.settle(session, [(0, "")], functools.partial(done.append, number))
         assert len(asyncio.all_tasks()) == before
         await until(lambda: done == list(range(10_000)), 10)
 
@@ -301,8 +292,8 @@ async def _chosen_after_a_get(client: ts.Client, name: str) -> bool:
 async def test_a_fault_of_a_half_is_a_transport_error_with_the_fault() -> None:
     async with running_store(prefer=["mailbox"]) as client:
         with pytest.raises(ts.TransportError, match="a fault of the half"):
-            await _ask(client, Letter("fail"))
-        assert await _ask(client, Letter("who"))
+            await ask(client, Letter("fail"))
+        assert await ask(client, Letter("who"))
 
 
 @pytest.mark.parametrize("name", ["mailbox", "mailbox-apart"])
@@ -322,7 +313,7 @@ async def test_memory_is_not_used_again_while_a_cancelled_write_may_arrive(
         putting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await putting
-        await until(lambda: _nothing_unfinished(client), 10)
+        await until(lambda: nothing_unfinished(client), 10)
         assert not held.exists()  # by then it had arrived
         gate.unlink()
         await client.put("next", torch.full((MB // 8,), 2.0))
@@ -352,7 +343,7 @@ async def test_memory_is_not_used_again_while_a_write_of_a_lost_event_loop_may_a
         gate.touch()
         await asyncio.to_thread(lose)
         gc.collect()
-        await until(lambda: _nothing_unfinished(client), 10)
+        await until(lambda: nothing_unfinished(client), 10)
         assert not held.exists()
 
 
@@ -373,7 +364,7 @@ async def test_memory_is_not_used_again_while_a_write_of_a_closed_client_may_arr
         session.close(now=True)
         with pytest.raises(ts.StoreClosedError, match="was closed"):
             await putting
-        await until(lambda: _nothing_unfinished(other), 10)
+        await until(lambda: nothing_unfinished(other), 10)
         assert not held.exists()
         assert len((await other.status()).sessions) == 2
         del mapped
@@ -388,7 +379,7 @@ async def test_the_next_transport_waits_until_the_write_of_the_last_has_ended(
     monkeypatch.setenv(GATE, str(gate))
     monkeypatch.setattr("torchstore_core.clients.transfer.executor._LEAST_S", 0.5)
     async with running_store(prefer=["mailbox-apart"], **SMALL) as client:
-        apart = int(await _ask(client, Letter("who"), "mailbox-apart"))
+        apart = int(await ask(client, Letter("who"), "mailbox-apart"))
         (volume,) = (await client._joined.session(10)).volumes
         volume.context = msgspec.structs.replace(volume.context, same_host=False)
         gate.touch()
@@ -415,9 +406,5 @@ async def test_memory_is_not_used_again_while_a_write_of_a_dead_client_may_arriv
             """
         with Script(put, fresh=True):
             await until(held.exists, 30)
-        await until(lambda: _nothing_unfinished(client), 10)
+        await until(lambda: nothing_unfinished(client), 10)
         assert not held.exists()
-
-
-async def _nothing_unfinished(client: ts.Client) -> bool:
-    return not any(volume.unfinished_bytes for volume in (await client.status()).volumes)

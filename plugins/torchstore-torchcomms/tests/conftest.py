@@ -23,6 +23,8 @@ def _unblocked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What these are about is the machinery that gloo's transport has, too, whose tests always run.
 _OF_THE_MACHINERY = {
+    "test_a_cancelled_read_writes_nothing_afterwards",
+    "test_a_cancelled_write_is_settled",
     "test_a_half_that_is_stopped_fails_within_the_time_of_the_pair",
     "test_a_killed_client_leaves_nothing",
     "test_a_pair_that_died_unnoticed_is_made_anew",

@@ -22,14 +22,14 @@ from tests.monarch import acts
 from tests.monarch.jobs import Job, python_path, running
 from tests.support import until
 
-from torchstore_core.testing.networks import Network
+from torchstore_core.testing.networks import Namespace
 
 MB = 1 << 20
 
 
 @pytest.mark.parametrize("own", [pytest.param("its address", marks=pytest.mark.soak), "127.0.1.1"])
 async def test_ranks_over_networks(
-    spaces: tuple[Network, Network], tmp_path: Path, own: str
+    spaces: tuple[Namespace, Namespace], tmp_path: Path, own: str
 ) -> None:
     """``initialize_spmd``; some hosts take their own name for an address of the loopback."""
     master = spaces[0].address

@@ -34,9 +34,18 @@ from torchstore_monarch.protocol import outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
 from torchstore_monarch.rpc.link import RpcLink
 from torchstore_monarch.rpc.server import RpcServer
-from torchstore_monarch.rpc.wire import AGENT, CHUNK, PIECES, RpcRequest, RpcResponse, frame
+from torchstore_monarch.rpc.wire import (
+    AGENT,
+    CHUNK,
+    GREETING,
+    PIECES,
+    RpcRequest,
+    RpcResponse,
+    frame,
+)
 
 SIZE = 64 << 20
+PEER = b"client"
 HERE = topology.probe()
 
 
@@ -75,6 +84,7 @@ class _Agent:
         self.forwarder = Forwarder(str(self.directory), lambda: self.valid)
         self.forwarder.volumes = {"store-0": self}
         await self.forwarder.start()
+        self.ticket = await self.half.handshake(PEER, GREETING)
 
     @property
     def read(self) -> _Endpoint:
@@ -90,7 +100,13 @@ class _Agent:
 
     async def link(self) -> RpcLink:
         control = str(self.directory / "control.sock")
-        context = LinkContext(HERE, HERE, same_host=False, offered=True, control=control)
+
+        async def handshake(request: bytes) -> bytes:
+            return await self.half.handshake(PEER, request)
+
+        context = LinkContext(
+            HERE, HERE, same_host=False, offered=True, control=control, handshake=handshake
+        )
         return await RpcLink.connect(self.offer, context)
 
 
@@ -208,7 +224,9 @@ async def test_two_at_once_on_one_link(agent: _Agent) -> None:
 
 @pytest.mark.parametrize("way", ["read", "write"])
 async def test_cancelled_in_the_middle(agent: _Agent, stage: Backstage, way: str) -> None:
-    """When the cancelled call returns, nobody touches the memory any more, here or there."""
+    """When the cancelled call returns, nobody touches the memory here any more; nor, once the
+    volume has disconnected the client, the memory there.
+    """
     link = await agent.link()
     mine = _buffer(6 * CHUNK, 1)
     agent.gate = stage.call(asyncio.Event)
@@ -218,19 +236,22 @@ async def test_cancelled_in_the_middle(agent: _Agent, stage: Backstage, way: str
     task.cancel()
     await asyncio.sleep(0)
     task.cancel()  # by the user, say, and by the time that is over
-    done, _ = await asyncio.wait([task], timeout=0.2)
-    # What has been asked to be written may still be; nothing is read into memory here any more, so
-    # that a host that never answers does not hold anybody.
-    assert bool(done) is (way == "read")
+    await asyncio.wait([task], timeout=5)  # a host that never answers does not hold anybody
+    assert task.cancelled()
+    assert link.unsettled is (way == "write")
     here = mine.clone()
+    if link.unsettled:  # as the store does
+        link.close()
+        stage.do(agent.half.disconnect(PEER))
+        agent.ticket = await agent.half.handshake(PEER, GREETING)
+        link = await agent.link()
     stage.call(agent.gate.set)
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    stage.do(agent.forwarder.idle(HERE.pid))
     calls = agent.calls
     assert calls <= 3
-    stored = agent.half.read([(0, 0, len(mine))])
+    assert agent.half.read(agent.ticket, [(0, 0, len(mine))]) == bytes(len(mine))
     agent.gate = None
-    # The link goes on, and answers are not mixed up.
+    # Answers are not mixed up.
     other = _random(1000, 5)
     await link.write([Copy(other.data_ptr(), 0, SIZE - 1000, 1000)])
     back = _buffer(1000)
@@ -238,7 +259,26 @@ async def test_cancelled_in_the_middle(agent: _Agent, stage: Backstage, way: str
     assert torch.equal(back, other)
     assert agent.calls == calls + 2
     assert torch.equal(mine, here)
-    assert agent.half.read([(0, 0, len(mine))]) == stored
+    link.close()
+
+
+async def test_a_queued_write_that_is_cancelled_disturbs_nobody(
+    agent: _Agent, stage: Backstage
+) -> None:
+    link = await agent.link()
+    mine, queued = _buffer(CHUNK, 1), _buffer(CHUNK, 2)
+    agent.gate = stage.call(asyncio.Event)
+    first = asyncio.create_task(link.write([Copy(mine.data_ptr(), 0, 0, CHUNK)]))
+    await until(lambda: agent.calls > 0)
+    second = asyncio.create_task(link.write([Copy(queued.data_ptr(), 0, CHUNK, CHUNK)]))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait([second], timeout=5)
+    assert second.cancelled()
+    assert not link.unsettled
+    stage.call(agent.gate.set)
+    await asyncio.wait_for(first, 10)
+    assert agent.half.read(agent.ticket, [(0, 0, CHUNK)]) == b"\x01" * CHUNK
     link.close()
 
 
@@ -264,7 +304,7 @@ async def test_no_agent(tmp_path: Path) -> None:
 
 def _at(directory: Path) -> Any:
     made = object.__new__(_Agent)
-    made.directory, made.offer = directory, b"store-0"
+    made.directory, made.offer, made.half = directory, b"store-0", RpcServer()
     return made
 
 
@@ -310,8 +350,10 @@ async def test_no_bytes_when_the_server_may_have_given_them_to_others(agent: _Ag
     link.close()
 
 
-def _carry(places: list[tuple[int, int, int]], nbytes: int, *, write: bool = False) -> bytes:
-    return frame(RpcRequest("store-0", places, nbytes, write))
+def _carry(
+    places: list[tuple[int, int, int]], nbytes: int, *, write: bool = False, ticket: bytes = b""
+) -> bytes:
+    return frame(RpcRequest("store-0", places, nbytes, write, ticket))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +384,7 @@ async def test_garbage_ends_that_connection_alone(agent: _Agent, garbage: bytes)
         assert msgspec.msgpack.decode(left[4 : 4 + size], type=RpcResponse).error
     mine = _buffer(64, 1)
     await link.write([Copy(mine.data_ptr(), 0, 0, 64)])
-    assert agent.half.read([(0, 0, 64)]) == bytes(mine.tolist())
+    assert agent.half.read(agent.ticket, [(0, 0, 64)]) == bytes(mine.tolist())
     link.close()
 
 
@@ -351,7 +393,8 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
     agent.gate = stage.call(asyncio.Event)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(agent.directory / AGENT))
-        await asyncio.to_thread(sock.sendall, _carry([(0, 0, CHUNK)], CHUNK, write=True))
+        request = _carry([(0, 0, CHUNK)], CHUNK, write=True, ticket=agent.ticket)
+        await asyncio.to_thread(sock.sendall, request)
         await asyncio.to_thread(sock.sendall, b"\x05" * CHUNK)
         await until(lambda: agent.calls > 0)
     # The connection is closed, as if this process were killed: the request is with the agent.
@@ -365,11 +408,7 @@ async def test_idle_waits_for_writes_of_that_process_alone(agent: _Agent, stage:
         waiting.result(0.2)
     stage.call(agent.gate.set)
     await asyncio.wait_for(asyncio.wrap_future(waiting), 10)
-    assert agent.half.read([(0, 0, CHUNK)]) == b"\x05" * CHUNK
-
-
-async def _no_handshake(transport: str, data: bytes) -> bytes:
-    raise TransportUnavailableError("this transport has none")
+    assert agent.half.read(agent.ticket, [(0, 0, CHUNK)]) == b"\x05" * CHUNK
 
 
 @pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")
@@ -384,7 +423,11 @@ async def test_a_loop_that_is_never_closed_goes_with_its_link(agent: _Agent) -> 
     info = m.VolumeInfo("v", 0, 0, HERE, SIZE, {"monarch-rpc": agent.offer})
     control = str(agent.directory / "control.sock")
     registry = Registry()
-    links = VolumeLinks(info, HERE, False, registry, Policy.make(), control, _no_handshake)
+
+    async def handshake(transport: str, data: bytes) -> bytes:
+        return agent.ticket
+
+    links = VolumeLinks(info, HERE, False, registry, Policy.make(), control, handshake)
     loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
     before = len(os.listdir("/proc/self/fd"))
 

@@ -83,8 +83,13 @@ async def _shm(path: str) -> object:
 async def _agent(path: str) -> object:
     from torchstore_monarch.rpc import link as rpc
 
+    async def handshake(request: bytes) -> bytes:
+        return b"ticket"
+
     os.symlink(path, f"{os.path.dirname(path)}/{rpc.AGENT}")
-    context = LinkContext(HERE, HERE, same_host=False, offered=True, control=path)
+    context = LinkContext(
+        HERE, HERE, same_host=False, offered=True, control=path, handshake=handshake
+    )
     return await rpc.RpcLink.connect(b"v", context)
 
 

@@ -46,9 +46,6 @@ class RpcHosting(Hosting):
         await super().close()
 
     async def _call(self, ask: Ask) -> Answer:
-        if ask.method == "disconnect":  # as the agent of a host does before it says who has left
-            for pid in list(self._forwarder._writing):
-                await self._forwarder.idle(pid)
         if ask.method == "close":
             await self._forwarder.close()
         return await super()._call(ask)

@@ -20,12 +20,6 @@ class TestRpc(TransportTests):
     hosting = "tests.transports.kit.engine_hosting:RpcHosting"
     stores = False  # tests/monarch has them
 
-    @pytest.mark.xfail(
-        strict=True, reason="a cancelled write waits for what its agent has asked, up to 20 s"
-    )
-    def test_a_stopped_half_holds_nobody_up(self) -> None:
-        super().test_a_stopped_half_holds_nobody_up()
-
 
 @pytest.mark.filterwarnings("ignore:No ibverbs RDMA hardware detected")
 class TestMonarchRdma(TransportTests):

@@ -113,7 +113,7 @@ async def test_what_is_outside_is_refused(copy: Copy, write: bool) -> None:
         with pytest.raises(TransportError, match=r"segment|sense"):
             await (link.write if write else link.read)(copies)
         assert there.memory[:4] == b"safe"
-        there.server._peers.forget(PEER)
+        await there.server.disconnect(PEER)
         again = await there.connect()
         await again.write([local.copy(0)])
         again.close()

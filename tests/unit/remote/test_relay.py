@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -158,6 +159,19 @@ async def test_a_batch_is_one_call_however_many_values_it_has(relayed: Relayed) 
     assert await costs(client.delete_batch(list(many))) == 1
     # Begin and commit: the bytes themselves are not in them.
     assert await costs(client.put("large", torch.ones(MB))) == 2
+    await ts.shutdown(relayed.address)
+
+
+async def test_an_answer_that_an_exchange_carries_ends_no_poll(relayed: Relayed) -> None:
+    """A poll that ended with nothing would cost the engine as much as the call itself."""
+    client = await _client(relayed)
+    await client.put("k", 1)
+    before = Counter(relayed.uplink.calls)
+    for _ in range(20):
+        assert await client.get("k") == 1
+    calls = relayed.uplink.calls - before
+    assert calls["exchange"] == 20
+    assert calls["poll"] <= 2  # those that end because it is time
     await ts.shutdown(relayed.address)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "Placement",
     "StoreRequest",
     "VolumePlan",
+    "encoded_error",
     "outcome",
     "result",
 ]
@@ -126,14 +127,19 @@ async def outcome(work: Awaitable[T]) -> tuple[bytes, T | None]:
     """
     try:
         return b"", await work
-    except TorchStoreError as error:
+    except Exception as error:  # noqa: BLE001 - the caller has it
+        return encoded_error(error), None
+
+
+def encoded_error(error: Exception) -> bytes:
+    """An error as :func:`outcome` returns it. Call it where the error has been caught."""
+    if isinstance(error, TorchStoreError):
         failed = ErrorData(error.code, error.message, error.key, error.details)
-    except OSError as error:
+    else:
+        if not isinstance(error, OSError):
+            log.error("an actor of a store has failed", exc_info=error)
         failed = ErrorData(_ANY_ERROR, f"{type(error).__name__}: {error}")
-    except Exception as error:
-        log.exception("an actor of a store has failed")
-        failed = ErrorData(_ANY_ERROR, f"{type(error).__name__}: {error}")
-    return msgspec.msgpack.encode(failed), None
+    return msgspec.msgpack.encode(failed)
 
 
 def result(answer: tuple[bytes, T | None]) -> T:

@@ -251,7 +251,13 @@ def test_what_torchsnapshot_wrote(tmp_path: Path) -> None:
     tensors = {n: found.pop(n) for n in ("big", "c", "k/y%")}
     first, second = found.pop("l")
     assert found == {
-        "step": 3, "f": 1.5, "t": (1, 2), "s": "a/b", "b": b"x", "yes": True, "none": None,
+        "step": 3,
+        "f": 1.5,
+        "t": (1, 2),
+        "s": "a/b",
+        "b": b"x",
+        "yes": True,
+        "none": None,
         "q": {1: {"z": True}},
         "empty": {},
     }

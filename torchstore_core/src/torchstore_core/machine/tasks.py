@@ -5,7 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-__all__ = ["wait_ended"]
+__all__ = ["is_cancelled", "wait_ended"]
+
+
+def is_cancelled() -> bool:
+    """Whether somebody has cancelled the running task: a CancelledError that arrives otherwise is
+    of some other task, and says nothing about this one. False outside of a task.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # there is no event loop in this thread
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 async def wait_ended(work: asyncio.Future[Any], timeout: float | None = None) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from torchstore_core.errors import ProtocolError
+from torchstore_core.errors import ProtocolError, TorchStoreError
 from torchstore_core.wire import messages
 
-__all__ = ["HEADER", "FrameReader", "decode_reply", "decode_request", "encode"]
+__all__ = ["HEADER", "FrameReader", "decode_reply", "decode_request", "encode", "portable"]
 
 HEADER = 4
+_MAX_DETAILS = 64 << 10
 _encoder = msgspec.msgpack.Encoder()
 decode_request = msgspec.msgpack.Decoder(messages.Request).decode
 decode_reply = msgspec.msgpack.Decoder(messages.Reply).decode
@@ -21,6 +24,26 @@ def encode(message: messages.Message) -> bytearray:
     _encoder.encode_into(message, frame, HEADER)
     frame[:HEADER] = (len(frame) - HEADER).to_bytes(HEADER, "little")
     return frame
+
+
+def portable(error: TorchStoreError) -> tuple[str, dict[str, Any]]:
+    """Return the message and details of an error that a plug-in has raised, as they can be sent:
+    not too long, and without details that are not plain data.
+
+    >>> portable(ProtocolError("no", details={"volume": 1}))
+    ('no', {'volume': 1})
+    >>> portable(ProtocolError("no", details={"volume": object()}))
+    ('no', {})
+    """
+    message = str(error.message)[: messages.MAX_REASON].encode(errors="replace").decode()
+    details: dict[str, Any] = {}
+    try:
+        body = msgspec.msgpack.encode(error.details)
+        if len(body) <= _MAX_DETAILS:
+            details = msgspec.msgpack.decode(body, type=dict[str, Any])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+        return message, {}
+    return message, details
 
 
 class FrameReader:

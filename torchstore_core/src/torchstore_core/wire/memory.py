@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchstore_core.wire.facts import Message, VolumeInfo
 
 __all__ = ["Attach", "Lost", "PeerGone", "PeerHandshake", "PeerReply", "Prefault", "ProcessDied"]
@@ -80,19 +82,25 @@ class PeerHandshake(Message, frozen=True, tag="peer-handshake"):
 
 
 class PeerGone(Message, frozen=True, tag="peer-gone"):
-    """To a volume: see ``TransportServer.disconnect``. It is answered by :class:`PeerReply`."""
+    """To a volume: see ``TransportServer.disconnect``. It is for the half of ``transport``, or for
+    all if that is empty, and is answered by :class:`PeerReply`.
+    """
 
     id: int
     peer: bytes
+    transport: str = ""
 
 
 class PeerReply(Message, frozen=True, tag="peer-reply"):
-    """From a volume: the answer of a server half, or the ``code`` and ``message`` of its error."""
+    """From a volume: the answer of a server half, or the ``code``, ``message`` and ``details`` of
+    its error.
+    """
 
     id: int
     data: bytes = b""
     code: str = ""
     message: str = ""
+    details: dict[str, Any] = {}
 
 
 class Warmed(Message, frozen=True, tag="warmed"):

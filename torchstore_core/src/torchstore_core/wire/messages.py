@@ -38,7 +38,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 #: Largest frame, in bytes. A longer reply comes in pages (``wire.paging``); a request cannot be
 #: longer. 18,000 entries of a state dict need about 2 MB.
@@ -131,13 +131,13 @@ class Commit(Message, frozen=True, tag="commit"):
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """Give up puts. Their granted memory is reused: the client has stopped writing to it. In the
-    volumes ``unsettled`` some of what it has written may still arrive: first, they are to end that
-    as for a :class:`Settle`.
+    """Give up puts. Their granted memory is reused: the client has stopped writing to it. Of what
+    it has written to the volumes ``unsettled``, by the transports named there, some may still
+    arrive: first, they are to end that as for a :class:`Settle`.
     """
 
     txns: list[int]
-    unsettled: list[int] = []
+    unsettled: list[tuple[int, str]] = []
 
 
 #: Offset and shape of a piece of a tensor, in elements.
@@ -286,13 +286,16 @@ class Handshake(Message, frozen=True, tag="handshake"):
 
 
 class Settle(Message, frozen=True, tag="settle"):
-    """Have a volume's server halves end what they have under way for this session, because the
-    outcome of a write is uncertain. Reply :class:`Done`. Puts that are aborted meanwhile keep their
-    memory until then.
+    """Have the server half of one of a volume's transports end what it has under way for this
+    session, because the outcome of a write is uncertain. Reply :class:`Done`. Puts that are aborted
+    meanwhile keep their memory until then.
+
+    ``transport``: its name; empty, or unknown to the volume: all halves.
     """
 
     id: int
     volume: int
+    transport: str = ""
 
 
 class Shutdown(Message, frozen=True, tag="shutdown"):

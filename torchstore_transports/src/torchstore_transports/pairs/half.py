@@ -76,7 +76,10 @@ class _Served:
     async def give_up(self) -> None:
         """End the pair. No byte of it reaches a segment once this returns."""
         self.given_up = True
-        if self.making.done() and not self.making.cancelled() and not self.making.exception():
+        self.board.close()
+        if not self.making.done():  # and nothing has been given to it
+            self.making.add_done_callback(_kill)
+        elif not self.making.cancelled() and not self.making.exception():
             await in_thread(self.making.result().kill)
 
     async def _line(self) -> Line:
@@ -87,6 +90,12 @@ class _Served:
             return self.making.result()
         except RuntimeError as error:
             raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
+
+
+def _kill(made: asyncio.Future[Line]) -> None:
+    """A line that nobody wants any more."""
+    if not made.cancelled() and made.exception() is None:
+        in_thread(made.result().kill)
 
 
 class PairServer(TransportServer):
@@ -104,6 +113,7 @@ class PairServer(TransportServer):
     def __init__(self) -> None:
         self._segments: dict[int, tuple[int, int]] = {}
         self._served: dict[int, _Served] = {}
+        self._ending: dict[asyncio.Future[None], bytes] = {}  # pairs that end, by their client
         self._numbers = itertools.count(1)
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
@@ -136,7 +146,11 @@ class PairServer(TransportServer):
 
     async def disconnect(self, peer: bytes) -> None:
         """See ``contracts.transport``."""
-        await self._give_up([number for number, one in self._served.items() if one.peer == peer])
+        # Meanwhile a pair may be made that was asked for before.
+        while numbers := [number for number, one in self._served.items() if one.peer == peer]:
+            await self._give_up(numbers)
+        if ending := [one for one, whose in self._ending.items() if whose == peer]:
+            await asyncio.wait(ending)  # those that it has given up itself
 
     async def close(self) -> None:
         """See ``contracts.transport``."""
@@ -162,11 +176,16 @@ class PairServer(TransportServer):
         return p.encode(p.Welcome(number, other))
 
     async def _give_up(self, numbers: Sequence[int]) -> None:
+        """End pairs. They end also if whoever waits for that is cancelled."""
         given_up = [one for number in numbers if (one := self._served.pop(number, None))]
+        ending: list[asyncio.Future[None]] = []
         for one in given_up:
             one.given_up = True
-        for one in given_up:
-            await one.give_up()
+            ending.append(asyncio.ensure_future(one.give_up()))
+            self._ending[ending[-1]] = one.peer
+            ending[-1].add_done_callback(self._ending.pop)
+        if ending:
+            await asyncio.wait(ending)
 
     def _checked(self, extents: Sequence[p.Extent]) -> list[tuple[int, int]]:
         """Return the addresses of extents.

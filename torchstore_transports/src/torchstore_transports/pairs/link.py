@@ -93,6 +93,8 @@ class PairLink(Link):
             line[0].leak()
 
     async def _move(self, copies: Sequence[Copy], *, into: bool) -> None:
+        if any(copy.nbytes < 0 for copy in copies):
+            raise TransportError("a copy has a negative number of bytes")
         done = 0
         async with self._turns:
             for part in _parts(copies):
@@ -172,14 +174,42 @@ class PairLink(Link):
         def make() -> Line:
             return Line(pkgutil.resolve_name(self.factory)(store, 1, welcome.address))
 
+        making = in_thread(make)
         try:
-            line = await in_thread(make)
+            line = await asyncio.shield(making)
         except RuntimeError as error:
+            await self._stop(welcome.pair)
             raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
+        except BaseException as error:
+            store.close()
+            making.add_done_callback(_kill)
+            if isinstance(error, asyncio.CancelledError):
+                await self._stop(welcome.pair)
+            raise
         if self._closed:
             raise TransportError("this link was closed")
         self._line = line, welcome.pair
         return self._line
+
+    async def _stop(self, pair: int) -> bool:
+        """Have the server half end its side of a pair. Whether it has, within the time.
+
+        Raises:
+            CancelledError: the caller was cancelled meanwhile; then it may not have.
+        """
+        stopping = asyncio.ensure_future(self._handshake(encode(Stop(pair))))
+        cancelled = await wait_ended(stopping, _SETTLE_S)
+        stopped = stopping.done() and not stopping.cancelled() and stopping.exception() is None
+        stopping.cancel()
+        if cancelled:
+            raise asyncio.CancelledError
+        return stopped
+
+
+def _kill(made: asyncio.Future[Line]) -> None:
+    """A line that nobody wants any more."""
+    if not made.cancelled() and made.exception() is None:
+        in_thread(made.result().kill)
 
 
 def _parts(copies: Sequence[Copy]) -> Iterator[list[Copy]]:

@@ -7,10 +7,12 @@ values, and the calls of the link's end travel in handshakes, so nothing listens
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +31,13 @@ class Board:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
+        self._closed = False
+
+    def close(self) -> None:
+        """Nobody waits for the other end any more: all calls raise, those that wait included."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def call(self, call: StoreCall) -> bytes:
         """Do what the other end asks for. Blocks for at most :data:`TIMEOUT_S`.
@@ -50,9 +59,11 @@ class Board:
         """Store a value.
 
         Raises:
-            TransportError: there are too many already.
+            TransportError: there are too many already, or this was closed.
         """
         with self._changed:
+            if self._closed:
+                raise TransportError("the rendezvous was given up")
             if len(self._values) >= _MAX_KEYS and key not in self._values:
                 raise TransportError(f"a rendezvous has at most {_MAX_KEYS} keys")
             self._values[key] = value
@@ -62,10 +73,13 @@ class Board:
         """Return a value as soon as it is there.
 
         Raises:
-            TransportError: it is not, within the time.
+            TransportError: it is not, within the time, or this was closed.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+            known = self._changed.wait_for(lambda: self._closed or key in self._values, timeout_s)
+            if self._closed:
+                raise TransportError("the rendezvous was given up")
+            if not known:
                 raise TransportError(f"the other end has not set {key!r} within {timeout_s:g} s")
             return self._values[key]
 
@@ -140,12 +154,58 @@ class RemoteStore(PairStore):
         self._pair = pair
         self._handshake = handshake
         self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._waiting: set[Future[bytes]] = set()
+        self._tasks: set[asyncio.Future[bytes]] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Nobody connects any more: all calls raise, those that wait included."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, set()
+        for one in waiting:
+            _end(one, TransportError("the rendezvous was given up"))
 
     def _call(self, call: StoreCall) -> bytes:
         request = encode(StoreCall(self._pair, call.method, call.key, call.value, call.amount))
+        answer: Future[bytes] = Future()
+        with self._lock:
+            if self._closed:
+                raise TransportError("the rendezvous was given up")
+            self._waiting.add(answer)
+        try:
+            self._loop.call_soon_threadsafe(self._ask, request, answer)
+            return answer.result(2 * TIMEOUT_S)
+        except RuntimeError as error:
+            raise TransportError("the event loop that was connecting has ended") from error
+        finally:
+            with self._lock:
+                self._waiting.discard(answer)
 
-        async def ask() -> bytes:
-            return await self._handshake(request)
+    def _ask(self, request: bytes, answer: Future[bytes]) -> None:
+        """On the event loop."""
+        if answer.done():
+            return
+        task = asyncio.ensure_future(self._handshake(request))
+        self._tasks.add(task)
 
-        asking = asyncio.run_coroutine_threadsafe(ask(), self._loop)
-        return asking.result(2 * TIMEOUT_S)
+        def ended(task: asyncio.Future[bytes]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():
+                _end(answer, TransportError("the rendezvous was given up"))
+            elif (error := task.exception()) is not None:
+                _end(answer, error)
+            else:
+                _end(answer, task.result())
+
+        task.add_done_callback(ended)
+
+
+def _end(answer: Future[bytes], outcome: bytes | BaseException) -> None:
+    """Set the outcome, unless another thread has done so."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, bytes):
+            answer.set_result(outcome)
+        else:
+            answer.set_exception(outcome)

@@ -22,14 +22,12 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.networks import namespace_id, networks
 from torchstore_core.machine.tasks import wait_ended
+from torchstore_transports.tcp.moving.connection_sets import ConnectionSet, shared
 from torchstore_transports.tcp.moving.dialing import Dialer
-from torchstore_transports.tcp.moving.streams import Streams
 from torchstore_transports.tcp.moving.transfers import Transfer
-from torchstore_transports.tcp.moving.widths import Widths
 from torchstore_transports.tcp.wire.authentication import encryption
 from torchstore_transports.tcp.wire.connection import Connection
 from torchstore_transports.tcp.wire.protocol import (
-    UNIT_BYTES,
     VERSION,
     Greeting,
     Offer,
@@ -44,8 +42,6 @@ CHECKSUM = "TORCHSTORE_TCP_CHECKSUM"
 
 # What a cancelled write waits for, so that its outcome is certain.
 _SETTLE_S = 0.5
-# Below this, another unit costs more than a second stream gains.
-_UNIT_LEAST = 1 << 20
 
 
 class TcpLink(Link):
@@ -53,9 +49,13 @@ class TcpLink(Link):
 
     rows: ClassVar[bool] = True
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._reads, self._writes = Widths(), Widths()
+    def __init__(self, connections: ConnectionSet, volume: int) -> None:
+        self._connections = connections
+        self._streams = connections.streams
+        self._reads, self._writes = connections.reads, connections.writes
+        self._volume = volume
+        self._transfers: set[Transfer] = set()
+        self._closed = False
         self._pid = os.getpid()
 
     @classmethod
@@ -70,10 +70,17 @@ class TcpLink(Link):
             raise TransportUnavailableError("tcp needs a store that carries handshakes")
         greeting = Greeting(VERSION, namespace_id(), networks())
         answer = await context.handshake(msgspec.msgpack.encode(greeting))
-        dialer = Dialer(decode(answer, Welcome, "an answer"), secure)
-        streams = Streams(dialer.dial, checked=os.environ.get(CHECKSUM, "") == "1")
-        streams.keep(await _first(dialer))
-        return cls(streams)
+        welcome = decode(answer, Welcome, "an answer")
+        dialer = Dialer(welcome, secure)
+        checked = os.environ.get(CHECKSUM, "") == "1"
+        connections = shared(welcome.ticket, dialer, checked=checked)
+        try:
+            if not connections.streams.connected:
+                connections.streams.keep(await _first(dialer))
+        except BaseException:
+            connections.release()
+            raise
+        return cls(connections, welcome.volume)
 
     async def write(self, copies: Sequence[Copy]) -> None:
         await self._move(copies, write=True)
@@ -82,10 +89,13 @@ class TcpLink(Link):
         await self._move(copies, write=False)
 
     def close(self) -> None:
-        if os.getpid() == self._pid:
-            self._streams.close()
-        else:
+        if os.getpid() != self._pid:
             self._streams.close_in_child()
+        elif not self._closed:
+            self._closed = True
+            for transfer in list(self._transfers):
+                transfer.fail(TransportError("the link was closed"))
+            self._connections.release()
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and hasattr(self, "_pid"):
@@ -97,11 +107,13 @@ class TcpLink(Link):
         nbytes = sum([copy.nbytes * copy.rows for copy in copies])
         widths = self._writes if write else self._reads
         width = widths.choose(nbytes)
-        unit_bytes = max(_UNIT_LEAST, min(UNIT_BYTES, nbytes // (2 * width)))
         began = time.perf_counter()
+        if self._closed:
+            raise TransportError("the link is closed")
         transfer = self._streams.start(
-            copies, write=write, nbytes=nbytes, unit_bytes=unit_bytes, width=width
+            copies, write=write, nbytes=nbytes, width=width, volume=self._volume
         )
+        self._transfers.add(transfer)
         try:
             await self._ended(transfer)
             if transfer.error is None and self._streams.alone:
@@ -110,6 +122,7 @@ class TcpLink(Link):
             # A connection that was shut with something in flight has failed, too.
             if write and transfer.began and transfer.error is not None:
                 self.unsettled = True
+            self._transfers.discard(transfer)
             self._streams.forget(transfer)
         if transfer.error is not None:
             raise TransportError(

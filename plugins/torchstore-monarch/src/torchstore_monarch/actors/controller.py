@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import msgspec
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
@@ -16,7 +16,7 @@ from torchstore_core.server.server import Server, ServerOptions
 from torchstore_core.server.serving.members import Members
 from torchstore_monarch.actors.core_thread import CoreThread
 from torchstore_monarch.actors.swept_directory import SweptDirectory
-from torchstore_monarch.protocol import StoreRequest, outcome
+from torchstore_monarch.protocol import StoreRequest, encoded_error, outcome
 from torchstore_monarch.rpc.forwarder import Forwarder
 
 __all__ = ["ControllerActor"]
@@ -25,6 +25,7 @@ __all__ = ["ControllerActor"]
 # The part of an uplink's patience after which it is dead if an agent is: while a relay lives it is
 # never silent for so long.
 _SILENT = 1 / 3
+_ENDED = "this store has ended"
 
 
 class ControllerActor(Actor):
@@ -102,7 +103,7 @@ class ControllerActor(Actor):
     @concurrent_endpoint
     async def open_uplink(self, here: bytes, expire_s: float) -> tuple[bytes, bytes | None]:
         """See ``RelayServer.open``."""
-        return await outcome(self._on_relay_server("open", here, expire_s))
+        return await outcome(self._open_uplink(here, expire_s))
 
     @concurrent_endpoint
     async def agent_failed(self) -> None:
@@ -112,10 +113,28 @@ class ControllerActor(Actor):
         if self._core is not None and self._relay_server is not None:
             await self._core.call(self._relay_server.close_silent, _SILENT)
 
-    @concurrent_endpoint
-    async def exchange(self, token: bytes, said: bytes) -> tuple[bytes, bytes | None]:
-        """See ``RelayServer.exchange``."""
-        return await outcome(self._on_relay_server("exchange", token, said))
+    @endpoint(explicit_response_port=True)
+    async def exchange(self, port: Any, token: bytes, said: bytes) -> None:
+        """See ``RelayServer.exchange``. It is part of every call of a client on another host, so
+        the server's thread replies itself: coming back to this event loop would take longer than
+        the reply.
+        """
+        core, relay_server = self._core, self._relay_server
+
+        def reply() -> None:
+            try:
+                if relay_server is None:
+                    raise StoreClosedError(_ENDED)
+                port.send((b"", relay_server.exchange(token, said)))
+            except Exception as error:  # noqa: BLE001 - the caller has it
+                port.send((encoded_error(error), None))
+
+        try:
+            if core is None:
+                raise StoreClosedError(_ENDED)
+            core.loop.call_soon_threadsafe(reply)
+        except (StoreClosedError, RuntimeError):  # or its event loop has just been closed
+            port.send((encoded_error(StoreClosedError(_ENDED)), None))
 
     @concurrent_endpoint
     async def poll(self, token: bytes) -> tuple[bytes, bytes | None]:
@@ -126,14 +145,13 @@ class ControllerActor(Actor):
         core, relay_server = self._started()
         return await core.run(relay_server.poll(token))
 
-    async def _on_relay_server(self, name: str, *args: bytes | float) -> bytes:
+    async def _open_uplink(self, here: bytes, expire_s: float) -> bytes:
         core, relay_server = self._started()
-        made: bytes = await core.call(getattr(relay_server, name), *args)
-        return made
+        return await core.call(relay_server.open, here, expire_s)
 
     def _started(self) -> tuple[CoreThread, RelayServer]:
         if self._core is None or self._relay_server is None:
-            raise StoreClosedError("this store has ended")
+            raise StoreClosedError(_ENDED)
         return self._core, self._relay_server
 
     # ---- the end --------------------------------------------------------------------------

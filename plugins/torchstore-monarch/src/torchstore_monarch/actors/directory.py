@@ -51,8 +51,9 @@ _SETTLING, _CLOSING, _LEAVING, _STOPPING = 0.2, 0.3, 0.2, 0.2
 _CANCEL_S = 1.0
 _TELL_S = 5.0
 _POLL_S = 0.02
-# Nothing else runs in the processes that are made for agents, so silence says more there.
-_OWN_EXPIRE_S = 6.0
+# Nothing else runs in the processes that are made for agents, so silence says more there. But a
+# cable that was pulled for 5 s is silent for up to 10: that is how long TCP waits to try again.
+_OWN_EXPIRE_S = 15.0
 
 
 class _Store:

@@ -164,16 +164,18 @@ class HostActor(Actor):
     # ---- monarch-rpc ----------------------------------------------------------------------
 
     @concurrent_endpoint
-    async def read(self, volume_id: str, places: Sequence[Place]) -> tuple[bytes, bytes | None]:
+    async def read(
+        self, volume_id: str, ticket: bytes, places: Sequence[Place]
+    ) -> tuple[bytes, bytes | None]:
         """Bytes of a volume of this actor."""
-        return await outcome(_read(volume_id, places))
+        return await outcome(_read(volume_id, ticket, places))
 
     @concurrent_endpoint
     async def write(
-        self, volume_id: str, places: Sequence[Place], data: bytes
+        self, volume_id: str, ticket: bytes, places: Sequence[Place], data: bytes
     ) -> tuple[bytes, int | None]:
         """Write bytes of a volume of this actor; how many."""
-        return await outcome(_write(volume_id, places, data))
+        return await outcome(_write(volume_id, ticket, places, data))
 
     @concurrent_endpoint
     async def move(
@@ -242,8 +244,8 @@ class HostActor(Actor):
             directory.remove()
 
 
-async def _read(volume_id: str, places: Sequence[Place]) -> bytes:
-    return RpcServer.of(volume_id).read(places)
+async def _read(volume_id: str, ticket: bytes, places: Sequence[Place]) -> bytes:
+    return RpcServer.of(volume_id).read(ticket, places)
 
 
 async def _move(
@@ -252,5 +254,5 @@ async def _move(
     return await RdmaServer.of(volume_id).move(groups, buffers, write=write)
 
 
-async def _write(volume_id: str, places: Sequence[Place], data: bytes) -> int:
-    return RpcServer.of(volume_id).write(places, data)
+async def _write(volume_id: str, ticket: bytes, places: Sequence[Place], data: bytes) -> int:
+    return RpcServer.of(volume_id).write(ticket, places, data)

@@ -120,10 +120,10 @@ class Forwarder:
             if not self._valid():
                 return RpcResponse("this host has lost the server"), b""
             if request.write:
-                call = actor.write.call_one(request.volume, request.places, data)
+                call = actor.write.call_one(request.volume, request.ticket, request.places, data)
                 result(await asyncio.wait_for(call, _CALL_S))
                 return RpcResponse(), b""
-            call = actor.read.call_one(request.volume, request.places)
+            call = actor.read.call_one(request.volume, request.ticket, request.places)
             got = result(await asyncio.wait_for(call, _CALL_S))
             if not self._valid():
                 return RpcResponse("this host has lost the server"), b""

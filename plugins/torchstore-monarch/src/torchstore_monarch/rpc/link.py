@@ -25,6 +25,7 @@ from torchstore_core.machine.unix_sockets import connect, unix_socket
 from torchstore_monarch.rpc.wire import (
     AGENT,
     CHUNK,
+    GREETING,
     HEADER,
     PIECES,
     Place,
@@ -37,15 +38,18 @@ __all__ = ["RpcLink"]
 
 _IN_FLIGHT = 2
 _CONNECT_S = 10.0
+# What a cancelled write waits for, so that its outcome is certain.
+_SETTLE_S = 0.5
 _Batch = tuple[list[Place], list[memoryview], int]
 
 
 class RpcLink(Link):
     """Asks the agent beside the control socket, a few chunks at a time."""
 
-    def __init__(self, path: str, volume: str) -> None:
+    def __init__(self, path: str, volume: str, ticket: bytes) -> None:
         self._path = path
         self._volume = volume
+        self._ticket = ticket
         self._sock: socket.socket | None = None
         self._lock = asyncio.Lock()
         self._transfers = 0
@@ -57,7 +61,10 @@ class RpcLink(Link):
             volume = offer.decode()
         except UnicodeDecodeError as error:
             raise TransportUnavailableError("that is no offer of monarch-rpc") from error
-        made = cls(os.path.join(os.path.dirname(context.control), AGENT), volume)
+        if context.handshake is None:
+            raise TransportUnavailableError("monarch-rpc needs a store that carries handshakes")
+        ticket = await context.handshake(GREETING)
+        made = cls(os.path.join(os.path.dirname(context.control), AGENT), volume, ticket)
         await made._connected()
         return made
 
@@ -102,28 +109,37 @@ class RpcLink(Link):
     # ---- inside ---------------------------------------------------------------------------
 
     async def _do(self, copies: Sequence[Copy], *, write: bool) -> None:
-        """All of it. A read that is cancelled is over at once, with its connection; a write asks
-        for nothing more, and waits for what it has asked: the agent bounds that.
+        """All of it. A read that is cancelled is over at once, with its connection. A write asks
+        for nothing more, and waits a moment for what it has asked; after that, the volume has to
+        disconnect this client before its memory is used again.
         """
-        stop = asyncio.Event()
-        work = asyncio.ensure_future(self._transfer(copies, stop, write=write))
+        stop, began = asyncio.Event(), asyncio.Event()
+        work = asyncio.ensure_future(self._transfer(copies, stop, began, write=write))
         self._transfers += 1
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
             stop.set()
-            if not write:
-                work.cancel()
+            if write and began.is_set():
+                await wait_ended(work, _SETTLE_S)
+                self.unsettled |= not work.done()
+            work.cancel()
             await wait_ended(work)
-            if not work.cancelled():
-                work.exception()
+            if not work.cancelled() and work.exception() is not None and write:
+                self.unsettled |= began.is_set()
+            raise
+        except TransportError:
+            # A call that was not answered may still be carried out.
+            self.unsettled |= write and began.is_set()
             raise
         finally:
             self._transfers -= 1
             if not self._transfers:  # one that somebody has waited for refers to its event loop
                 self._lock = asyncio.Lock()
 
-    async def _transfer(self, copies: Sequence[Copy], stop: asyncio.Event, *, write: bool) -> None:
+    async def _transfer(
+        self, copies: Sequence[Copy], stop: asyncio.Event, began: asyncio.Event, *, write: bool
+    ) -> None:
         async with self._lock:
             if self._broken:
                 raise TransportError(f"the link to the agent is broken: {self._broken}")
@@ -134,7 +150,9 @@ class RpcLink(Link):
                 for places, views, nbytes in _batches(copies):
                     if stop.is_set() or errors:
                         break
-                    await _ask(sock, RpcRequest(self._volume, places, nbytes, write), views)
+                    began.set()
+                    request = RpcRequest(self._volume, places, nbytes, write, self._ticket)
+                    await _ask(sock, request, views)
                     waiting.append([] if write else views)
                     if len(waiting) >= _IN_FLIGHT:
                         errors += await _take(sock, waiting.popleft())

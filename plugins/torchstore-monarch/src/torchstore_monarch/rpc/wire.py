@@ -9,7 +9,17 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["AGENT", "CHUNK", "HEADER", "PIECES", "Place", "RpcRequest", "RpcResponse", "frame"]
+__all__ = [
+    "AGENT",
+    "CHUNK",
+    "GREETING",
+    "HEADER",
+    "PIECES",
+    "Place",
+    "RpcRequest",
+    "RpcResponse",
+    "frame",
+]
 
 #: Name of an agent's socket, in the directory of the control socket beside it.
 AGENT = "agent.sock"
@@ -18,18 +28,25 @@ CHUNK = 8 << 20
 #: Most pieces in one request.
 PIECES = 4096
 HEADER = 4
+#: What a client says in its handshake, and the version of what is said here. Halves of different
+#: versions do not talk to each other.
+GREETING = b"monarch-rpc 2"
 
 #: Segment, offset, bytes.
 Place = tuple[int, int, int]
 
 
 class RpcRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Read or write these places of a volume, in order; ``nbytes`` bytes in all."""
+    """Read or write these places of a volume, in order; ``nbytes`` bytes in all.
+
+    ``ticket``: what the volume has answered to the client's handshake.
+    """
 
     volume: str
     places: list[Place]
     nbytes: int
     write: bool
+    ticket: bytes
 
 
 class RpcResponse(msgspec.Struct, frozen=True, array_like=True):

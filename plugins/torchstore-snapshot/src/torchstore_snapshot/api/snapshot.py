@@ -75,6 +75,7 @@ class Snapshot:
         overwrite: bool = False,
         fsync: bool = True,
         allow_pickle: bool = False,
+        base: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Snapshot:
         """Take a snapshot, and return when it is committed.
@@ -94,18 +95,25 @@ class Snapshot:
             fsync: flush all files before the snapshot is committed. Without it, a power failure
                 (though no crash of a process) soon afterwards may damage the snapshot.
             allow_pickle: store what needs pickle. Only readers that allow it can load it.
+            base: a snapshot beside this one (in the same folder). What has not changed since then
+                is not written again: the new snapshot refers to the files of earlier ones. It is
+                restored like any other. Delete snapshots with ``gc`` only, which keeps those files.
             options: ``file_max``, bytes of tensors in one file (2 GiB); ``threads``, how many
                 threads write (the number of copy threads); ``progress``, True for a bar on a
                 terminal, or a function of the bytes that are done and of all bytes.
 
         Raises:
             SnapshotExistsError: there is a snapshot already.
+            SnapshotNotFoundError: there is no snapshot at ``base``.
             UnsafeObjectError: a value needs pickle.
             UnsupportedValueError, LayoutMismatchError: a value cannot be stored.
             RankFailedError: another rank failed.
             OSError: the storage failed, for example because it is full.
         """
-        chosen = _options(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options)
+        given = None if base is None else os.fspath(base)
+        chosen = _options(
+            overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
+        )
         url = take(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
         return cls(url, pg, allow_pickle=allow_pickle)
 
@@ -121,6 +129,7 @@ class Snapshot:
         overwrite: bool = False,
         fsync: bool = True,
         allow_pickle: bool = False,
+        base: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> PendingSnapshot:
         """Take a snapshot while the program goes on: return as soon as everything is staged in
@@ -130,7 +139,7 @@ class Snapshot:
         started for this purpose and kept. A process of its own, of low priority, writes the files.
 
         Args:
-            path, app_state, pg, replicated, overwrite, fsync, allow_pickle, options: as for
+            path, app_state, pg, replicated, overwrite, fsync, allow_pickle, base, options: as for
                 :meth:`take`.
             memory_budget: bytes that may be staged at a time; None: half of what the host has free.
                 If there is more to write, the call takes as long as writing what goes beyond it.
@@ -140,7 +149,10 @@ class Snapshot:
             TorchStoreError: as for :meth:`take`; errors of writing are raised by
                 ``PendingSnapshot.wait``.
         """
-        chosen = _options(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options)
+        given = None if base is None else os.fspath(base)
+        chosen = _options(
+            overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
+        )
         prepared = prepare(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
         future = begin(prepared, memory_budget)
         return PendingSnapshot(cls(prepared.url, pg, allow_pickle=allow_pickle), future)

@@ -34,6 +34,7 @@ class Begin(msgspec.Struct, array_like=True, tag=True):
         url, take, rank, size: of the snapshot, of the take, of this rank, and of all ranks.
         part: what this rank has, without the hashes.
         timeout: seconds that other ranks may take longer than this one.
+        claimed: this rank has published the claim of the take, and the writer takes it over.
     """
 
     job: int
@@ -47,6 +48,7 @@ class Begin(msgspec.Struct, array_like=True, tag=True):
     timeout: float
     part: Part
     files: list[NewFile]
+    claimed: bool = False
 
 
 class Chunk(msgspec.Struct, array_like=True):

@@ -23,10 +23,11 @@ from torchstore_core.errors import (
     TorchStoreError,
 )
 from torchstore_snapshot.background import messages as m
-from torchstore_snapshot.background.process import Job, the_writer
+from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.background.rendezvous import report_failure
 from torchstore_snapshot.errors import SnapshotWriterError
 from torchstore_snapshot.format.hashes import BLOCK
+from torchstore_snapshot.storage.remote import RemoteStorage
 from torchstore_snapshot.taking.merging import part_of
 from torchstore_snapshot.taking.take import Prepared
 
@@ -72,16 +73,31 @@ def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
     """
     budget: object = memory_budget
     if budget is not None and (type(budget) is not int or budget < 1):
+        if prepared.claim is not None:
+            prepared.claim.release()
         raise ConfigurationError(f"memory_budget is an int above 0, not {budget!r}")
     limit = int(available_memory() * _SHARE) if memory_budget is None else memory_budget
-    staging = asyncio.run_coroutine_threadsafe(_stage(prepared, limit), thread_loops.background())
-    return staging.result()
+    try:
+        storage = prepared.storage
+        if isinstance(storage, RemoteStorage) and not storage.shared:
+            raise ConfigurationError(
+                f"async_take writes in another process, which does not see {prepared.url!r}; "
+                "use take"
+            )
+        writer = the_writer()
+    except BaseException:
+        if prepared.claim is not None:
+            prepared.claim.release()
+        raise
+    if prepared.claim is not None:
+        prepared.claim.stop()  # the writer takes it over
+    stage = _stage(prepared, limit, writer)
+    return asyncio.run_coroutine_threadsafe(stage, thread_loops.background()).result()
 
 
-async def _stage(prepared: Prepared, limit: int) -> Future[None]:
+async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Future[None]:
     loop = asyncio.get_running_loop()
     batches = list(_batches(prepared, limit))
-    writer = the_writer()
     credit = asyncio.Semaphore(2 if len(batches) > 1 else 1)
 
     def released() -> None:
@@ -89,15 +105,13 @@ async def _stage(prepared: Prepared, limit: int) -> Future[None]:
 
     job = writer.job(released)
     key = f"{PREFIX}{prepared.take}/{prepared.ranks.rank}"
-
-    staged: list[str] = []
-
+    keys: list[str] = []
     outcome: Future[None] = Future()
 
     async def settle(error: BaseException | None) -> None:
         try:
             if isinstance(error, SnapshotWriterError):  # it can tell nobody, and tidy nothing up
-                await _lost(prepared, staged, str(error))
+                await _lost(prepared, keys, str(error))
         finally:
             if error is None:
                 outcome.set_result(None)
@@ -115,7 +129,7 @@ async def _stage(prepared: Prepared, limit: int) -> Future[None]:
             if job.done.done():  # it failed
                 break
             where = f"{key}/{number}"
-            staged.append(where)
+            keys.append(where)
             values = {str(i): staged.tensor for i, staged in enumerate(batch)}
             address = await _put(where, values)
             writer.send(m.Batch(job.number, address, where, [staged.chunk for staged in batch]))
@@ -144,7 +158,9 @@ async def _lost(prepared: Prepared, staged: list[str], error: str) -> None:
 def _begin(prepared: Prepared, job: Job) -> m.Begin:
     files = prepared.files
     blank = [[""] * len(file.units) for file in files]
-    part = part_of(prepared.ranks.rank, prepared.keys, prepared.items, files, blank)
+    part = part_of(
+        prepared.ranks.rank, prepared.keys, prepared.items, files, blank, prepared.reused
+    )
     options = prepared.options
     return m.Begin(
         job.number,
@@ -158,6 +174,7 @@ def _begin(prepared: Prepared, job: Job) -> m.Begin:
         _TIMEOUT_S,
         part,
         [m.NewFile(f.name, f.layout.header, f.layout.starts, f.layout.nbytes) for f in files],
+        prepared.claim is not None,
     )
 
 

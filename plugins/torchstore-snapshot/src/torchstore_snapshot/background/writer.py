@@ -24,6 +24,7 @@ from torchstore_snapshot.background.rendezvous import commit_together, report_fa
 from torchstore_snapshot.format.hashes import digest_of
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
 from torchstore_snapshot.format.safetensors_files import Layout
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions
@@ -90,8 +91,13 @@ class _Job:
         self._program = program
         self._connection = connection
         self._storage = open_storage(begin.url)
+        self._claim = Claim.adopt(self._storage, begin.take) if begin.claimed else None
         files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]
-        self._files = OpenFiles(self._storage, files, begin.threads)
+        try:
+            self._files = OpenFiles(self._storage, files, begin.threads)
+        except BaseException:
+            self._release()
+            raise
 
     def handle(self, message: _Message) -> bool:
         """Handle a message of this job. Returns whether the job has ended."""
@@ -127,14 +133,21 @@ class _Job:
         digests = self._files.close(durable=begin.fsync)
         options = TakeOptions(overwrite=begin.overwrite, fsync=begin.fsync)
         part = _with_digests(begin.part, begin.files, digests)
-        commit_together(self._storage, begin.take, part, begin.size, options, begin.timeout)
+        commit_together(
+            self._storage, begin.take, part, begin.size, options, begin.timeout, self._claim
+        )
 
     def fail(self, error: str) -> None:
         """Remove what was written, and tell the other ranks."""
         self._files.abort()
+        self._release()
         if self._begin.size > 1:
             with contextlib.suppress(OSError):
                 report_failure(self._storage, self._begin.take, self._begin.rank, error)
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
 
 
 def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[str]]) -> Part:
@@ -147,6 +160,8 @@ def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[str]]) 
     empty = digest_of(b"")
 
     def filled(piece: Piece) -> Piece:
+        if piece.digest:
+            return piece  # in a file of an earlier snapshot
         digest = known[piece.file, piece.start] if piece.nbytes else empty
         return msgspec.structs.replace(piece, digest=digest)
 

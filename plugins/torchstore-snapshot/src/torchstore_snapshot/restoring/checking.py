@@ -10,6 +10,7 @@ import xxhash
 from torchstore_snapshot.format.hashes import block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
+from torchstore_snapshot.restoring.fetching import REQUESTS, WINDOW, Fetched, Span, windows
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.threads import run_tasks
 
@@ -24,7 +25,7 @@ _Block = tuple[str, Piece, int, int, list[bytes], int]
 
 
 def check_pieces(
-    files: Files,
+    files: Files | Fetched,
     pieces: Sequence[tuple[str, Piece]],
     advance: Advance | None = None,
 ) -> None:
@@ -37,6 +38,24 @@ def check_pieces(
         SnapshotCorruptError: the bytes of a piece have changed.
     """
     distinct = list({(piece.file, piece.start): (path, piece) for path, piece in pieces}.values())
+    if not (isinstance(files, Files) and files.remote):
+        _check(files, distinct, advance, None)
+        return
+    spans = [Span(p.file, p.start, p.start + p.nbytes) for _, p in distinct]
+    for group in windows(spans, WINDOW):
+        mine = [distinct[i] for i in group]
+        if sum(piece.nbytes for _, piece in mine) <= WINDOW:
+            _check(Fetched(files, [spans[i] for i in group]), mine, advance, None)
+        else:  # a large piece, block by block
+            _check(files, mine, advance, REQUESTS)
+
+
+def _check(
+    files: Files | Fetched,
+    distinct: Sequence[tuple[str, Piece]],
+    advance: Advance | None,
+    threads: int | None,
+) -> None:
     hashes = [[b""] * len(list(blocks(piece.nbytes))) for _, piece in distinct]
 
     def tasks() -> Iterator[Callable[[], None]]:
@@ -52,13 +71,13 @@ def check_pieces(
         if group:
             yield functools.partial(_hash_blocks, files, group, advance)
 
-    run_tasks(tasks())
+    run_tasks(tasks(), threads)
     for (path, piece), found in zip(distinct, hashes, strict=True):
         if combined(found) != piece.digest:
             raise files.damaged(piece, path)
 
 
-def _hash_blocks(files: Files, group: Sequence[_Block], advance: Advance | None) -> None:
+def _hash_blocks(files: Files | Fetched, group: Sequence[_Block], advance: Advance | None) -> None:
     for path, piece, begin, end, found, number in group:
         start, nbytes = piece.start + begin, end - begin
         window = files.window(piece.file, start, nbytes)
@@ -70,7 +89,7 @@ def _hash_blocks(files: Files, group: Sequence[_Block], advance: Advance | None)
             advance(nbytes)
 
 
-def _hash_read(files: Files, path: str, piece: Piece, start: int, nbytes: int) -> bytes:
+def _hash_read(files: Files | Fetched, path: str, piece: Piece, start: int, nbytes: int) -> bytes:
     """Hash a range through a buffer that stays in the cache: the bytes are not needed."""
     reader = files.reader(piece.file)
     hasher = xxhash.xxh3_128()

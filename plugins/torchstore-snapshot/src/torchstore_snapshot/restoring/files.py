@@ -43,6 +43,16 @@ class Files:
         """Where the snapshot is."""
         return self._storage.url
 
+    @property
+    def gap(self) -> int:
+        """Bytes between two ranges up to which one request for both costs less than two."""
+        return self._storage.request_size - 1
+
+    @property
+    def remote(self) -> bool:
+        """Whether requests are so expensive that there should be few."""
+        return self._storage.request_size > 1
+
     def reader(self, index: int) -> Reader:
         """Return a file.
 

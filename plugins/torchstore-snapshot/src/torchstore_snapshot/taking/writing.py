@@ -19,7 +19,7 @@ from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
+__all__ = ["OpenFiles", "Source", "bytes_of", "hash_strided", "source_of", "write_files"]
 
 # Bytes that are hashed and then written at a time: what was hashed is still in the cache when it is
 # written. Steps end at multiples of this in the file, so that the page cache gets huge pages, which
@@ -230,7 +230,9 @@ def bytes_of(path: str, tensor: torch.Tensor) -> memoryview:
     return memoryview(raw).cast("B")
 
 
-def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: list[bytes]) -> None:
+def _write_strided(
+    writer: Writer | None, start: int, tensor: torch.Tensor, digests: list[bytes]
+) -> None:
     """Write a tensor through a buffer of about one block."""
     pending = bytearray()
     for rows in _groups_of_rows(tensor):
@@ -243,11 +245,17 @@ def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: li
         _write_block(writer, start, pending, len(pending), digests)
 
 
+def hash_strided(tensor: torch.Tensor, digests: list[bytes]) -> None:
+    """Append the hashes of a tensor's blocks, which are the same as when it is written."""
+    _write_strided(None, 0, tensor, digests)
+
+
 def _write_block(
-    writer: Writer, start: int, pending: bytearray, nbytes: int, digests: list[bytes]
+    writer: Writer | None, start: int, pending: bytearray, nbytes: int, digests: list[bytes]
 ) -> int:
     block = bytes(memoryview(pending)[:nbytes])
-    writer.write(start, block)
+    if writer is not None:
+        writer.write(start, block)
     digests.append(block_hash(block))
     del pending[:nbytes]
     return start + nbytes

@@ -83,7 +83,7 @@ class Reclaimer:
         # Finalizers use these in any thread and at any moment: only atomic operations, no lock.
         self._held: dict[int, Held] = {}
         self._to_release: deque[tuple[int, Held]] = deque()
-        self._to_abort: deque[tuple[int, Collection[int]]] = deque()
+        self._to_abort: deque[tuple[int, Collection[tuple[int, str]]]] = deque()
         self._messages: deque[m.Message] = deque()
         self._waking = False
         self._waiting: deque[Waiting] = deque()
@@ -120,7 +120,7 @@ class Reclaimer:
         self._to_release.append((0, (lease, positions)))
         self.wake()
 
-    def abort(self, txn: int, unsettled: Collection[int] = ()) -> None:
+    def abort(self, txn: int, unsettled: Collection[tuple[int, str]] = ()) -> None:
         """Abort a put; see ``messages.Abort``. Safe in any thread and in finalizers."""
         self._to_abort.append((txn, unsettled))
         self.wake()
@@ -223,11 +223,11 @@ class Reclaimer:
         while self._messages:
             self._connection.sendall(encode(self._messages.popleft()))
         aborted: list[int] = []
-        unsettled: set[int] = set()
+        unsettled: set[tuple[int, str]] = set()
         while self._to_abort:
-            txn, volumes = self._to_abort.popleft()
+            txn, writes = self._to_abort.popleft()
             aborted.append(txn)
-            unsettled.update(volumes)
+            unsettled.update(writes)
         if aborted:
             self._connection.sendall(encode(m.Abort(aborted, list(unsettled))))
 

@@ -251,7 +251,7 @@ class Session:
         """Release a lease. Safe in any thread and in finalizers."""
         self._reclaimer.release(lease, positions)
 
-    def abort(self, txn: int, unsettled: Collection[int] = ()) -> None:
+    def abort(self, txn: int, unsettled: Collection[tuple[int, str]] = ()) -> None:
         """Abort a put; see ``messages.Abort``. Safe in any thread and in finalizers."""
         self._reclaimer.abort(txn, unsettled)
 
@@ -274,16 +274,16 @@ class Session:
             return False
         return await channel.wait_cancelled(done, timeout)
 
-    async def settle(self, volume: int) -> None:
-        """A write to that volume has an uncertain outcome: wait until the volume has ended it, so
-        that the same memory can be written again.
+    async def settle(self, volume: int, transport: str) -> None:
+        """A write to that volume by that transport has an uncertain outcome: wait until the volume
+        has ended it, so that the same memory can be written again.
 
         Raises:
             StoreClosedError: the server is gone.
             StoreTimeoutError: the volume does not answer.
         """
         channel = await self.channel(HANDSHAKE_S)
-        await channel.call(m.Settle(channel.next_id(), volume), m.Done, HANDSHAKE_S)
+        await channel.call(m.Settle(channel.next_id(), volume, transport), m.Done, HANDSHAKE_S)
 
     def keep_memory(self) -> None:
         """Must be called before pool memory is page-locked: see ``messages.Keep``."""

@@ -22,11 +22,11 @@ from torchstore_core.contracts.transport import Link, LinkContext, SupportsWindo
 from torchstore_core.errors import (
     PluginError,
     StoreClosedError,
-    TorchStoreError,
     TransportError,
     TransportNotReadyError,
     TransportUnavailableError,
 )
+from torchstore_core.machine.tasks import is_cancelled
 from torchstore_core.machine.topology import Topology
 from torchstore_core.plugins.ranking import Candidate, Policy, Ranking, rank
 from torchstore_core.plugins.registry import Registry, load_class
@@ -303,11 +303,20 @@ class VolumeLinks:
                     offer=offer,
                     handshake=functools.partial(self._handshake, spec.name),
                 )
-                made = await cls.connect(offer, context)
-            except TorchStoreError:
+                made: object = await cls.connect(offer, context)
+                if not isinstance(made, Link):
+                    kind = type(made).__qualname__
+                    raise TransportUnavailableError(f"it connected a {kind}, which is no Link")
+            except (TransportError, StoreClosedError):
                 raise
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                raise TransportNotReadyError("it cancelled itself while it connected") from None
             except Exception as error:
-                if isinstance(error, OSError) and error.errno in _TEMPORARY_ERRNOS:
+                if isinstance(error, TimeoutError) or (
+                    isinstance(error, OSError) and error.errno in _TEMPORARY_ERRNOS
+                ):
                     raise TransportNotReadyError(f"it cannot connect: {error}") from error
                 raise TransportUnavailableError(f"it cannot connect: {error!r}") from error
             with self._lock:

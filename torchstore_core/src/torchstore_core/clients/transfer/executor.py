@@ -16,6 +16,7 @@ import torch
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.clients.transfer import cuda, mapping, staging
+from torchstore_core.clients.transfer.link_errors import link_errors
 from torchstore_core.clients.transfer.moves import Batch, GetBatch, Rows, Run, TensorMove
 from torchstore_core.clients.transfer.targets import narrow
 from torchstore_core.clients.values.tensors import (
@@ -24,7 +25,7 @@ from torchstore_core.clients.values.tensors import (
     strided_copy,
     tensor_at,
 )
-from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow
+from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow, Window
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TransportError
 from torchstore_core.machine import copying
 from torchstore_core.machine.tasks import wait_ended
@@ -142,7 +143,7 @@ async def _by_candidate(
     except BaseException as error:
         # Nothing is awaited here: the collector may be closing this, after the event loop's end.
         if batch.into_segment and (link.unsettled or isinstance(error, GeneratorExit)):
-            batch.unsettled = True
+            batch.unsettled = candidate.spec.name
             links.retire(link)
         raise
 
@@ -152,10 +153,10 @@ async def _settle(session: Session, batch: Batch, failed: TransportError) -> Non
     overwritten, also when the memory is somebody else's.
     """
     try:
-        await session.settle(batch.volume)
+        await session.settle(batch.volume, batch.unsettled)
     except (StoreClosedError, StoreTimeoutError):
         raise failed from None
-    batch.unsettled = False
+    batch.unsettled = ""
 
 
 async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence[mapping.Mapped]:
@@ -187,14 +188,19 @@ async def _by_window(link: SupportsWindow, batch: Batch) -> None:
     device: list[tuple[torch.Tensor, torch.Tensor]] = []
     await copying.run(_tasks(link, batch, device), batch.nbytes)
     if device:
-        await cuda.transfer(device, link.window(batch.segment))
+        await cuda.transfer(device, _window(link, batch))
+
+
+def _window(link: SupportsWindow, batch: Batch) -> Window:
+    with link_errors():
+        return link.window(batch.segment)
 
 
 def _tasks(
     link: SupportsWindow, batch: Batch, device: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> Iterator[copying.Task]:
     """Tasks for the copy threads. Pairs with a tensor on a device go into ``device`` instead."""
-    window = link.window(batch.segment)
+    window = _window(link, batch)
     base, into = window.address, batch.into_segment
     stream = batch.nbytes >= copying.STREAM_MIN
     size = copying.chunk_size(batch.nbytes)
@@ -256,7 +262,8 @@ def _run_task(
         # A batch usually is one contiguous run, in order, so that a chunk is one range. If it is
         # not, the pages are faulted in as they are touched.
         if 0 < high - low <= nbytes + nbytes // 2:
-            link.prepare(segment, low, high - low, fresh=into)
+            with link_errors():
+                link.prepare(segment, low, high - low, fresh=into)
         copying.copy_runs(chunk, base, into=into, stream=stream)
 
     return task
@@ -274,7 +281,8 @@ def _row_task(
     def task() -> None:
         # Column shards touch every page of the rows that they belong to.
         if 0 < high - low <= 8 * nbytes:
-            link.prepare(segment, low, high - low, fresh=into)
+            with link_errors():
+                link.prepare(segment, low, high - low, fresh=into)
         copying.copy_grids(grids, stream=stream)
 
     return task

@@ -19,7 +19,7 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.clients.transfer.sources import Source
-from torchstore_core.clients.transfer.targets import Piece, Plain, Results, Target, narrow
+from torchstore_core.clients.transfer.targets import Plain, Results, Target, TargetPiece, narrow
 from torchstore_core.clients.values.plain import Looked, look
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
@@ -75,7 +75,8 @@ class Batch(ABC):
         into_segment: True for a put, False for a get.
         on_device: whether any of the tensors is on a device.
         prepared: what a transfer that has failed leaves for the next try.
-        unsettled: whether some of what a failed put has written may still arrive.
+        unsettled: the transport by which some of what a failed put has written may still arrive;
+            empty if there is none.
     """
 
     volume: int
@@ -84,7 +85,7 @@ class Batch(ABC):
     into_segment: bool
     on_device: bool
     prepared: object = None
-    unsettled: bool = False
+    unsettled: str = ""
 
     @abstractmethod
     def moves(self, room: int | None) -> Iterator[Move]:
@@ -160,7 +161,7 @@ def put_batches(granted: Iterable[tuple[Source, m.Grant | None]]) -> Sequence[Pu
 
 
 #: A piece of a target that is to be read.
-Job = tuple[Target, Piece]
+Job = tuple[Target, TargetPiece]
 
 
 class GetBatch(Batch):
@@ -289,7 +290,7 @@ def _are_inside(runs: Sequence[Run], room: int | None) -> bool:
     return min([offset for _, offset, _ in runs]) >= 0 and max(ends) <= room
 
 
-def contiguous_start(piece: Piece, itemsize: int) -> int | None:
+def contiguous_start(piece: TargetPiece, itemsize: int) -> int | None:
     """Byte offset of the requested part in its segment if it is one run there, else None."""
     if piece.grant is None:
         return None
@@ -298,7 +299,7 @@ def contiguous_start(piece: Piece, itemsize: int) -> int | None:
 
 
 def _rows(
-    piece: Piece, address: int, steps: Sequence[int], offset: int, itemsize: int
+    piece: TargetPiece, address: int, steps: Sequence[int], offset: int, itemsize: int
 ) -> list[Rows] | None:
     """How to copy a piece row by row into its place in a result at ``address``. This computes with
     plain numbers: a torch operation releases the GIL, and while copy threads are running it takes

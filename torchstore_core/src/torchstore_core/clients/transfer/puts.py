@@ -122,7 +122,9 @@ class Putting:
     def __exit__(self, *_: object) -> None:
         if not self._done:
             # The server ignores unknown ids, so this is right whether or not it has begun the put.
-            unsettled = [batch.volume for batch in self._batches if batch.unsettled]
+            unsettled = [
+                (batch.volume, batch.unsettled) for batch in self._batches if batch.unsettled
+            ]
             try:
                 self._channel.send(m.Abort([self._txn], unsettled))
             except TorchStoreError:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from torchstore_core.clients.transfer import cuda
+from torchstore_core.clients.transfer.link_errors import link_errors
 from torchstore_core.clients.transfer.moves import Batch, Rows, TensorMove
 from torchstore_core.clients.values.tensors import (
     address_of,
@@ -57,7 +58,8 @@ async def by_copies(link: Link, batch: Batch, room: int | None) -> None:
         if batch.into_segment:
             await _pack(plan)
     try:
-        await (link.write if batch.into_segment else link.read)(plan.copies)
+        with link_errors():
+            await (link.write if batch.into_segment else link.read)(plan.copies)
     except TransportError as error:
         done = error.details.get("done")
         if type(done) is int and 0 < done <= len(plan.copies):

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -32,8 +33,7 @@ from torchstore_core.errors import (
     from_wire,
 )
 from torchstore_core.plugins.registry import load_class
-from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import HEADER, FrameReader
+from torchstore_core.wire.framing import HEADER, FrameReader, portable
 
 __all__ = ["IsolatedServer"]
 
@@ -71,13 +71,14 @@ class _Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What it returned, or the code and message of what it raised; what is registered now."""
+    """What it returned, or the code, message and details of its error; what is registered now."""
 
     id: int
     data: bytes = b""
     code: str = ""
     message: str = ""
     registered: tuple[int, ...] = ()
+    details: dict[str, Any] = {}
 
 
 def _frame(message: _Ask | _Answer) -> bytes:
@@ -272,7 +273,7 @@ class _HalfProcess(asyncio.Protocol):
         if pending is None or pending.done():
             return
         if answer.code:
-            pending.set_exception(from_wire(answer.code, answer.message, None, {}))
+            pending.set_exception(from_wire(answer.code, answer.message, None, answer.details))
         else:
             pending.set_result(answer.data)
 
@@ -323,19 +324,21 @@ async def _serve(order: _Order) -> None:
 
     async def answer(ask: _Ask) -> None:
         data, code, message = b"", "", ""
+        details: dict[str, Any] = {}
         try:
             data = _checked(ask.method, await call(ask))
         except TorchStoreError as error:
-            code, message = error.code, error.message
+            code, (message, details) = error.code, portable(error)
         except asyncio.CancelledError:
             code, message = TransportError.code, "this client has disconnected"
         except Exception as error:
             log.warning("%s failed in %s", order.half, ask.method, exc_info=True)
-            code, message = TransportError.code, f"its server half failed: {error!r}"
+            code = TransportError.code
+            message, _ = portable(TransportError(f"its server half failed: {error!r}"))
         registered = tuple(_registered(half, segment) for segment in order.segments)
         async with sending:
             with contextlib.suppress(OSError):
-                reply = _Answer(ask.id, data, code, message[: m.MAX_REASON], registered)
+                reply = _Answer(ask.id, data, code, message, registered, details)
                 await loop.sock_sendall(sock, _frame(reply))
 
     def begin(ask: _Ask) -> None:

@@ -59,8 +59,9 @@ class Volume:
         self._context = ServerContext(store_name, self.id, directory, topology.probe())
         self._halves: dict[str, TransportServer] = {}
         self._closing: set[asyncio.Task[None]] = set()  # halves that could not end a client
-        # Handshakes that halves are answering, by their client; those that were cancelled.
-        self._asking: dict[bytes, set[asyncio.Task[Any]]] = {}
+        # Handshakes that halves are answering, by their client and transport; those that were
+        # cancelled.
+        self._asking: dict[tuple[bytes, str], set[asyncio.Task[Any]]] = {}
         self._dropped: set[asyncio.Task[Any]] = set()
         self.memory.registered = self._registered
 
@@ -115,7 +116,7 @@ class Volume:
         if half is None:
             raise TransportUnavailableError(f"volume {self.id} does not serve {transport!r}")
         try:
-            answer: object = await self._asked(peer, half.handshake(peer, request))
+            answer: object = await self._asked((peer, transport), half.handshake(peer, request))
         except TransportError:
             raise
         except Exception as error:
@@ -129,12 +130,19 @@ class Volume:
             )
         return answer
 
-    async def disconnect(self, peer: bytes) -> None:
-        """Return when no half has anything under way for that client. One that cannot end it is
-        closed.
+    async def disconnect(self, peer: bytes, transport: str = "") -> None:
+        """Return when the half of that transport, or no half at all if it is empty, has anything
+        under way for that client. One that cannot end it is closed.
         """
-        asking = list(self._asking.get(peer, ()))
+        asking = [
+            (at, task)
+            for at, tasks in self._asking.items()
+            if at[0] == peer and transport in ("", at[1])
+            for task in tasks
+        ]
         for name, half in list(self._halves.items()):
+            if transport not in ("", name):
+                continue
             try:
                 async with asyncio.timeout(_DISCONNECT_S):
                     await half.disconnect(peer)
@@ -145,29 +153,31 @@ class Volume:
                     self._close_half(name, half)
         if self._closing:  # until then they may write, for whichever client
             await asyncio.wait(list(self._closing))
-        for task in asking:
-            if task in self._asking.get(peer, ()):  # nobody wants to know its answer any more
+        for at, task in asking:
+            if task in self._asking.get(at, ()):  # nobody wants to know its answer any more
                 self._dropped.add(task)
                 task.cancel()
 
-    async def _asked(self, peer: bytes, answer: Awaitable[bytes]) -> bytes:
+    async def _asked(self, at: tuple[bytes, str], answer: Awaitable[bytes]) -> bytes:
         """What a half answers, unless the client disconnects before."""
         task = asyncio.current_task()
         if task is None:
             return await answer
-        mine = self._asking.setdefault(peer, set())
+        mine = self._asking.setdefault(at, set())
         mine.add(task)
         try:
             return await answer
         except asyncio.CancelledError:
             if task in self._dropped and not task.uncancel():
                 raise TransportError("this client has disconnected") from None
+            if not task.cancelling():
+                raise TransportError("its server half has cancelled itself") from None
             raise
         finally:
             self._dropped.discard(task)
             mine.discard(task)
-            if not mine and self._asking.get(peer) is mine:
-                del self._asking[peer]
+            if not mine and self._asking.get(at) is mine:
+                del self._asking[at]
 
     def _close_half(self, name: str, half: TransportServer) -> None:
         async def close() -> None:

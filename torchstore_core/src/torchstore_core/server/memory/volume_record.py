@@ -46,8 +46,10 @@ class Halves(Protocol):
     async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
         """What the half of that transport answers."""
 
-    async def disconnect(self, peer: bytes) -> None:
-        """Return when no half has anything under way for ``peer``."""
+    async def disconnect(self, peer: bytes, transport: str = "") -> None:
+        """Return when the half of that transport, or no half at all if it is empty, has anything
+        under way for ``peer``.
+        """
 
 
 class VolumeRecord:

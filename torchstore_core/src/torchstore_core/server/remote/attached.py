@@ -29,7 +29,7 @@ from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.remote.process_watches import ProcessWatches
 from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import decode_reply, encode
+from torchstore_core.wire.framing import decode_reply, encode, portable
 
 __all__ = ["AttachedHalves", "AttachedMemory", "VolumeConnection"]
 
@@ -118,9 +118,9 @@ class AttachedHalves:
         """Ask the volume."""
         return await self._ask(m.PeerHandshake(next(self._ids), peer, transport, request))
 
-    async def disconnect(self, peer: bytes) -> None:
+    async def disconnect(self, peer: bytes, transport: str = "") -> None:
         """Have the volume do it."""
-        await self._ask(m.PeerGone(next(self._ids), peer))
+        await self._ask(m.PeerGone(next(self._ids), peer, transport))
 
     def replied(self, reply: m.PeerReply) -> None:
         """The volume has answered."""
@@ -128,7 +128,7 @@ class AttachedHalves:
         if pending is None or pending.done():
             return
         if reply.code:
-            pending.set_exception(from_wire(reply.code, reply.message, None, {}))
+            pending.set_exception(from_wire(reply.code, reply.message, None, reply.details))
         else:
             pending.set_result(reply.data)
 
@@ -271,11 +271,11 @@ class VolumeConnection(FrameProtocol):
         data = b""
         try:
             if isinstance(message, m.PeerGone):
-                await self._volume.disconnect(message.peer)
+                await self._volume.disconnect(message.peer, message.transport)
             else:
                 data = await self._volume.handshake(message.peer, message.transport, message.data)
         except TorchStoreError as error:
-            self._send(m.PeerReply(message.id, b"", error.code, error.message[: m.MAX_REASON]))
+            self._send(m.PeerReply(message.id, b"", error.code, *portable(error)))
         else:
             self._send(m.PeerReply(message.id, data))
 

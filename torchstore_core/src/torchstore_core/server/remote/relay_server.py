@@ -81,23 +81,34 @@ class _RemoteRelay:
         self._conversations: dict[int, Conversation] = {}
         self._outbox: list[RelayReply] = []
         self._filled = asyncio.Event()
+        self._exchanging = False
 
     def exchange(self, requests: list[RelayRequest]) -> list[RelayReply]:
         self.last_heard = time.monotonic()
-        for one in requests:
-            conversation = self._conversations.get(one.conn)
-            if conversation is None and not (one.closed or one.died):
-                conversation = self._open(one.conn, one.process)
-            if conversation is None:
-                continue
-            if one.died:
-                conversation.process_died()
-            elif one.closed:
-                del self._conversations[one.conn]
-                conversation.ended()
-            else:
-                conversation.handle(one.body)
+        self._exchanging = True
+        try:
+            for one in requests:
+                self._handle(one)
+        except BaseException:
+            self._filled.set()  # what has been answered is for a poll
+            raise
+        finally:
+            self._exchanging = False
         return self._take_outbox()
+
+    def _handle(self, one: RelayRequest) -> None:
+        conversation = self._conversations.get(one.conn)
+        if conversation is None and not (one.closed or one.died):
+            conversation = self._open(one.conn, one.process)
+        if conversation is None:
+            return
+        if one.died:
+            conversation.process_died()
+        elif one.closed:
+            del self._conversations[one.conn]
+            conversation.ended()
+        else:
+            conversation.handle(one.body)
 
     async def poll(self) -> list[RelayReply]:
         self.last_heard = time.monotonic()
@@ -132,7 +143,8 @@ class _RemoteRelay:
 
     def _send(self, reply: RelayReply) -> None:
         self._outbox.append(reply)
-        self._filled.set()
+        if not self._exchanging:  # else the exchange returns it, and a poll would return nothing
+            self._filled.set()
 
     def _take_outbox(self) -> list[RelayReply]:
         replies, self._outbox = self._outbox, []

@@ -297,7 +297,8 @@ class Conversation:
                 self._server.handshakes.answer(session, request, self.send)
             case m.Settle():
                 done = m.Done(request.id)
-                self._server.handshakes.settle(session, [request.volume], lambda: self.send(done))
+                uncertain = [(request.volume, request.transport)]
+                self._server.handshakes.settle(session, uncertain, lambda: self.send(done))
             case m.Status():
                 return m.StatusReply(request.id, self._server.status())
             case m.Shutdown():

@@ -22,6 +22,7 @@ from torchstore_core.errors import (
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import portable
 
 __all__ = ["Handshakes"]
 
@@ -44,8 +45,9 @@ class Handshakes:
     def __init__(self, volumes: list[VolumeRecord]) -> None:
         self._volumes = volumes
         self._tasks: set[asyncio.Task[None]] = set()
-        # Ends that are under way, by the client and the index of the volume.
-        self._settling: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        # Ends that are under way, by the client, the index of the volume, and the transport; empty
+        # for all.
+        self._settling: dict[tuple[bytes, int, str], asyncio.Task[None]] = {}
         # What is to be done when all of a client's have ended.
         self._after: dict[bytes, list[Callable[[], None]]] = {}
 
@@ -72,8 +74,8 @@ class Handshakes:
         session.met.add(volume.index)
 
         async def work() -> None:
-            while (settling := self._settling.get((session.peer, volume.index))) is not None:
-                await asyncio.wait([settling])
+            while settling := self._at(session.peer, volume.index, request.transport):
+                await asyncio.wait(settling)
             try:
                 if not session.meets:
                     raise StoreClosedError("this session has ended")
@@ -81,30 +83,39 @@ class Handshakes:
                 data = await halves.handshake(session.peer, request.transport, request.data)
                 reply(m.Handshaken(request.id, data))
             except TorchStoreError as error:
-                reply(m.Failure(request.id, error.code, error.message, None, error.details))
+                message, details = portable(error)
+                reply(m.Failure(request.id, error.code, message, None, details))
             finally:
                 session.asking -= weight
 
         self._spawn(work())
 
     def settle(
-        self, session: SessionRecord, indices: Iterable[int], then: Callable[[], None]
+        self,
+        session: SessionRecord,
+        uncertain: Iterable[tuple[int, str]],
+        then: Callable[[], None],
     ) -> None:
-        """Have volumes end what they have under way for a session, and call ``then``.
+        """Have volumes end what transports have under way for a session, and call ``then``.
+
+        Args:
+            uncertain: indices of volumes, each with the name of one of its transports, or with an
+                empty one for all of them.
 
         Raises:
             ProtocolError: there is no such volume.
         """
-        for volume in [self._volume(index) for index in indices]:
+        for volume, transport in [(self._volume(index), name) for index, name in uncertain]:
             if volume.index in session.met:
-                self._disconnect(session, volume)
+                known = transport if transport in volume.info.offers else ""
+                self._disconnect(session, volume, known)
         self.when_settled(session, then)
 
     def ended(self, session: SessionRecord, then: Callable[[], None]) -> None:
         """A session, or its process, has ended: call ``then`` when no byte of it can move."""
         session.meets = False
         for index in session.met:
-            self._disconnect(session, self._volumes[index])
+            self._disconnect(session, self._volumes[index], "")
         session.met.clear()
         self.when_settled(session, then)
 
@@ -131,7 +142,12 @@ class Handshakes:
         self._spawn(work())
 
     def _of(self, peer: bytes) -> list[asyncio.Task[None]]:
-        return [task for (whose, _), task in self._settling.items() if whose == peer]
+        return [task for (whose, _, _), task in self._settling.items() if whose == peer]
+
+    def _at(self, peer: bytes, index: int, transport: str) -> list[asyncio.Task[None]]:
+        names = (transport, "")
+        found = [self._settling.get((peer, index, name)) for name in names]
+        return [task for task in found if task is not None]
 
     def close(self) -> None:
         """The server ends, and the volumes with it."""
@@ -143,14 +159,14 @@ class Handshakes:
             raise ProtocolError(f"there is no volume {index}")
         return self._volumes[index]
 
-    def _disconnect(self, session: SessionRecord, volume: VolumeRecord) -> None:
-        at = session.peer, volume.index
-        if at in self._settling:
+    def _disconnect(self, session: SessionRecord, volume: VolumeRecord, transport: str) -> None:
+        if self._at(session.peer, volume.index, transport):
             return
+        at = session.peer, volume.index, transport
 
         async def work() -> None:
             try:
-                await volume.halves.disconnect(session.peer)
+                await volume.halves.disconnect(session.peer, transport)
             except TransportUnavailableError:
                 log.debug("volume %s is gone, and its memory with it", volume.info.id)
             except TorchStoreError as error:

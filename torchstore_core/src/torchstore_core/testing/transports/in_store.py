@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["StoreTests"]
 
 _GROUP = "torchstore.transports"
+_STRATEGIES = "torchstore.strategies"
 _STORE: dict[str, Any] = {"capacity": 256 << 20, "prefault": 0}
 _TIMEOUT_S = 60.0
 _LARGE = 3_000_001
@@ -119,6 +120,8 @@ class StoreTests(TransportKit):
         registry = Registry()
         if self.name not in registry.installed(_GROUP):
             pytest.skip(f"no transport {self.name!r} is installed")
+        if "strategy" not in self.store_arguments and not registry.installed(_STRATEGIES):
+            pytest.skip("a store needs a strategy, and none is installed: torchstore-strategies")
         try:
             registry.transport(self.name)
         except PluginError as error:

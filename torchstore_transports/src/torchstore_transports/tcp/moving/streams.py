@@ -13,7 +13,7 @@ from torchstore_core.errors import TransportError
 from torchstore_transports.tcp.moving.transfers import Transfer
 from torchstore_transports.tcp.moving.units import Unit
 from torchstore_transports.tcp.wire.connection import Connection
-from torchstore_transports.tcp.wire.memory import Incoming, outgoing
+from torchstore_transports.tcp.wire.memory import incoming, outgoing
 from torchstore_transports.tcp.wire.protocol import (
     ANSWER,
     EXTENT,
@@ -35,11 +35,12 @@ STREAMS_MAX = 8
 # many that no stream still has a queue when the others have nothing left to do.
 _DEPTH = 8
 _DEPTH_AT_END = 2
+_AHEAD_BYTES = 64 << 20
 # But only so many bytes of them: a server that is sending an answer does not read, and then the
 # requests must fit into the buffers of its socket.
 _DEPTH_BYTES = 48 << 10
-# Units that a stream moves before it looks whether another transfer is waiting.
-_QUANTUM = 16
+# Bytes that a stream moves before it looks whether another transfer is waiting.
+_QUANTUM = 64 << 20
 _IDLE_S = 10.0
 
 
@@ -70,7 +71,7 @@ class Streams:
             self._idle.append(connection)
 
     def start(
-        self, copies: Sequence[Copy], *, write: bool, nbytes: int, unit_bytes: int, width: int
+        self, copies: Sequence[Copy], *, write: bool, nbytes: int, width: int, volume: int
     ) -> Transfer:
         """Begin to move a batch. To be called on the event loop that waits for it.
 
@@ -81,12 +82,7 @@ class Streams:
             if self._closed:
                 raise TransportError("the link is closed")
             transfer = Transfer(
-                copies,
-                write=write,
-                nbytes=nbytes,
-                unit_bytes=unit_bytes,
-                width=width,
-                lock=self._lock,
+                copies, write=write, nbytes=nbytes, width=width, volume=volume, lock=self._lock
             )
             if not transfer.wanting:
                 return transfer
@@ -103,6 +99,11 @@ class Streams:
         with self._lock:
             if transfer in self._transfers:
                 self._transfers.remove(transfer)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection."""
+        return bool(self._connections)
 
     @property
     def alone(self) -> bool:
@@ -223,19 +224,22 @@ class Streams:
 
     def _move(self, transfer: Transfer, connection: Connection) -> None:
         in_flight: deque[Unit] = deque()
-        waiting = turn = 0
+        waiting = ahead = turn = 0
         while True:
             depth = min(_DEPTH, max(_DEPTH_AT_END, transfer.share))
             while len(in_flight) < depth and (transfer.write or waiting < _DEPTH_BYTES):
+                if ahead >= _AHEAD_BYTES and len(in_flight) >= _DEPTH_AT_END:
+                    break
                 if turn >= _QUANTUM and self._others_wait(transfer):
                     break
                 unit = transfer.take(connection)
                 if unit is None:
                     break
-                turn += 1
+                turn += unit.nbytes
+                ahead += unit.nbytes
                 in_flight.append(unit)
                 waiting += len(unit.extents)
-                self._ask(connection, unit, write=transfer.write)
+                self._ask(connection, unit, transfer.volume, write=transfer.write)
             if not in_flight:
                 return
             unit = in_flight[0]
@@ -243,19 +247,23 @@ class Streams:
             transfer.moved(unit)
             in_flight.popleft()
             waiting -= len(unit.extents)
+            ahead -= unit.nbytes
 
     def _others_wait(self, transfer: Transfer) -> bool:
         with self._lock:
             return any(one.wanting and not one.streams for one in self._transfers)
 
-    def _ask(self, connection: Connection, unit: Unit, *, write: bool) -> None:
-        views = outgoing(unit.pieces) if write else []
-        crc = checksum(views) if self._checked else 0
+    def _ask(self, connection: Connection, unit: Unit, volume: int, *, write: bool) -> None:
+        crc = 0
+        if write and self._checked:
+            for views in outgoing(unit.pieces):
+                crc = checksum(views, crc)
         operation = WRITE if write else READ
         count = len(unit.extents) // EXTENT.size
-        header = REQUEST.pack(operation, self._checked, 0, count, unit.nbytes, crc)
+        header = REQUEST.pack(operation, self._checked, volume, count, unit.nbytes, crc)
         connection.send([memoryview(header + unit.extents)], more=write)
-        connection.send(views)
+        if write:
+            connection.send_pieces(unit.pieces)
 
     def _settle(self, connection: Connection, unit: Unit, *, write: bool) -> None:
         head = bytearray(ANSWER.size)
@@ -269,11 +277,15 @@ class Streams:
             raise TransportError(f"the volume answers {unit.nbytes} bytes with {nbytes}")
         if write:
             return
-        incoming = Incoming(unit.pieces)
-        connection.receive(incoming.views)
-        if checked and checksum(incoming.views) != crc:
+        if not checked:
+            connection.receive_pieces(unit.pieces)
+            return
+        made = 0
+        for views in incoming(unit.pieces):
+            connection.receive(views)
+            made = checksum(views, made)
+        if made != crc:
             raise TransportError("bytes were damaged on their way: their checksum is wrong")
-        incoming.place()
 
     # ---- the lock is held -----------------------------------------------------------------
 

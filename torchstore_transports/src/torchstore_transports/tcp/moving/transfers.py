@@ -11,8 +11,14 @@ from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
 from torchstore_transports.tcp.moving.units import Unit, cut
 from torchstore_transports.tcp.wire.connection import Connection
+from torchstore_transports.tcp.wire.protocol import READ_BYTES, WRITE_BYTES
 
 __all__ = ["Transfer"]
+
+# Below this, another unit costs more than a second stream gains.
+_UNIT_LEAST = 1 << 20
+# How many units each stream of a small batch moves.
+_UNITS = 8
 
 
 class Transfer:
@@ -23,8 +29,8 @@ class Transfer:
 
     Args:
         nbytes: of all copies.
-        unit_bytes: size of its units.
         width: the number of streams that may work on it.
+        volume: the number of the volume, of which requests say what they want.
         lock: of everything that changes; shared by all transfers of a link.
     """
 
@@ -34,21 +40,23 @@ class Transfer:
         *,
         write: bool,
         nbytes: int,
-        unit_bytes: int,
         width: int,
+        volume: int,
         lock: threading.Condition,
     ) -> None:
         self.write = write
         self.width = width
+        self.volume = volume
         #: Streams that are at work on it, or about to be.
         self.streams = 0
         #: Why not everything has been moved.
         self.error: BaseException | None = None
         #: Whether a unit has been taken at all.
         self.began = False
-        self._unit_bytes = unit_bytes
+        most = WRITE_BYTES if write else READ_BYTES
+        self._unit_bytes = max(_UNIT_LEAST, min(most, nbytes // (_UNITS * width)))
         self._left = nbytes
-        self._units = cut(copies, unit_bytes)
+        self._units = cut(copies, self._next_bytes)
         self._next: Unit | None = next(self._units, None)
         self._taken = 0  # copies that are complete once all taken units have arrived
         self._in_flight: Counter[int] = Counter()  # by first copy
@@ -75,6 +83,15 @@ class Transfer:
     def share(self) -> int:
         """How many of the units that are left each stream will move, about."""
         return self._left // self._unit_bytes // self.width
+
+    def _next_bytes(self) -> int:
+        """The size of the next unit: less towards the end, so that all streams end at about the
+        same time, but not much less, because each may cost a round trip.
+        """
+        if self.width == 1:
+            return self._unit_bytes
+        least = max(_UNIT_LEAST, self._unit_bytes // 4)
+        return max(least, min(self._unit_bytes, self._left // (2 * self.width)))
 
     def take(self, connection: Connection) -> Unit | None:
         """The next unit, to be moved over ``connection``; None if there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchstore_core.contracts.transport import Copy
@@ -39,13 +39,13 @@ class _Cutter:
     wherever they lie here.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self._limit = limit
         self.begin(0)
 
     def begin(self, first: int) -> None:
         self.first = first
-        self.room = self.limit
+        self.room = self.limit = self._limit()
         self._extents: list[Extent] = []
         self._pieces: list[Piece] = []
 
@@ -76,9 +76,12 @@ class _Cutter:
         return Unit(self.first, following, packed, self.limit - self.room, tuple(self._pieces))
 
 
-def cut(copies: Sequence[Copy], limit: int) -> Iterator[Unit]:
-    """Units of about ``limit`` bytes (beyond that, by less than a row) that together are all bytes
-    of the copies, in order.
+def cut(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[Unit]:
+    """Units that together are all bytes of the copies, in order.
+
+    Args:
+        limit: called for each of them; about how many bytes it has (beyond that, by less than a
+            row).
 
     Raises:
         TransportError: a copy makes no sense.

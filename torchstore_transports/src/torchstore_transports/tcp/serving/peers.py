@@ -8,8 +8,12 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
+from torchstore_core.errors import ProtocolError
 from torchstore_transports.tcp.serving.requests import Segments, serve
 from torchstore_transports.tcp.wire.authentication import (
     GREETING_S,
@@ -21,7 +25,7 @@ from torchstore_transports.tcp.wire.authentication import (
 )
 from torchstore_transports.tcp.wire.connection import Connection, tune
 
-__all__ = ["UNKNOWN_MAX", "Peers"]
+__all__ = ["UNKNOWN_MAX", "Admission", "Peers"]
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +35,57 @@ _CONNECTIONS_MAX = 32  # of one client
 _LOG_EVERY_S = 60.0
 
 
-class _Peer(NamedTuple):
+class Admission(NamedTuple):
+    """What a client shows on a connection."""
+
     ticket: bytes
     secret: bytes
-    connections: dict[Connection, threading.Thread]
+
+
+class _Peer:
+    """A client: the volumes that it has been let in to, and its connections."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.admission = Admission(
+            secrets.token_bytes(TICKET_BYTES), secrets.token_bytes(SECRET_BYTES)
+        )
+        self.connections: dict[Connection, threading.Thread] = {}
+        self.volumes: dict[int, Segments] = {}
+        self._changed = changed
+        self._busy: dict[Connection, int] = {}
+
+    @contextmanager
+    def using(self, connection: Connection, volume: int) -> Iterator[Segments]:
+        """While bytes move between a volume and a connection.
+
+        Raises:
+            ProtocolError: the client is not let in to it.
+        """
+        with self._changed:
+            segments = self.volumes.get(volume)
+            if segments is None:
+                raise ProtocolError(f"this client has not been let in to volume {volume}")
+            self._busy[connection] = volume
+        try:
+            yield segments
+        finally:
+            with self._changed:
+                del self._busy[connection]
+                self._changed.notify_all()
+
+    def end(self, volume: int) -> None:
+        """Let the client in to that volume no more, and wait until nothing moves. The connections
+        that are not at work on it stay.
+        """
+        with self._changed:
+            self.volumes.pop(volume, None)
+            for connection in self._at(volume):
+                connection.shut()
+            while self._at(volume):
+                self._changed.wait()
+
+    def _at(self, volume: int) -> list[Connection]:
+        return [connection for connection, one in self._busy.items() if one == volume]
 
 
 class _Refusals:
@@ -61,14 +112,12 @@ class Peers:
     """Every connection has a thread, which first greets and then serves it.
 
     Args:
-        segments: what they may read and write.
         secure: for TLS; None without it.
     """
 
-    def __init__(self, segments: Segments, secure: ssl.SSLContext | None) -> None:
-        self._segments = segments
+    def __init__(self, secure: ssl.SSLContext | None) -> None:
         self._secure = secure
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._peers: dict[bytes, _Peer] = {}
         self._by_ticket: dict[bytes, _Peer] = {}
         self._unknown: dict[threading.Thread, socket.socket] = {}
@@ -77,30 +126,46 @@ class Peers:
     def __bool__(self) -> bool:
         return bool(self._peers)
 
-    def __contains__(self, peer: object) -> bool:
-        return peer in self._peers
+    def met(self, peer: bytes, volume: int) -> bool:
+        """Whether a client has been let in to a volume."""
+        with self._lock:
+            known = self._peers.get(peer)
+            return known is not None and volume in known.volumes
 
-    def let_in(self, peer: bytes) -> tuple[bytes, bytes]:
-        """The ticket and the secret of a client, the same ones until it is forgotten."""
+    def of(self, volume: int) -> list[bytes]:
+        """The clients that have been let in to a volume."""
+        with self._lock:
+            return [peer for peer, known in self._peers.items() if volume in known.volumes]
+
+    def let_in(self, peer: bytes, volume: int, segments: Segments) -> Admission:
+        """Let a client in to a volume; what it has to show, the same until it is forgotten.
+
+        Args:
+            segments: of the volume.
+        """
         with self._lock:
             known = self._peers.get(peer)
             if known is None:
-                ticket, secret = (
-                    secrets.token_bytes(TICKET_BYTES),
-                    secrets.token_bytes(SECRET_BYTES),
-                )
-                known = self._peers[peer] = self._by_ticket[ticket] = _Peer(ticket, secret, {})
-            return known.ticket, known.secret
+                known = self._peers[peer] = _Peer(self._lock)
+                self._by_ticket[known.admission.ticket] = known
+            known.volumes[volume] = segments
+            return known.admission
 
-    def forget(self, peer: bytes) -> None:
-        """End all connections of a client. When this returns, none of its bytes moves any more.
-        Blocks, as long as its threads need to notice.
+    def forget(self, peer: bytes, volume: int) -> None:
+        """End what a client has under way in a volume, and all of its connections if that was the
+        last of its volumes. When this returns, none of its bytes moves there any more. Blocks, as
+        long as its threads need to notice.
         """
         with self._lock:
-            known = self._peers.pop(peer, None)
+            known = self._peers.get(peer)
             if known is None:
                 return
-            del self._by_ticket[known.ticket]
+            known.end(volume)
+            # Meanwhile it may have been let in to another one, or forgotten by another thread.
+            if known.volumes or self._peers.get(peer) is not known:
+                return
+            del self._peers[peer]
+            del self._by_ticket[known.admission.ticket]
             threads = list(known.connections.values())
             for connection in known.connections:
                 connection.shut()
@@ -108,9 +173,7 @@ class Peers:
             thread.join()
 
     def close(self) -> None:
-        """Forget everybody, and end the connections of those who are still unknown. Blocks."""
-        for peer in list(self._peers):
-            self.forget(peer)
+        """End the connections of those who are still unknown. Blocks."""
         with self._lock:
             unknown = list(self._unknown.items())
         for _, sock in unknown:
@@ -155,7 +218,7 @@ class Peers:
             with self._lock:
                 self._unknown.pop(threading.current_thread(), None)
         try:
-            serve(connection, self._segments)
+            serve(connection, partial(peer.using, connection))
         except OSError as error:
             log.debug("tcp: a connection of %s has ended: %s", address, error)
         finally:
@@ -198,7 +261,7 @@ class Peers:
     def _secret_of(self, ticket: bytes) -> bytes | None:
         with self._lock:
             known = self._by_ticket.get(ticket)
-            return None if known is None else known.secret
+            return None if known is None else known.admission.secret
 
 
 def _shut(sock: socket.socket) -> None:

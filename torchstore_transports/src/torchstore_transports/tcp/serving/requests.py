@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import NamedTuple
 
 from torchstore_core.contracts.transport import Segment
 from torchstore_core.errors import ProtocolError
 from torchstore_core.machine.virtual_memory import map_shared, unmap
 from torchstore_transports.tcp.wire.connection import Connection
-from torchstore_transports.tcp.wire.memory import Incoming, Piece, outgoing
+from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
 from torchstore_transports.tcp.wire.protocol import (
     ANSWER,
     EXTENT,
@@ -80,8 +82,12 @@ class Segments:
             unmap(address, self.sizes[segment])
 
 
-def serve(connection: Connection, segments: Segments) -> None:
+def serve(connection: Connection, using: Callable[[int], AbstractContextManager[Segments]]) -> None:
     """Answer requests until the client closes the connection.
+
+    Args:
+        using: entered with the number of a volume while bytes of it move; raises ProtocolError if
+            the client has not been let in to it.
 
     Raises:
         OSError: the connection has broken, or was shut.
@@ -89,11 +95,12 @@ def serve(connection: Connection, segments: Segments) -> None:
     head = memoryview(bytearray(REQUEST.size))
     while connection.receive_first(head):
         try:
-            request = _received(connection, head, segments)
-            if request.write:
-                _write(connection, request, segments)
-            else:
-                _read(connection, request, segments)
+            with using(REQUEST.unpack(head)[2]) as segments:
+                request = _received(connection, head, segments)
+                if request.write:
+                    _write(connection, request, segments)
+                else:
+                    _read(connection, request, segments)
         except ProtocolError as error:
             text = error.message.encode()[:TEXT_MAX]
             connection.send([memoryview(ANSWER.pack(FAILED, 0, 0, 0, len(text)) + text)])
@@ -119,26 +126,32 @@ def _received(connection: Connection, head: memoryview, segments: Segments) -> _
 
 
 def _write(connection: Connection, request: _Request, segments: Segments) -> None:
-    incoming = Incoming(segments.pieces(request.extents))
-    connection.receive(incoming.views)
-    if request.checked and checksum(incoming.views) != request.crc:
+    pieces = [*segments.pieces(request.extents)]
+    crc = 0
+    if request.checked:
+        for views in incoming(pieces):
+            connection.receive(views)
+            crc = checksum(views, crc)
+    else:
+        connection.receive_pieces(pieces)
+    if request.checked and crc != request.crc:
         raise ProtocolError("bytes were damaged on their way: their checksum is wrong")
-    incoming.place()
     connection.send([memoryview(ANSWER.pack(OK, 0, 0, 0, 0))])
 
 
 def _read(connection: Connection, request: _Request, segments: Segments) -> None:
     crc = 0
     if request.checked:
-        crc = checksum(outgoing(segments.pieces(request.extents)))
-    small = [memoryview(ANSWER.pack(OK, request.checked, 0, crc, request.nbytes))]
-    for extent in request.extents:
-        if extent.nbytes < _SEND_FILE or connection.copies:
-            small += outgoing(segments.pieces([extent]))
+        for views in outgoing(segments.pieces(request.extents)):
+            crc = checksum(views, crc)
+    head = memoryview(ANSWER.pack(OK, request.checked, 0, crc, request.nbytes))
+    connection.send([head], more=bool(request.extents))
+    for copied, extents in groupby(
+        request.extents, lambda one: connection.copies or one.nbytes < _SEND_FILE
+    ):
+        if copied:
+            connection.send_pieces([*segments.pieces(extents)])
             continue
-        connection.send(small, more=True)
-        small = []
-        fd = segments.fd(extent.segment)
-        for row in range(extent.rows):
-            connection.send_file(fd, extent.offset + row * extent.step, extent.nbytes)
-    connection.send(small)
+        for segment, offset, nbytes, rows, step in extents:
+            for row in range(rows):
+                connection.send_file(segments.fd(segment), offset + row * step, nbytes)

@@ -25,6 +25,7 @@ __all__ = [
     "RefusedError",
     "accept",
     "answer",
+    "certificates",
     "encryption",
     "introduce",
 ]
@@ -101,6 +102,13 @@ def accept(sock: socket.socket) -> None:
     sock.sendall(_ACCEPTED)
 
 
+def certificates() -> tuple[str, ...]:
+    """The paths of ``TORCHSTORE_TCP_CERT``, ``TORCHSTORE_TCP_KEY`` and ``TORCHSTORE_TCP_CA``, empty
+    where they are not set.
+    """
+    return tuple(os.environ.get(name, "") for name in (_CERTIFICATE, _KEY, _AUTHORITY))
+
+
 def encryption(*, server: bool) -> ssl.SSLContext | None:
     """Return what TLS needs, from ``TORCHSTORE_TCP_CERT``, ``TORCHSTORE_TCP_KEY`` and
     ``TORCHSTORE_TCP_CA`` (paths of PEM files); None if they are not set. Each end shows its
@@ -109,7 +117,7 @@ def encryption(*, server: bool) -> ssl.SSLContext | None:
     Raises:
         ConfigurationError: only some are set, or a file cannot be used.
     """
-    paths = [os.environ.get(name, "") for name in (_CERTIFICATE, _KEY, _AUTHORITY)]
+    paths = certificates()
     if not any(paths):
         return None
     if not all(paths):
