@@ -13,6 +13,7 @@ from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background.staging import begin
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
+from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring import restore as restoring
 from torchstore_snapshot.restoring.verifying import verify_all
@@ -98,7 +99,8 @@ class Snapshot:
                 is not written again: the new snapshot refers to the files of earlier ones. It is
                 restored like any other. Delete snapshots with ``gc`` only, which keeps those files.
             options: ``file_max``, bytes of tensors in one file (2 GiB); ``threads``, how many
-                threads write (the number of copy threads).
+                threads write (the number of copy threads); ``progress``, True for a bar on a
+                terminal, or a function of the bytes that are done and of all bytes.
 
         Raises:
             SnapshotExistsError: there is a snapshot already.
@@ -156,7 +158,12 @@ class Snapshot:
         return PendingSnapshot(cls(prepared.url, pg, allow_pickle=allow_pickle), future)
 
     def restore(
-        self, app_state: AppState, strict: bool = True, *, verify: bool = True
+        self,
+        app_state: AppState,
+        strict: bool = True,
+        *,
+        verify: bool = True,
+        progress: Progress = False,
     ) -> StateDictReport:
         """Restore objects: read what this rank needs straight into the tensors of their state
         dicts, and call ``load_state_dict``.
@@ -169,6 +176,8 @@ class Snapshot:
                 restore what does.
             verify: compare hashes before anything is written. The hash of a piece can be checked
                 only where the whole piece is read, so not always when resharding.
+            progress: show a bar, if standard error is a terminal; or a function that is called with
+                the bytes that are done, of both passes, and with all of them.
 
         Returns:
             The differences; without ``strict``, there may be some.
@@ -188,6 +197,7 @@ class Snapshot:
             strict=strict,
             verify=verify,
             allow_pickle=self._allow_pickle,
+            progress=progress,
         )
 
     def read_object(
@@ -227,8 +237,11 @@ class Snapshot:
             allow_pickle=self._allow_pickle,
         )
 
-    def verify(self) -> dict[str, SnapshotCorruptError]:
+    def verify(self, *, progress: Progress = False) -> dict[str, SnapshotCorruptError]:
         """Read every byte of the snapshot and compare all hashes.
+
+        Args:
+            progress: as for :meth:`restore`.
 
         Returns:
             The damaged objects: by ``"key/name"``, why; empty if the snapshot is whole.
@@ -237,7 +250,7 @@ class Snapshot:
             SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: it has no manifest
                 that can be used.
         """
-        return verify_all(self._storage, self.manifest)
+        return verify_all(self._storage, self.manifest, progress)
 
     @property
     def manifest(self) -> Manifest:

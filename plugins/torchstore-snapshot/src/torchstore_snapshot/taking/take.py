@@ -15,6 +15,7 @@ from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.format.paths import MANIFEST, new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.format.weight_maps import weight_maps
+from torchstore_snapshot.progress import Progress, metered
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.series.gc import remove_replaced
@@ -40,6 +41,8 @@ __all__ = [
     "commit",
     "discard",
     "prepare",
+    "publish",
+    "refuse_existing",
     "take",
     "take_values",
     "write",
@@ -57,6 +60,7 @@ class TakeOptions(NamedTuple):
         threads: how many threads write; None: the number of copy threads.
         base: the path of a snapshot beside the new one, to whose files it refers for what has not
             changed.
+        progress: who is told how far writing is.
     """
 
     overwrite: bool = False
@@ -65,6 +69,7 @@ class TakeOptions(NamedTuple):
     file_max: int = FILE_MAX
     threads: int | None = None
     base: str | None = None
+    progress: Progress = False
 
     def check(self) -> None:
         """Raise ConfigurationError if a value is invalid."""
@@ -143,7 +148,7 @@ def prepare(
         storage = open_storage(path)
         if ranks.rank == 0:
             storage.prepare()
-            _refuse_existing(storage, options)
+            refuse_existing(storage, options)
         keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
         proposal = _Proposal(storage.url, new_take_id(), held, alone)
@@ -215,7 +220,8 @@ def _reuse(
     return find_unchanged(items, units, manifest, folder_name(found), own)
 
 
-def _refuse_existing(storage: Storage, options: TakeOptions) -> None:
+def refuse_existing(storage: Storage, options: TakeOptions) -> None:
+    """Raise SnapshotExistsError if there is a snapshot that must not be replaced."""
     if options.overwrite:
         return
     try:
@@ -232,13 +238,16 @@ def _refuse_existing(storage: Storage, options: TakeOptions) -> None:
 def write(prepared: Prepared) -> Part:
     """Write what this rank has to write. If that fails, nothing of it is left."""
     options = prepared.options
-    digests = write_files(
-        prepared.storage,
-        prepared.items,
-        prepared.files,
-        durable=options.fsync,
-        threads=options.threads,
-    )
+    total = sum(file.layout.nbytes - len(file.layout.header) for file in prepared.files)
+    with metered(options.progress, "taking", total) as advance:
+        digests = write_files(
+            prepared.storage,
+            prepared.items,
+            prepared.files,
+            durable=options.fsync,
+            threads=options.threads,
+            advance=advance,
+        )
     return part_of(
         prepared.ranks.rank,
         prepared.keys,
@@ -272,6 +281,24 @@ def commit(
     manifest = merge(parts, take, time.time())
     if store:
         manifest = msgspec.structs.replace(manifest, store=store)
+    publish(storage, manifest, options, claim)
+    return manifest
+
+
+def publish(
+    storage: Storage, manifest: Manifest, options: TakeOptions, claim: Claim | None = None
+) -> None:
+    """Make a snapshot of files that are written already: put its manifest into place.
+
+    Args:
+        claim: the claim of the take, which is released.
+
+    Raises:
+        TakeLostError: the take was given up by a garbage collection.
+        SnapshotExistsError: another take was faster.
+        OSError: as for :func:`commit`.
+    """
+    take = manifest.take
     before: Manifest | None = None
     if options.overwrite:
         try:
@@ -302,7 +329,6 @@ def commit(
         for name in weight_maps(before).keys() - maps.keys():
             storage.delete(name)
         remove_replaced(storage, before)
-    return manifest
 
 
 def discard(prepared: Prepared) -> None:
@@ -367,7 +393,7 @@ def take_values(
     options.check()
     storage = open_storage(path)
     storage.prepare()
-    _refuse_existing(storage, options)
+    refuse_existing(storage, options)
     items = collect_values(states, allow_pickle=options.allow_pickle)
     alone = Ranks.alone()
     units = split_work(items, 0, [holdings(items)])
