@@ -78,8 +78,6 @@ class _Program:
         for begin in [*self._takes.values()]:
             if begin.size > 1:
                 with contextlib.suppress(TorchStoreError, OSError):
-        if begin.environment:
-            set_environment(begin.environment)
                     storage = open_storage(begin.url)
                     report_failure(storage, begin.take, begin.rank, "its program has ended")
         for batch in [*self._staged.values()]:
@@ -93,6 +91,8 @@ class _Job:
         self._begin = begin
         self._program = program
         self._connection = connection
+        if begin.environment:
+            set_environment(begin.environment)
         self._storage = open_storage(begin.url)
         self._claim = Claim.adopt(self._storage, begin.take) if begin.claimed else None
         files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]

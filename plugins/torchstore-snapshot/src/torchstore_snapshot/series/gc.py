@@ -21,7 +21,7 @@ from torchstore_snapshot.storage.opening import open_storage, read_manifest
 
 __all__ = ["GarbageFile", "GcReport", "gc", "remove_replaced"]
 
-# Files of takes without a claim may be those of a take that is running, as long as they are younger.
+# Younger files of takes without a claim may be those of a take that is running.
 _UNCLAIMED_S = 86_400.0
 
 
