@@ -212,6 +212,29 @@ async def test_a_take_that_is_killed(place: str) -> None:
     assert not Snapshot(f"{place}/0").verify()
 
 
+def test_a_folder_that_may_not_be_looked_into_stops_it(tmp_path: Path) -> None:
+    """It may hold a snapshot that refers to others. Root may look everywhere, so not as root."""
+    Snapshot.take(tmp_path / "0", state(0))
+    (tmp_path / "private").mkdir(mode=0)
+    body = f"""
+    import os
+    from torchstore_snapshot import gc
+    for folder in ({str(tmp_path)!r}, {str(tmp_path.parent)!r}, {str(tmp_path.parent.parent)!r}):
+        os.chmod(folder, 0o777)
+    os.setresuid(65534, 65534, 65534)
+    report = gc({str(tmp_path)!r}, keep_last=1, grace=0)
+    print([*report.unreadable], report.files)
+    """
+    if os.getuid():
+        report = gc(tmp_path, grace=0)
+        assert ([*report.unreadable], report.files) == (["private"], ())
+        return
+    with Script(body) as script:
+        script._process.wait(60)
+        script._out.seek(0)
+        assert script._out.read() == "['private'] ()\n"
+
+
 def test_names() -> None:
     assert folder_name(open_storage("/a/b/c")) == "c"
     assert folder_name(open_storage("memory://a/b/")) == "b"

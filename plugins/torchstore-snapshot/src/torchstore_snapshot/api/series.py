@@ -96,7 +96,7 @@ class Series:
         threading.Thread(target=self._finish, args=(pending, done, options), daemon=True).start()
         return PendingSnapshot(Snapshot(path, options.get("pg")), done)
 
-    def gc(self, *, dry_run: bool = False, grace: float = GRACE_S) -> GcReport:
+    def gc(self, *, dry_run: bool = False, grace: float | None = None) -> GcReport:
         """Remove what is not needed; see :func:`~torchstore_snapshot.gc`."""
         return gc(self.path, keep_last=self.keep_last, dry_run=dry_run, grace=grace)
 

@@ -27,7 +27,7 @@ from torchstore_snapshot.background.process import Job, WriterProcess, the_write
 from torchstore_snapshot.background.rendezvous import report_failure
 from torchstore_snapshot.errors import SnapshotWriterError
 from torchstore_snapshot.format.hashes import BLOCK
-from torchstore_snapshot.storage.remote import RemoteStorage
+from torchstore_snapshot.storage.remote import RemoteStorage, environment
 from torchstore_snapshot.taking.merging import part_of
 from torchstore_snapshot.taking.take import Prepared
 
@@ -175,6 +175,7 @@ def _begin(prepared: Prepared, job: Job) -> m.Begin:
         part,
         [m.NewFile(f.name, f.layout.header, f.layout.starts, f.layout.nbytes) for f in files],
         prepared.claim is not None,
+        environment() if isinstance(prepared.storage, RemoteStorage) else {},
     )
 
 

@@ -26,6 +26,7 @@ from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.remote import set_environment
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions
 from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
@@ -90,6 +91,8 @@ class _Job:
         self._begin = begin
         self._program = program
         self._connection = connection
+        if begin.environment:
+            set_environment(begin.environment)
         self._storage = open_storage(begin.url)
         self._claim = Claim.adopt(self._storage, begin.take) if begin.claimed else None
         files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]

@@ -21,6 +21,9 @@ from torchstore_snapshot.storage.opening import open_storage, read_manifest
 
 __all__ = ["GarbageFile", "GcReport", "gc", "remove_replaced"]
 
+# Younger files of takes without a claim may be those of a take that is running.
+_UNCLAIMED_S = 86_400.0
+
 
 class GarbageFile(msgspec.Struct, frozen=True):
     """A file that nothing refers to.
@@ -70,7 +73,7 @@ def gc(
     *,
     keep_last: int | None = None,
     dry_run: bool = False,
-    grace: float = GRACE_S,
+    grace: float | None = None,
 ) -> GcReport:
     """Remove the leavings of takes that have died, and snapshots other than the last ones.
 
@@ -82,8 +85,9 @@ def gc(
         path: a folder with snapshots in it, or the folder of one snapshot.
         keep_last: how many snapshots remain: those that were committed last; None: all.
         dry_run: only report.
-        grace: seconds without a sign of life after which a take on another host counts as dead; and
-            after which files count as left behind whose take has no claim.
+        grace: seconds without a sign of life after which a take on another host counts as dead, and
+            after which files count as left behind whose take has no claim, as those of checkpoints
+            and conversions; None: 15 minutes, and a day.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -109,7 +113,7 @@ def gc(
             f"{text!r} is a snapshot; keep_last is for the folder that its snapshots are in"
         )
     place = Place.around(own) if single else Place.at(text)
-    seen = survey(place, grace)
+    seen = survey(place, GRACE_S if grace is None else grace)
     names = [folder_name(own)] if single else sorted(seen.files)
     order = sorted(seen.manifests, key=lambda name: _age(seen.manifests[name]))
     dropped = order[:-keep_last] if keep_last is not None else []
@@ -119,11 +123,12 @@ def gc(
         for name, manifest in gone.items():
             _retire(place.folder(name), manifest)
         # Only claims that are seen from now on can tell who has read these manifests before.
-        seen = survey(place, grace)
+        seen = survey(place, GRACE_S if grace is None else grace)
     elif dropped:
         remaining = {n: m for n, m in seen.manifests.items() if n not in gone}
         seen = seen._replace(manifests=remaining)
-    files = list(_garbage(seen, names, {m.take for m in gone.values()}, grace))
+    patience = _UNCLAIMED_S if grace is None else grace
+    files = list(_garbage(seen, names, {m.take for m in gone.values()}, patience))
     if not dry_run:
         _remove(place, seen, files)
         for name in dropped:

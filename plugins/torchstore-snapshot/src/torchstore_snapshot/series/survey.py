@@ -111,7 +111,7 @@ def survey(place: Place, grace: float) -> Survey:
         OSError: the storage failed.
     """
     folders = sorted(place.member.siblings())
-    files = _each(folders, lambda name: list(place.folder(name).list()))
+    files = _each(folders, lambda name: _listed(place.folder(name)))
     unfinished: set[tuple[str, str]] = set()
     if isinstance(place.member, KeepsUnfinished):
         for name in folders:
@@ -147,13 +147,21 @@ def survey(place: Place, grace: float) -> Survey:
     )
 
 
+def _listed(folder: Storage) -> list[FileInfo]:
+    """The files of a folder. One that may not be looked into is found by reading its manifest."""
+    try:
+        return list(folder.list())
+    except PermissionError:
+        return []
+
+
 def _claims(place: Place, grace: float) -> list[tuple[str, Record, bool]]:
     """All claims: folder, what it says, and whether the take is running."""
 
     def of(name: str) -> list[tuple[str, Record, bool]]:
         folder = place.folder(name)
         found: list[tuple[str, Record, bool]] = []
-        for info in folder.list():
+        for info in _listed(folder):
             take = take_of(info.name)
             if take is None or info.name != claim_file(take):
                 continue

@@ -18,13 +18,16 @@ from torchstore_snapshot.storage.base import FileInfo, Writer
 from torchstore_snapshot.storage.multipart import PART, MultipartWriter
 from torchstore_snapshot.storage.naming import code_of, naming
 
-__all__ = ["RemoteReader", "RemoteStorage"]
+__all__ = ["RemoteReader", "RemoteStorage", "environment", "set_environment"]
 
 # Where folders are only beginnings of names. To "make" one may create a bucket, which nobody wants.
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "memory"}
 _S3 = {"s3", "s3a"}
 # A server that has gone is noticed sooner than by the library's own limits (60 s).
 _S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}
+
+# Beginnings of the names of variables that configure object stores.
+_VARIABLES = ("AWS_", "AZURE_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_")
 
 _lock = threading.Lock()
 _known: dict[tuple[object, ...], Any] = {}
@@ -139,7 +142,7 @@ class RemoteStorage:
         if scheme in _S3 and "config_kwargs" not in fsspec.config.conf.get(scheme, {}):
             options["config_kwargs"] = _S3_CONFIG
         host = url if "::" in url else rest.partition("/")[0]
-        identity = (os.getpid(), scheme, host, *_environment(scheme))
+        identity = (os.getpid(), scheme, host, *sorted(environment().items()))
         with _lock:
             fs = _known.get(identity)
             if fs is None:
@@ -298,11 +301,16 @@ class RemoteStorage:
         return f"{self._root}/{name}"
 
 
-def _environment(scheme: str) -> list[str]:
-    """What of the environment decides which server is asked, and as whom."""
-    if scheme not in _S3:
-        return []
-    return sorted(f"{name}={value}" for name, value in os.environ.items() if name[:4] == "AWS_")
+def environment() -> dict[str, str]:
+    """Return the variables that decide which servers are asked, and as whom."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+
+
+def set_environment(variables: dict[str, str]) -> None:
+    """Make :func:`environment` that of another process, for storage that is opened from now on."""
+    for name in environment().keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def _beside(path: str, name: str) -> str:
