@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import msgspec
@@ -56,7 +57,9 @@ def planned(item: WriteItem) -> LocalPiece | None:
     offsets, sizes, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
     if 0 in sizes and 0 not in shape:
         return None
-    like = torch.empty(sizes, dtype=data.properties.dtype, device="meta")
+    dtype = data.properties.dtype  # torch warns about new tensors of some dtypes
+    raw = torch.empty(prod(sizes) * dtype.itemsize, dtype=torch.uint8, device="meta")
+    like = raw.view(dtype).view(sizes)
     whole = sizes == shape
     return LocalPiece(like, None if whole else TensorSlice(offsets, sizes, shape))
 

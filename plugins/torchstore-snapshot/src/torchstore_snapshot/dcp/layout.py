@@ -8,7 +8,7 @@ What one of them saved then has the names that the other one looks for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,16 @@ from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import ObjectMeta
 from torchstore_snapshot.format.manifest import Checkpoint, Entries, Entry, ObjectEntry, TensorEntry
 
-__all__ = ["Steps", "Stored", "Unfolded", "fold", "holds_stored", "unfold"]
+__all__ = [
+    "Steps",
+    "Stored",
+    "Unfolded",
+    "divided",
+    "fold",
+    "holds_stored",
+    "top_key",
+    "unfold",
+]
 
 #: Where a value is in a nested state dict: keys of dicts, and indices of lists.
 Steps = tuple[str | int, ...]
@@ -45,11 +54,7 @@ def fold(
     if places is None:
         key = key or _TOP
         return {key: dict(entries)}, Checkpoint(key, flat=True)
-    top = key or _TOP
-    if key is None:
-        keys = {steps[0] for name in entries if (steps := places[name])[1:] and _named(steps)}
-        while top in keys:
-            top += "_"
+    top = top_key(entries, places, key)
     table: dict[int, Entry] = {}
     kept: list[torch.Tensor] = []
     nested: dict[str, dict[str, Any]] = {}
@@ -62,10 +67,8 @@ def fold(
             value = torch.empty(0)
             kept.append(value)
             table[id(value)] = entry
-        if key is None and len(steps) > 1 and _named(steps):
-            set_element(nested.setdefault(str(steps[0]), {}), steps[1:], value)
-        else:
-            set_element(nested.setdefault(top, {}), steps, value)
+        own, inner = divided(steps, key, top)
+        set_element(nested.setdefault(own, {}), inner, value)
     made: Entries = {}
     for own, state in nested.items():
         made[own] = {}
@@ -78,8 +81,22 @@ def fold(
     return made, Checkpoint(top)
 
 
-def _named(steps: Steps) -> bool:
-    return isinstance(steps[1], str)
+def top_key(names: Iterable[str], places: Mapping[str, Steps] | None, key: str | None) -> str:
+    """Return the key for what is at the top of a state dict: ``key``, or one that is not in use."""
+    top = key or _TOP
+    if key is None and places is not None:
+        steps = (places.get(name, (name,)) for name in names)
+        keys = {own[0] for own in steps if len(own) > 1 and isinstance(own[1], str)}
+        while top in keys:
+            top += "_"
+    return top
+
+
+def divided(steps: Steps, key: str | None, top: str) -> tuple[str, Steps]:
+    """Return the key that an entry gets, and where it is in the state dict of that key."""
+    if key is None and len(steps) > 1 and isinstance(steps[1], str):
+        return str(steps[0]), steps[1:]
+    return top, steps
 
 
 def _at(entry: Entry, steps: bytes) -> Entry:

@@ -20,7 +20,7 @@ from torchstore_snapshot.dcp.items import (
     sources_of,
     whole,
 )
-from torchstore_snapshot.dcp.layout import fold
+from torchstore_snapshot.dcp.layout import divided, fold
 from torchstore_snapshot.dcp.objects import encoded, value_of
 from torchstore_snapshot.format.manifest import (
     Entry,
@@ -217,6 +217,5 @@ class SnapshotStorageWriter(StorageWriter):
     def _place(self, name: str, places: Any) -> tuple[str, str]:
         """The key and the name that a file shows; the manifest decides them in the end."""
         steps = (places or {}).get(name, (name,))
-        if self._key is None and len(steps) > 1 and isinstance(steps[1], str):
-            return str(steps[0]), ".".join(map(str, steps[1:]))
-        return self._key or "state_dict", name
+        key, inner = divided(steps, self._key, self._key or "state_dict")
+        return key, ".".join(map(str, inner))
