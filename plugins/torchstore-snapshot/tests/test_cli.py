@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -155,6 +156,32 @@ def test_diff_compares_tensors_that_are_cut_differently(taken: Path) -> None:
     assert call("diff", taken, taken.parent / "equal").status == 0
     found = call("diff", taken, taken.parent / "unequal", "--json").json
     assert [d["path"] for d in found["differences"]] == ["model/w"]
+
+
+def test_gc_removes_what_dead_takes_left_and_older_snapshots(taken: Path) -> None:
+    left = taken / f"model-{'0' * 12}-{'0' * 8}-0-0.safetensors"
+    left.write_bytes(b"left")
+    os.utime(left, (0, 0))
+    found = call("gc", taken, "--dry-run", "--json").json
+    assert (found["files"], found["nbytes"], found["dry_run"]) == ([f"a/{left.name}"], 4, True)
+    assert left.exists()
+    assert "0 snapshots and 1 file removed, 4 B" in call("gc", taken).out
+    assert not left.exists()
+    Snapshot.take(taken.parent / "b", state(step=4), fsync=False)
+    assert call("gc", taken.parent, "--keep-last", "1", "--json").json["dropped"] == ["a"]
+    assert not taken.exists()
+    assert Snapshot(taken.parent / "b").read_object("model/step") == 4
+
+
+def test_convert_makes_what_it_says(taken: Path) -> None:
+    into = taken.parent / "plain"
+    found = call("convert", taken, into, "--to", "safetensors", "--json").json
+    assert (found["kind"], found["into"], found["tensors"]) == ("snapshot", "safetensors", 2)
+    back = taken.parent / "back"
+    assert "safetensors → snapshot, 2 tensors" in call("convert", into, back).out
+    assert torch.equal(Snapshot(back).read_object("model/w"), state()["model"]["w"])
+    assert call("convert", into, back).status == 1
+    assert call("convert", into, back, "--overwrite").status == 0
 
 
 def test_errors_are_those_of_the_command_line(tmp_path: Path, taken: Path) -> None:

@@ -105,15 +105,13 @@ async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Futur
 
     job = writer.job(released)
     key = f"{PREFIX}{prepared.take}/{prepared.ranks.rank}"
-
-    staged: list[str] = []
-
+    keys: list[str] = []
     outcome: Future[None] = Future()
 
     async def settle(error: BaseException | None) -> None:
         try:
             if isinstance(error, SnapshotWriterError):  # it can tell nobody, and tidy nothing up
-                await _lost(prepared, staged, str(error))
+                await _lost(prepared, keys, str(error))
         finally:
             if error is None:
                 outcome.set_result(None)
@@ -131,7 +129,7 @@ async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Futur
             if job.done.done():  # it failed
                 break
             where = f"{key}/{number}"
-            staged.append(where)
+            keys.append(where)
             values = {str(i): staged.tensor for i, staged in enumerate(batch)}
             address = await _put(where, values)
             writer.send(m.Batch(job.number, address, where, [staged.chunk for staged in batch]))

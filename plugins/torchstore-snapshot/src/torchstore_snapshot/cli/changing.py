@@ -4,12 +4,13 @@ imported only when they are called: to clean up needs no torch.
 
 from __future__ import annotations
 
-import importlib
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.cli import reports
+
+if TYPE_CHECKING:
+    from torchstore_snapshot.converting import Kind
 
 __all__ = ["collect", "converted"]
 
@@ -18,7 +19,9 @@ def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Colle
     """Remove what no snapshot and no running take needs. See ``torchstore_snapshot.series.gc``,
     whose errors this raises.
     """
-    done = _library("series.gc", "gc")(path, keep_last=keep_last, dry_run=dry_run)
+    from torchstore_snapshot.series.gc import gc
+
+    done = gc(path, keep_last=keep_last, dry_run=dry_run)
     return reports.Collected(
         path=done.path,
         dry_run=done.dry_run,
@@ -33,27 +36,20 @@ def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Colle
 
 
 def converted(
-    source: str, destination: str, *, into: str, overwrite: bool, allow_pickle: bool
+    source: str, destination: str, *, into: Kind, overwrite: bool, allow_pickle: bool
 ) -> reports.Converted:
     """Convert between formats. See ``torchstore_snapshot.converting``, whose errors this raises."""
+    from torchstore_snapshot.converting import convert
+
     start = time.perf_counter()
-    done = _library("converting", "convert")(
-        source, destination, to=into, overwrite=overwrite, allow_pickle=allow_pickle
-    )
+    done = convert(source, destination, to=into, overwrite=overwrite, allow_pickle=allow_pickle)
     return reports.Converted(
         source=source,
         destination=destination,
-        kind=str(getattr(done, "kind", "")),
-        into=into,
-        nbytes=int(getattr(done, "nbytes", 0)),
+        kind=done.source,
+        into=done.destination,
+        tensors=done.tensors,
+        objects=done.objects,
+        nbytes=done.nbytes,
         seconds=time.perf_counter() - start,
     )
-
-
-def _library(module: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(f"torchstore_snapshot.{module}"), name)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"this command needs {error.name}, which is not installed"
-        ) from error

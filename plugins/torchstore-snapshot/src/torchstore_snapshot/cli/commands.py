@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
+
+if TYPE_CHECKING:
+    from torchstore_snapshot.converting import Kind
 
 __all__ = ["snapshot"]
 
@@ -127,7 +130,7 @@ def convert(
     ctx: click.Context,
     source: str,
     destination: str,
-    into: str,
+    into: Kind,
     overwrite: bool,
     allow_pickle: bool,
     as_json: bool,

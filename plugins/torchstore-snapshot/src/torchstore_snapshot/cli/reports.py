@@ -173,11 +173,15 @@ class Collected(msgspec.Struct, frozen=True):
 
 
 class Converted(msgspec.Struct, frozen=True):
-    """``torchstore snapshot convert``."""
+    """``torchstore snapshot convert``. ``kind`` and ``into``: what the source was, and what the
+    destination is: ``snapshot``, ``dcp``, ``torchsnapshot`` or ``safetensors``.
+    """
 
     source: str
     destination: str
     kind: str
     into: str
+    tensors: int
+    objects: int
     nbytes: int
     seconds: float

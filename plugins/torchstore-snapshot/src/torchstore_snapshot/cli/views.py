@@ -36,10 +36,8 @@ def show(report: msgspec.Struct) -> None:
         case reports.Collected():
             _collected(page, report)
         case reports.Converted():
-            page.line(
-                f"{report.destination} is a copy of {report.source}, as {report.into}, made in "
-                f"{human_duration(report.seconds)}"
-            )
+            what = f"{_count(report.tensors, 'tensor')}, {human_bytes(report.nbytes)}"
+            page.line(f"{report.destination}: {report.kind} → {report.into}, {what}")
 
 
 class _Page:
