@@ -18,7 +18,7 @@ from scenarios.run import MIB, Bench
 from scenarios.transfers import rates
 
 from torchstore_cli.bench.workers import Worker
-from torchstore_core.testing.networks import Network, two_networks
+from torchstore_core.testing.networks import Namespace, two_networks
 
 # Rounds until the link has settled on a number of streams: four widths, some of them twice.
 _SETTLING = 10
@@ -102,7 +102,7 @@ def _between_networks(bench: Bench) -> list[Metric]:
 
 
 @contextmanager
-def _worker(bench: Bench, name: str, network: Network) -> Iterator[Worker]:
+def _worker(bench: Bench, name: str, network: Namespace) -> Iterator[Worker]:
     """A measured process in a network."""
     command = [*network.wrapper, sys.executable, str(_WORKER), "asyncio"]
     worker = Worker(f"{name} in a network", command, dict(os.environ))
@@ -113,7 +113,7 @@ def _worker(bench: Bench, name: str, network: Network) -> Iterator[Worker]:
         worker.close()
 
 
-def _resharded(bench: Bench, source: Worker, target: Worker, there: Network) -> list[Metric]:
+def _resharded(bench: Bench, source: Worker, target: Worker, there: Namespace) -> list[Metric]:
     parts = {"shapes": bench.shapes, "seed": bench.seed, "ranks": (0, 1), "world": 2}
     source.start("dicts.make", layout=ROWS, filled=True, **parts)
     target.start("dicts.make", layout=COLUMNS, filled=False, **parts)

@@ -9,7 +9,7 @@ import pytest
 from tests.monarch import acts
 from tests.monarch.jobs import Job
 
-from torchstore_core.testing.networks import Network, two_networks
+from torchstore_core.testing.networks import Namespace, two_networks
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,14 @@ def carrier(hosts_store: Job, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def spaces() -> Iterator[tuple[Network, Network]]:
+def spaces() -> Iterator[tuple[Namespace, Namespace]]:
     """Two namespaces; this one is at the other end of both cables."""
     with two_networks(here=True) as both:
         yield both
 
 
 @pytest.fixture(scope="module")
-def apart(spaces: tuple[Network, Network]) -> Iterator[Job]:
+def apart(spaces: tuple[Namespace, Namespace]) -> Iterator[Job]:
     """A job over both; the root is in this namespace."""
     # For process groups of the tests' own: the hosts' names are not those of their addresses.
     gloo = ("env", "GLOO_SOCKET_IFNAME=eth0")

@@ -23,7 +23,7 @@ from tests.monarch.jobs import Job, python_path, running
 from tests.monarch.stores.api_apart import run_tests
 from tests.support import until
 
-from torchstore_core.testing.networks import Network
+from torchstore_core.testing.networks import Namespace
 
 MB = 1 << 20
 _DTYPES = ["values/test_dtypes.py"]
@@ -41,7 +41,7 @@ _STATE_DICTS = [f"state_dicts/test_{name}.py" for name in _STATE_DICTS]
 
 @pytest.mark.parametrize("own", [pytest.param("its address", marks=pytest.mark.soak), "127.0.1.1"])
 async def test_ranks_over_networks(
-    spaces: tuple[Network, Network], tmp_path: Path, own: str
+    spaces: tuple[Namespace, Namespace], tmp_path: Path, own: str
 ) -> None:
     """``initialize_spmd``; some hosts take their own name for an address of the loopback."""
     master = spaces[0].address

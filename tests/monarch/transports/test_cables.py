@@ -20,7 +20,7 @@ from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
-from torchstore_core.testing.networks import Network
+from torchstore_core.testing.networks import Namespace
 
 MB = 1 << 20
 # Not everybody has the folders of system programs on the path.
@@ -44,7 +44,7 @@ class Cables(NamedTuple):
     """
 
     job: Job
-    spaces: tuple[Network, Network]
+    spaces: tuple[Namespace, Namespace]
 
     def pull(self, *names: str) -> None:
         """Pull these cables out of the first host."""
@@ -79,7 +79,7 @@ class Cables(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def cables(spaces: tuple[Network, Network]) -> Iterator[Cables]:
+def cables(spaces: tuple[Namespace, Namespace]) -> Iterator[Cables]:
     ends = [("name", "eth1", "netns", space.name) for space in spaces]
     _do("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
     for space in spaces:

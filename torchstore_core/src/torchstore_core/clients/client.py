@@ -15,7 +15,7 @@ from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import getting
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
-from torchstore_core.clients.transfer.gets import Want, asks_of, get_asks
+from torchstore_core.clients.transfer.gets import ValueRequest, asks_of, get_asks
 from torchstore_core.clients.transfer.puts import Putting, put_sources
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare_all
 from torchstore_core.clients.values.sharding import TensorShard
@@ -202,7 +202,7 @@ class Client(KeyOperations):
             TransportUnavailableError: no permitted transport reaches the volume.
         """
         with self._watch("get", timeout) as clock:
-            want = Want.make(key_or_ref, inplace_tensor, tensor_slice_spec)
+            want = ValueRequest.make(key_or_ref, inplace_tensor, tensor_slice_spec)
             return (await self._get([want], clock, allow_pickle))[0]
 
     async def get_batch(
@@ -237,7 +237,7 @@ class Client(KeyOperations):
             return {want.key: value for want, value in zip(wants, values, strict=True)}
 
     async def _get(
-        self, wants: Sequence[Want], clock: Clock, allow_pickle: bool | None
+        self, wants: Sequence[ValueRequest], clock: Clock, allow_pickle: bool | None
     ) -> list[Any]:
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.key, clock.version = wants[0].key, wants[0].version
@@ -429,8 +429,13 @@ async def _publish(
 
 
 async def _get_dict(
-    session: Session, channel: Channel, want: Want, version: int, clock: Clock, allow_pickle: bool
-) -> getting.Fetched:
+    session: Session,
+    channel: Channel,
+    want: ValueRequest,
+    version: int,
+    clock: Clock,
+    allow_pickle: bool,
+) -> getting.FetchResult:
     """Get the state dict of a key that turned out to be one."""
     how = getting.Filling(allow_pickle=allow_pickle)
     try:
@@ -442,23 +447,23 @@ async def _get_dict(
         return await getting.fetch(session, channel, want.key, 0, None, clock, how)
 
 
-def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[Want]:
+def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[ValueRequest]:
     if isinstance(keys, Mapping):
         for key, how in keys.items():
             if isinstance(how, TensorSlice):
-                yield Want.make(key, None, how)
+                yield ValueRequest.make(key, None, how)
             else:
-                yield Want.make(key, how)
+                yield ValueRequest.make(key, how)
         return
     if isinstance(keys, str):
         raise UnsupportedValueError("get_batch takes a list of keys or a dict, not one str")
     for what in keys:
-        yield Want(check_key(what), 0, None, None) if type(what) is str else Want.make(what)
+        yield ValueRequest.make(what)
 
 
-def _refuse_ambiguous(wants: Iterable[Want]) -> None:
+def _refuse_ambiguous(wants: Iterable[ValueRequest]) -> None:
     """The result has one value per key: a key may be repeated only with the same request."""
-    by_key: dict[str, Want] = {}
+    by_key: dict[str, ValueRequest] = {}
     for want in wants:
         other = by_key.setdefault(want.key, want)
         if (other.version, other.part) != (want.version, want.part):

@@ -1,4 +1,4 @@
-"""Network namespaces: several hosts with addresses of their own on one machine. Linux only."""
+"""Namespace namespaces: several hosts with addresses of their own on one machine. Linux only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
-__all__ = ["Network", "two_networks"]
+__all__ = ["Namespace", "two_networks"]
 
 _SECONDS = 20.0
 
 
-class Network(NamedTuple):
+class Namespace(NamedTuple):
     """A namespace, with an interface of this address."""
 
     name: str
@@ -49,7 +49,7 @@ def _make(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def two_networks(*, here: bool = False) -> Iterator[tuple[Network, Network]]:
+def two_networks(*, here: bool = False) -> Iterator[tuple[Namespace, Namespace]]:
     """Two namespaces, joined by a cable; nothing else leads from one to the other.
 
     ``here``: this process's own namespace is joined to them as well, as ``.1`` of their network.
@@ -64,8 +64,8 @@ def two_networks(*, here: bool = False) -> Iterator[tuple[Network, Network]]:
     network = f"10.213.{os.getpid() % 250}"
     first = 2 if here else 1
     both = (
-        Network(f"ts{tag}a", f"{network}.{first}"),
-        Network(f"ts{tag}b", f"{network}.{first + 1}"),
+        Namespace(f"ts{tag}a", f"{network}.{first}"),
+        Namespace(f"ts{tag}b", f"{network}.{first + 1}"),
     )
     ends = [("name", "eth0", "netns", one.name) for one in both]
     bridge = f"ts{tag}br"

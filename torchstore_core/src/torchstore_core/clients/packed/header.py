@@ -27,7 +27,7 @@ from torchstore_core.clients.values.tensors import dtype_of
 from torchstore_core.errors import LayoutMismatchError, ProtocolError
 from torchstore_core.values import TensorMeta, TensorSlice
 
-__all__ = ["ALIGNMENT", "MEMORY_ALIGNMENT", "PREFIX", "Entry", "FileLayout", "Header"]
+__all__ = ["ALIGNMENT", "MEMORY_ALIGNMENT", "PREFIX", "FileLayout", "Header", "HeaderEntry"]
 __all__ += ["TensorReference", "decode", "encode", "prelude", "read_prefix"]
 
 #: Tensors in the blob, and the blob in a file, start at multiples of this many bytes.
@@ -62,7 +62,7 @@ class TensorReference(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tensor_slice: TensorSlice | None = None
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class HeaderEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One entry of the state dict: a tensor in one or more parts, or an object (with ``codec``).
 
     ``path``: its position in the nested dict, see ``clients.values.nesting``.
@@ -78,7 +78,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """All entries, the number of participants that put a version, and which of them this is."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     participants: int
     participant: str
 
@@ -186,11 +186,11 @@ def decode(data: bytes, blob_nbytes: int) -> Header:
     return header
 
 
-def _leaves(header: Header) -> Iterator[tuple[str, bytes, Entry]]:
+def _leaves(header: Header) -> Iterator[tuple[str, bytes, HeaderEntry]]:
     return ((entry.name, entry.path, entry) for entry in header.entries)
 
 
-def _check_entry(entry: Entry) -> None:
+def _check_entry(entry: HeaderEntry) -> None:
     if entry.codec:
         if entry.parts:
             raise ProtocolError(f"{entry.name!r} is an object and a tensor")

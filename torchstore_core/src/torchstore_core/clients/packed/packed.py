@@ -54,7 +54,7 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.clients.packed import header as packed_header
 from torchstore_core.clients.packed import packing
-from torchstore_core.clients.packed.header import Entry, Header, TensorReference
+from torchstore_core.clients.packed.header import Header, HeaderEntry, TensorReference
 from torchstore_core.clients.packed.packing import SUBJECT, Layout, Pair
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import NoValue, decode_object
@@ -216,7 +216,7 @@ class TorchStoreStateDict(NoValue):
             if entry.codec or entry.parts
         ]
 
-    def _value(self, entry: Entry, seen: dict[int, torch.Tensor]) -> Any:
+    def _value(self, entry: HeaderEntry, seen: dict[int, torch.Tensor]) -> Any:
         """``seen``: tensors by offset, so that tied weights become one tensor again."""
         if entry.codec:
             codec = ObjectMeta(entry.codec)
@@ -273,7 +273,7 @@ class TorchStoreStateDict(NoValue):
         return nesting.replace(user_state_dict, leaves, new.get)
 
     def _pairs(
-        self, entry: Entry, value: Any, filled: dict[object, torch.Tensor]
+        self, entry: HeaderEntry, value: Any, filled: dict[object, torch.Tensor]
     ) -> Iterator[Pair]:
         """Yield what to copy to fill one destination. Skips memory that is ``filled`` already."""
         name = entry.name

@@ -13,7 +13,7 @@ import torch
 
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
-from torchstore_core.clients.packed.header import ALIGNMENT, Entry, Header, TensorReference
+from torchstore_core.clients.packed.header import ALIGNMENT, Header, HeaderEntry, TensorReference
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import encode_object
 from torchstore_core.clients.values.memory import copy_tensors
@@ -62,7 +62,7 @@ def lay_out(
     """
     if participants is not None and (type(participants) is not int or participants < 1):
         raise ConfigurationError(f"participants is an int above 0, not {participants!r}")
-    entries: list[Entry] = []
+    entries: list[HeaderEntry] = []
     tensors: list[tuple[TensorReference, torch.Tensor]] = []
     known: dict[object, TensorReference] = {}
     ranks: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ def lay_out(
         name, value = leaf.name, leaf.value
         if not is_tensor(value):
             meta, data = encode_object(name, value, allow_pickle=allow_pickle)
-            entries.append(Entry(name, leaf.path, (), meta.codec, data))
+            entries.append(HeaderEntry(name, leaf.path, (), meta.codec, data))
             continue
         if is_dtensor(value):
             ranks |= mesh_ranks(value)
@@ -91,7 +91,7 @@ def lay_out(
             parts.append(made)
             if part is not None and math.prod(part.mesh_shape) > math.prod(mesh):
                 mesh, coordinates = part.mesh_shape, part.coordinates
-        entries.append(Entry(name, leaf.path, tuple(parts)))
+        entries.append(HeaderEntry(name, leaf.path, tuple(parts)))
     if participants is None:
         participants = len(ranks) or math.prod(mesh)
     participant_name = "" if participant is None else str(participant)

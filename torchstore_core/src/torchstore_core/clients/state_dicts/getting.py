@@ -14,7 +14,7 @@ from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.session.channel import Channel, MessageTooLargeError
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts.ties import PLAIN, Ties, are_apart
-from torchstore_core.clients.transfer.gets import Leasing, Want, asks_of
+from torchstore_core.clients.transfer.gets import Leasing, ValueRequest, asks_of
 from torchstore_core.clients.transfer.targets import Plain, Target, plain_targets, resolve
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.nesting import Leaf
@@ -28,7 +28,7 @@ from torchstore_core.errors import (
 from torchstore_core.values import TensorMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["Fetched", "Filling", "StateDictReport", "fetch", "plan_get"]
+__all__ = ["FetchResult", "Filling", "StateDictReport", "fetch", "plan_get"]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Wanted(NamedTuple):
 
     state_dict: Any
     leaves: list[Leaf]
-    asks: list[Want]
+    asks: list[ValueRequest]
     places: list[int]
     same_as: dict[int, int]
 
@@ -90,10 +90,10 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
     leaves = nesting.flatten(key, user_state_dict)
     ties = Ties()
     same_as: dict[int, int] = {}
-    asks: list[Want] = []
+    asks: list[ValueRequest] = []
     places: list[int] = []
     if are_apart([leaf.value for leaf in leaves]):  # the usual case, with many entries
-        asks = [Want(leaf.name, 0, leaf.value, None) for leaf in leaves]
+        asks = [ValueRequest(leaf.name, 0, leaf.value, None) for leaf in leaves]
         return Wanted(user_state_dict, leaves, asks, list(range(len(leaves))), same_as)
     for at, leaf in enumerate(leaves):
         name, value = leaf.name, leaf.value
@@ -101,7 +101,7 @@ def plan_get(key: str, user_state_dict: Any) -> Wanted | None:
         tensor = value if plain or isinstance(value, torch.Tensor) or is_sharded(value) else None
         if tensor is not None and (first := ties.find(value, at)) is not None:
             same_as[at] = first
-        want = Want(name, 0, tensor, None)
+        want = ValueRequest(name, 0, tensor, None)
         if plain or tensor is None:
             asks.append(want)
             places.append(at)
@@ -121,7 +121,7 @@ class Filling(NamedTuple):
     allow_pickle: bool = True
 
 
-class Fetched(NamedTuple):
+class FetchResult(NamedTuple):
     """The result of a get."""
 
     state_dict: Any
@@ -137,7 +137,7 @@ async def fetch(
     wanted: Wanted | None,
     clock: Clock,
     how: Filling,
-) -> Fetched:
+) -> FetchResult:
     """Fetch a version with one message, one lease and one batch of copies. This is repeated if a
     volume cannot be reached and there are copies on other volumes.
 
@@ -160,7 +160,7 @@ async def _fetch(
     clock: Clock,
     how: Filling,
     leasing: Leasing,
-) -> Fetched:
+) -> FetchResult:
     wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
     request = m.Fetch(
         channel.next_id(),
@@ -204,7 +204,7 @@ async def _fetch(
             log.warning("%r version %d: %s", key, reply.version, found)
     values = await leasing.read(targets, how.allow_pickle, whole)
     made = _rebuilt(key, reply, values) if wanted is None else _filled(wanted, targets, values)
-    return Fetched(made, len(targets) + len(whole), reply.version)
+    return FetchResult(made, len(targets) + len(whole), reply.version)
 
 
 def _chosen(wanted: Wanted, reply: m.Fetched, starts: Sequence[int]) -> tuple[m.Fetched, list[int]]:
@@ -310,7 +310,7 @@ def _matching(
     return targets, whole
 
 
-def _check_kind(leaf: Leaf, ask: Want, entry: m.Entry) -> None:
+def _check_kind(leaf: Leaf, ask: ValueRequest, entry: m.Entry) -> None:
     if ask.tensor is None and leaf.value is not None and isinstance(entry.meta, TensorMeta):
         raise LayoutMismatchError(
             f"{leaf.name!r} is stored as a tensor, the destination is a "

@@ -28,10 +28,10 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectRef, Request, TensorSlice
 from torchstore_core.wire import messages as m
 
-__all__ = ["Leasing", "Want", "asks_of", "get_asks"]
+__all__ = ["Leasing", "ValueRequest", "asks_of", "get_asks"]
 
 
-class Want(msgspec.Struct, frozen=True, gc=False):
+class ValueRequest(msgspec.Struct, frozen=True, gc=False):
     """A request for one value, or for a ``part`` of it. ``tensor`` is the destination, if there is
     one; it may be sharded until :func:`asks_of` has split it.
     """
@@ -49,7 +49,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
         return m.Want(self.key, self.version, (part.offsets, part.local_shape))
 
     @classmethod
-    def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> Want:
+    def make(cls, what: Any, tensor: Any = None, part: TensorSlice | None = None) -> ValueRequest:
         if type(what) is str and part is None:  # the usual case, very often
             return cls(check_key(what), 0, tensor, None)
         if part is not None and not isinstance(part, TensorSlice):
@@ -68,7 +68,7 @@ class Want(msgspec.Struct, frozen=True, gc=False):
         return cls(check_key(what), 0, tensor, part)
 
 
-def asks_of(want: Want) -> list[Want]:
+def asks_of(want: ValueRequest) -> list[ValueRequest]:
     """Split a request: one for each piece of a sharded destination, otherwise the request itself.
 
     Raises:
@@ -84,7 +84,7 @@ def asks_of(want: Want) -> list[Want]:
             key=want.key,
         )
     return [
-        Want(want.key, want.version, local.tensor, local.part)
+        ValueRequest(want.key, want.version, local.tensor, local.part)
         for local in local_parts(want.key, want.tensor)
     ]
 
@@ -99,7 +99,11 @@ def _exact(key: str, version: int) -> int:
 
 
 async def get_asks(
-    session: Session, channel: Channel, asks: Sequence[Want], clock: Clock, allow_pickle: bool
+    session: Session,
+    channel: Channel,
+    asks: Sequence[ValueRequest],
+    clock: Clock,
+    allow_pickle: bool,
 ) -> tuple[dict[int, Any], list[m.Entry]]:
     """Locate and lease the values, check everything, then move the bytes; release what is not
     mapped.

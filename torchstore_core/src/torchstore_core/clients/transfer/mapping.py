@@ -9,7 +9,7 @@ import torch
 
 from torchstore_core.clients.transfer.link_errors import link_errors
 from torchstore_core.clients.transfer.moves import GetBatch, contiguous_start
-from torchstore_core.clients.transfer.targets import MAP_MIN, Piece, Target
+from torchstore_core.clients.transfer.targets import MAP_MIN, Target, TargetPiece
 from torchstore_core.clients.values.tensors import from_buffer
 from torchstore_core.contracts.transport import SupportsMap
 from torchstore_core.errors import TransportError
@@ -31,7 +31,7 @@ def map_runs(link: SupportsMap, batch: GetBatch) -> tuple[Sequence[Mapped], GetB
     """Map large, contiguous values. Neighbours share a mapping, as values that were put together
     lie next to each other. Returns the mappings, and a batch of what is left to be copied.
     """
-    rest: list[tuple[Target, Piece]] = []
+    rest: list[tuple[Target, TargetPiece]] = []
     mappable: list[tuple[int, Target]] = []
     for target, piece in batch.jobs:
         start = None

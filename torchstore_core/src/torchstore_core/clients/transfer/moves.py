@@ -19,7 +19,7 @@ import torch
 from torchstore_core import boxes
 from torchstore_core.boxes import Box
 from torchstore_core.clients.transfer.sources import Source
-from torchstore_core.clients.transfer.targets import Piece, Plain, Results, Target, narrow
+from torchstore_core.clients.transfer.targets import Plain, Results, Target, TargetPiece, narrow
 from torchstore_core.clients.values.plain import Looked, look
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
@@ -161,7 +161,7 @@ def put_batches(granted: Iterable[tuple[Source, m.Grant | None]]) -> Sequence[Pu
 
 
 #: A piece of a target that is to be read.
-Job = tuple[Target, Piece]
+Job = tuple[Target, TargetPiece]
 
 
 class GetBatch(Batch):
@@ -290,7 +290,7 @@ def _are_inside(runs: Sequence[Run], room: int | None) -> bool:
     return min([offset for _, offset, _ in runs]) >= 0 and max(ends) <= room
 
 
-def contiguous_start(piece: Piece, itemsize: int) -> int | None:
+def contiguous_start(piece: TargetPiece, itemsize: int) -> int | None:
     """Byte offset of the requested part in its segment if it is one run there, else None."""
     if piece.grant is None:
         return None
@@ -299,7 +299,7 @@ def contiguous_start(piece: Piece, itemsize: int) -> int | None:
 
 
 def _rows(
-    piece: Piece, address: int, steps: Sequence[int], offset: int, itemsize: int
+    piece: TargetPiece, address: int, steps: Sequence[int], offset: int, itemsize: int
 ) -> list[Rows] | None:
     """How to copy a piece row by row into its place in a result at ``address``. This computes with
     plain numbers: a torch operation releases the GIL, and while copy threads are running it takes

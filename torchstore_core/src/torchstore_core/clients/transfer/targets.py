@@ -30,14 +30,23 @@ from torchstore_core.errors import (
 from torchstore_core.values import ObjectMeta, StateDictMeta, TensorMeta, TensorSlice, ValueMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["MAP_MIN", "Piece", "Plain", "Results", "Target", "narrow", "plain_targets", "resolve"]
+__all__ = [
+    "MAP_MIN",
+    "Plain",
+    "Results",
+    "Target",
+    "TargetPiece",
+    "narrow",
+    "plain_targets",
+    "resolve",
+]
 
 #: New tensors of at least this size, in bytes, are mapped if possible; smaller ones are copied (a
 #: mapping costs about as much as copying this much, and a process can have some 65,000 of them).
 MAP_MIN = 64 << 10
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class TargetPiece(msgspec.Struct, frozen=True, gc=False):
     """A part of a target: which stored value it comes from, and where in the target it belongs.
 
     Args:
@@ -75,7 +84,7 @@ class Target(msgspec.Struct, frozen=True, gc=False):
     dtype: torch.dtype
     shape: tuple[int, ...]
     tensor: torch.Tensor | None
-    pieces: Sequence[Piece]
+    pieces: Sequence[TargetPiece]
     nbytes: int
 
     def address(self, result: torch.Tensor) -> int:
@@ -102,8 +111,8 @@ class Plain(msgspec.Struct, frozen=True, gc=False):
     ``values.plain``).
 
     Args:
-        at, position, key, tensor: see :class:`Target` and :class:`Piece`. A new tensor is always
-            small, as larger ones may be mapped.
+        at, position, key, tensor: see :class:`Target` and :class:`TargetPiece`. A new tensor is
+            always small, as larger ones may be mapped.
         entry: the entry of the reply; it has a grant.
         meta: describes both the entry and the tensor.
     """
@@ -119,7 +128,7 @@ class Plain(msgspec.Struct, frozen=True, gc=False):
         """The equivalent target, for when the tensor is no longer plain."""
         entry, meta, tensor = self.entry, self.meta, self.tensor
         nbytes, dtype = entry.nbytes, dtype_of(meta, self.key)
-        piece = Piece(self.position, None, entry.grant, meta.shape, None, None, nbytes)
+        piece = TargetPiece(self.position, None, entry.grant, meta.shape, None, None, nbytes)
         into = None if tensor is None else tensor.detach()
         return Target(self.at, self.key, None, dtype, meta.shape, into, (piece,), nbytes)
 
@@ -204,7 +213,7 @@ def resolve(
         if isinstance(meta, StateDictMeta):  # its entries are fetched separately
             return Target(at, key, None, torch.uint8, (0,), None, (), 0)
         only = (entry.nbytes,)
-        piece = Piece(position, entry.data, entry.grant, only, None, None, entry.nbytes)
+        piece = TargetPiece(position, entry.data, entry.grant, only, None, None, entry.nbytes)
         return Target(at, key, meta, torch.uint8, only, None, (piece,), entry.nbytes)
     dtype = dtype_of(meta, key)
     shape = meta.shape
@@ -225,8 +234,8 @@ def resolve(
         destination = check_destination(key, destination, shape, dtype, cast=cast)
     nbytes = entry.nbytes if box is None else box.numel * dtype.itemsize
     if entry.parts is None:
-        pieces: Sequence[Piece] = (
-            Piece(position, entry.data, entry.grant, meta.shape, box, None, nbytes),
+        pieces: Sequence[TargetPiece] = (
+            TargetPiece(position, entry.data, entry.grant, meta.shape, box, None, nbytes),
         )
     else:
         target = box or boxes.whole(shape)
@@ -236,7 +245,7 @@ def resolve(
 
 def _gather(
     position: int, key: str, parts: Sequence[m.Part], target: Box, itemsize: int
-) -> Iterator[Piece]:
+) -> Iterator[TargetPiece]:
     """Find the boxes of the shards that make up ``target``, each byte exactly once."""
     sources = tuple([Box(part.offset, part.shape) for part in parts])
     cuts, numel = _cuts(target, sources)
@@ -251,7 +260,7 @@ def _gather(
                 key=key,
             )
         at = position + source
-        yield Piece(at, part.data, part.grant, part.shape, inside, into, size * itemsize)
+        yield TargetPiece(at, part.data, part.grant, part.shape, inside, into, size * itemsize)
 
 
 Cut = tuple[int, Box | None, Box | None, int]

@@ -263,8 +263,7 @@ class Streams:
         header = REQUEST.pack(operation, self._checked, volume, count, unit.nbytes, crc)
         connection.send([memoryview(header + unit.extents)], more=write)
         if write:
-            for views in outgoing(unit.pieces):
-                connection.send(views)
+            connection.send_pieces(unit.pieces)
 
     def _settle(self, connection: Connection, unit: Unit, *, write: bool) -> None:
         head = bytearray(ANSWER.size)
@@ -278,12 +277,14 @@ class Streams:
             raise TransportError(f"the volume answers {unit.nbytes} bytes with {nbytes}")
         if write:
             return
+        if not checked:
+            connection.receive_pieces(unit.pieces)
+            return
         made = 0
         for views in incoming(unit.pieces):
             connection.receive(views)
-            if checked:
-                made = checksum(views, made)
-        if checked and made != crc:
+            made = checksum(views, made)
+        if made != crc:
             raise TransportError("bytes were damaged on their way: their checksum is wrong")
 
     # ---- the lock is held -----------------------------------------------------------------

@@ -126,11 +126,14 @@ def _received(connection: Connection, head: memoryview, segments: Segments) -> _
 
 
 def _write(connection: Connection, request: _Request, segments: Segments) -> None:
+    pieces = [*segments.pieces(request.extents)]
     crc = 0
-    for views in incoming(segments.pieces(request.extents)):
-        connection.receive(views)
-        if request.checked:
+    if request.checked:
+        for views in incoming(pieces):
+            connection.receive(views)
             crc = checksum(views, crc)
+    else:
+        connection.receive_pieces(pieces)
     if request.checked and crc != request.crc:
         raise ProtocolError("bytes were damaged on their way: their checksum is wrong")
     connection.send([memoryview(ANSWER.pack(OK, 0, 0, 0, 0))])
@@ -147,8 +150,7 @@ def _read(connection: Connection, request: _Request, segments: Segments) -> None
         request.extents, lambda one: connection.copies or one.nbytes < _SEND_FILE
     ):
         if copied:
-            for views in outgoing(segments.pieces(extents)):
-                connection.send(views)
+            connection.send_pieces([*segments.pieces(extents)])
             continue
         for segment, offset, nbytes, rows, step in extents:
             for row in range(rows):

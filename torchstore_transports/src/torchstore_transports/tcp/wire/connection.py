@@ -13,8 +13,11 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
+
+from torchstore_core.machine import socket_rows
+from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
 
 __all__ = ["STALL_S", "Connection", "tune"]
 
@@ -51,6 +54,8 @@ class Connection:
         #: Whether sending copies anyway: TLS does, and over the loopback a copy from memory is
         #: faster than handing over pages one by one.
         self.copies = self.encrypted or sock.getsockname()[0] == sock.getpeername()[0]
+        # Whether the kernel takes bytes from where they lie, and puts them there.
+        self._rows = socket_rows.has_native() and not self.encrypted
         self._shut = False
         # Reentrant: the collector may drop a link, and shut its connections, at any moment.
         self._lock = threading.RLock()
@@ -92,6 +97,20 @@ class Connection:
                 self._receive_one(batch[0])
             else:
                 self._receive_batch(batch)
+
+    def receive_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Fill the pieces of memory, one after the other."""
+        for packed, some in self._by_way(pieces):
+            if packed:
+                for views in incoming(some):
+                    self.receive(views)
+                continue
+            try:
+                got = socket_rows.receive_rows(self._socket.fileno(), some)
+            except BlockingIOError as error:
+                raise _stalled() from error
+            if got < sum([nbytes * rows for _, nbytes, rows, _ in some]):
+                self._check(0)
 
     def drain(self, most: int) -> None:
         """Receive and forget, until the peer has ended the connection or ``most`` bytes came."""
@@ -153,6 +172,28 @@ class Connection:
                     raise _stalled() from error
                 batch = _after(batch, sent)
             batch = following
+
+    def send_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Send the bytes of pieces of memory, one after the other."""
+        for packed, some in self._by_way(pieces):
+            if packed:
+                for views in outgoing(some):
+                    self.send(views)
+                continue
+            try:
+                socket_rows.send_rows(self._socket.fileno(), some)
+            except BlockingIOError as error:
+                raise _stalled() from error
+
+    def _by_way(self, pieces: Sequence[Piece]) -> Iterator[tuple[bool, list[Piece]]]:
+        """The pieces in order, in groups that go through a buffer, or that the kernel takes from
+        where they lie.
+        """
+        if not self._rows:
+            yield True, [*pieces]
+            return
+        for packed, some in groupby(pieces, lambda one: one.packed):
+            yield packed, [*some]
 
     def _send_encrypted(self, views: Iterable[memoryview]) -> None:
         joined = bytearray()

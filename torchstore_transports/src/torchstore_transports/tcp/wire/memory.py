@@ -1,4 +1,4 @@
-"""Pieces of memory, as what a connection sends from and receives into.
+"""Pieces of memory as buffers.
 
 Rows are sent from where they lie, and received into their places. Only rows so short that telling
 the kernel of each would cost more than a copy go through a buffer, a part of it at a time, so that
@@ -16,10 +16,12 @@ from torchstore_core.machine.copying import Grid, copy_grids
 
 __all__ = ["Piece", "incoming", "outgoing"]
 
-# Rows of fewer bytes are packed.
-_SHORT = 2 << 10
-# Bytes of the buffer for that. Each thread has one.
-_BUFFER = 256 << 10
+# Rows of fewer bytes are packed: to tell the kernel of each takes longer than to copy them. The CPU
+# time of both ends over the loopback, in ps a byte: 207 instead of 260 with rows of 768 bytes, 260
+# instead of 195 with 4 KB; 130 without rows.
+_SHORT = 3 << 10
+# Bytes of the buffer for that. Each thread has one. Half of it is 10 to 40 % slower.
+_BUFFER = 512 << 10
 # Most views at once: as many as the kernel takes with one call.
 _VIEWS = 1024
 
@@ -38,6 +40,11 @@ class Piece(NamedTuple):
     nbytes: int
     rows: int
     stride: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether its rows are so short that they go through a buffer."""
+        return self.rows > 1 and self.nbytes < _SHORT
 
 
 def outgoing(pieces: Iterable[Piece]) -> Iterator[list[memoryview]]:
@@ -68,8 +75,9 @@ def _parts(pieces: Iterable[Piece]) -> Iterator[tuple[list[memoryview], list[Gri
     views: list[memoryview] = []
     grids: list[Grid] = []
     used = 0
-    for address, nbytes, rows, stride in pieces:
-        if rows > 1 and nbytes < _SHORT:
+    for piece in pieces:
+        address, nbytes, rows, stride = piece
+        if piece.packed:
             done = 0
             while done < rows:
                 some = min(rows - done, (_BUFFER - used) // nbytes)
