@@ -54,6 +54,11 @@ def test_another_version_of_the_library_is_refused() -> None:
     assert isinstance(_bid(_PLAIN, _PLAIN, b"?"), Refusal)
 
 
+def test_doctor_may_ask_without_a_volume() -> None:
+    """An offer that nobody has made is not one of another version."""
+    assert isinstance(_bid(_PLAIN, _PLAIN, b""), Bid)
+
+
 def test_the_hook_module_loads_no_library() -> None:
     body = (
         "import sys, torchstore_rdma.plugin as p; p.torchstore_transport().probe();"

@@ -48,7 +48,7 @@ def _probe() -> str | None:
 
 
 def _bid(context: LinkContext) -> Bid | Refusal:
-    if context.offered:
+    if context.offer:  # otherwise it is a volume that only might be
         try:
             offer = msgspec.msgpack.decode(context.offer, type=Offer)
         except msgspec.DecodeError:
