@@ -433,3 +433,12 @@ async def test_state_dicts_of_many_tasks_do_not_mix(shared, rows):
         assert torch.equal(bits(await ts.get(f"k{number}/w")), bits(state_dict["w"]))
 
     await asyncio.gather(*(there_and_back(number) for number in range(20)))
+
+
+async def test_a_key_may_begin_with_a_slash(shared):
+    """As paths do, and the ids of checkpoints."""
+    for key in ("/a/path", "/", "a//b"):
+        await ts.put_state_dict({"w": torch.arange(3), "in": {"n": 1}}, key)
+        assert torch.equal(await ts.get(f"{key}/w"), torch.arange(3))
+        assert (await ts.stat(f"{key}/in.n")).version == 1
+        assert await ts.exists(f"{key}/w")

@@ -19,6 +19,7 @@ from torchstore_snapshot.format.paths import MANIFEST, check_file_name
 __all__ = [
     "FORMAT",
     "VERSION",
+    "Checkpoint",
     "DataFile",
     "Entries",
     "Entry",
@@ -137,6 +138,18 @@ class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True):
     packed: bool = False
 
 
+class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the state dict of ``torch.distributed.checkpoint`` was divided into keys.
+
+    Args:
+        top: the key whose entries were at the top of that state dict, without a key of their own.
+        flat: its entries are one level of names, and their values are not to be looked into.
+    """
+
+    top: str
+    flat: bool = False
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The contents of a snapshot.
 
@@ -149,6 +162,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
             which all ranks had an equal value.
         own: what each rank alone has, by rank; empty if no rank has anything of its own.
         store: the keys of the store that it is a snapshot of; empty if it is one of objects.
+        checkpoint: how a state dict was divided, if ``torch.distributed.checkpoint`` saved it.
     """
 
     take: str
@@ -158,6 +172,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     shared: Entries
     own: tuple[Entries, ...] = ()
     store: dict[str, StoredKey] = {}
+    checkpoint: Checkpoint | None = None
 
     def of_rank(self, rank: int) -> Entries:
         """Return the entries that a rank restores: the shared ones and its own."""

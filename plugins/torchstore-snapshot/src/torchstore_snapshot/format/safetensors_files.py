@@ -15,14 +15,15 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["ALIGNMENT", "FILE_MAX", "Layout", "Stored", "group", "lay_out"]
+__all__ = ["ALIGNMENT", "DTYPES", "FILE_MAX", "Layout", "Stored", "group", "lay_out"]
 
 #: Bytes at a multiple of which the data of a file begins: a page.
 ALIGNMENT = 4096
 #: Bytes of data in one file, unless a single tensor is larger.
 FILE_MAX = 2 << 30
 
-_DTYPES = {
+#: What safetensors calls the dtypes that it has.
+DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -81,7 +82,7 @@ def lay_out(tensors: Sequence[Stored]) -> Layout:
     position = 0
     for i in order:
         name, dtype, shape, nbytes = tensors[i]
-        kind = _DTYPES.get(dtype)
+        kind = DTYPES.get(dtype)
         if kind is None or nbytes % max(prod(shape), 1):
             kind, shape = "U8", (nbytes,)
         end = position + nbytes

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from torchstore_core import boxes
@@ -87,8 +88,21 @@ def match(key: str, stateful: Stateful, entries: Mapping[str, Entry]) -> Filled:
                 continue
             filled.reads += reads
             filled.values[name] = value
-        filled.steps[name] = entry.steps
+        filled.steps[name] = _steps(stateful, entry)
     return filled
+
+
+def _steps(stateful: Stateful, entry: Entry) -> bytes:
+    """Where an entry is in the nested state dict. The state of an optimizer has numbers as keys,
+    which ``torch.distributed.checkpoint`` turns into text.
+    """
+    if not entry.steps or not isinstance(stateful, torch.optim.Optimizer):
+        return entry.steps
+    steps = msgspec.msgpack.decode(entry.steps)
+    number = steps[1] if len(steps) > 1 and steps[0] == "state" else None
+    if not isinstance(number, str) or not number.isdecimal():
+        return entry.steps
+    return msgspec.msgpack.encode(["state", int(number), *steps[2:]])
 
 
 def _parameters(stateful: Stateful) -> list[torch.Tensor]:

@@ -31,6 +31,11 @@ class Files:
         for reader in self._open.values():
             reader.close()
 
+    @property
+    def url(self) -> str:
+        """Where the snapshot is."""
+        return self._storage.url
+
     def reader(self, index: int) -> Reader:
         """Return a file.
 

@@ -35,6 +35,8 @@ __all__ = [
     "commit",
     "discard",
     "prepare",
+    "publish",
+    "refuse_existing",
     "take",
     "take_values",
     "write",
@@ -126,7 +128,7 @@ def prepare(
         storage = open_storage(path)
         if ranks.rank == 0:
             storage.prepare()
-            _refuse_existing(storage, options)
+            refuse_existing(storage, options)
         keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
         proposal = _Proposal(storage.url, new_take_id(), held, alone)
@@ -142,7 +144,8 @@ def prepare(
     return Prepared(first.take, first.url, ranks, keys, items, files, options)
 
 
-def _refuse_existing(storage: Storage, options: TakeOptions) -> None:
+def refuse_existing(storage: Storage, options: TakeOptions) -> None:
+    """Raise SnapshotExistsError if there is a snapshot that must not be replaced."""
     if options.overwrite:
         return
     try:
@@ -187,6 +190,18 @@ def commit(
     manifest = merge(parts, take, time.time())
     if store:
         manifest = msgspec.structs.replace(manifest, store=store)
+    publish(storage, manifest, options)
+    return manifest
+
+
+def publish(storage: Storage, manifest: Manifest, options: TakeOptions) -> None:
+    """Make a snapshot of files that are written already: put its manifest into place.
+
+    Raises:
+        SnapshotExistsError: another take was faster.
+        OSError: as for :func:`commit`.
+    """
+    take = manifest.take
     before: Manifest | None = None
     if options.overwrite:
         try:
@@ -216,7 +231,6 @@ def commit(
         for file in before.files:
             if not file.snapshot and file.name not in used:
                 storage.delete(file.name)
-    return manifest
 
 
 def discard(prepared: Prepared) -> None:
@@ -275,7 +289,7 @@ def take_values(
     options.check()
     storage = open_storage(path)
     storage.prepare()
-    _refuse_existing(storage, options)
+    refuse_existing(storage, options)
     items = collect_values(states, allow_pickle=options.allow_pickle)
     alone = Ranks.alone()
     units = split_work(items, 0, [holdings(items)])

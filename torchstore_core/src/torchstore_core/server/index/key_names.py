@@ -128,7 +128,7 @@ class KeyNames:
 
 def splits(key: str) -> Iterator[tuple[str, str]]:
     """Every way to read a key as ``<state dict>/<entry>``."""
-    at = key.find("/")
+    at = key.find("/", 1)  # a key is not empty
     while at > 0:
         yield key[:at], key[at + 1 :]
         at = key.find("/", at + 1)

@@ -1,0 +1,195 @@
+"""One call for all conversions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from torchstore_core.errors import ConfigurationError, LayoutMismatchError
+from torchstore_snapshot.converting.dcp_folders import from_dcp, to_dcp
+from torchstore_snapshot.converting.kinds import KINDS, Kind, detect
+from torchstore_snapshot.converting.safetensors_folders import from_safetensors, to_safetensors
+from torchstore_snapshot.converting.torchsnapshots import from_torchsnapshot
+from torchstore_snapshot.converting.torchsnapshots_out import to_torchsnapshot
+from torchstore_snapshot.errors import SnapshotExistsError
+from torchstore_snapshot.format.manifest import Manifest, TensorEntry
+from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.format.safetensors_files import FILE_MAX
+from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.storage.local import LocalStorage
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.taking.take import TakeOptions
+
+__all__ = ["Converted", "convert"]
+
+# torch keeps all tensors of one file of a checkpoint in memory until the file is written.
+_DCP_FILE_MAX = 256 << 20
+
+
+class Converted(NamedTuple):
+    """What was converted.
+
+    Args:
+        source, destination: the kinds.
+        tensors, objects: how many there were; what several ranks have of their own counts for each.
+        nbytes: of all tensors, in bytes.
+    """
+
+    source: Kind
+    destination: Kind
+    tensors: int
+    objects: int
+    nbytes: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: Kind | None = None,
+    key: str | None = None,
+    rank: int | None = None,
+    overwrite: bool = False,
+    fsync: bool = True,
+    allow_pickle: bool = False,
+    file_max: int | None = None,
+) -> Converted:
+    """Convert a folder of another library to a snapshot, or a snapshot to such a folder.
+
+    What ``source`` is, is detected. The pieces of tensors are converted one by one, so memory for
+    at most three of them is needed, whatever the size of the whole. The destination is visible
+    when it is complete.
+
+    Args:
+        source: a folder; a snapshot may also be a URL.
+        destination: a folder; a snapshot may also be a URL.
+        to: the kind of the destination; None: ``"snapshot"``. If the source is a snapshot, it has
+            to be given.
+        key: of a checkpoint (``"dcp"``) or safetensors: the key that everything gets in the
+            snapshot; of a snapshot: the only key that is converted.
+        rank: whose own values are converted, if ranks have some; the formats of ``"dcp"`` and
+            ``"safetensors"`` have no place for those of several.
+        overwrite: replace a snapshot that is there already. Other folders are never replaced.
+        fsync: flush all files before the destination becomes visible.
+        allow_pickle: load and store what needs pickle; this runs code from ``source``.
+        file_max: bytes of tensors in one file; None: 2 GiB, and 256 MiB in a checkpoint.
+
+    Raises:
+        SnapshotNotFoundError: there is nothing to be converted.
+        SnapshotExistsError: the destination is not empty.
+        ConfigurationError: there is no such conversion.
+        UnsafeObjectError: a value needs pickle, which is not allowed.
+        SnapshotFormatError, SnapshotCorruptError: the source cannot be read.
+        LayoutMismatchError, UnsupportedValueError: the format of the destination has no place for
+            something. Nothing is left of the destination.
+        OSError: the storage failed.
+    """
+    kind = detect(source)
+    target = to or "snapshot"
+    if target not in KINDS:
+        raise ConfigurationError(f"to= is one of {', '.join(KINDS)}, not {target!r}")
+    if (kind == "snapshot") == (target == "snapshot"):
+        raise ConfigurationError(
+            f"{os.fspath(source)!r} is of the kind {kind!r}, which is not converted to {target!r}: "
+            "one of the two is a snapshot (give to=, or convert twice)"
+        )
+    if target == "snapshot":
+        options = TakeOptions(overwrite, fsync, allow_pickle, file_max or FILE_MAX)
+        made = _to_snapshot(kind, _local(source), os.fspath(destination), options, key)
+        return _counted(kind, target, made)
+    storage = open_storage(source)
+    manifest = read_manifest(storage)
+    if key is not None:
+        manifest = _only(manifest, key)
+    with Files(storage, manifest) as files:
+        write: Callable[[str], None]
+        if target == "torchsnapshot":
+            write = partial(
+                to_torchsnapshot, files, manifest, allow_pickle=allow_pickle, fsync=fsync
+            )
+        else:
+            common: dict[str, Any] = {"rank": _one_rank(manifest, rank), "key": key, "fsync": fsync}
+            if target == "dcp":
+                limit = file_max or _DCP_FILE_MAX
+                write = partial(
+                    to_dcp, files, manifest, allow_pickle=allow_pickle, file_max=limit, **common
+                )
+            else:
+                write = partial(
+                    to_safetensors, files, manifest, file_max=file_max or FILE_MAX, **common
+                )
+        _at_once(_local(destination), write)
+    return _counted(kind, target, manifest)
+
+
+def _to_snapshot(
+    kind: Kind, source: str, destination: str, options: TakeOptions, key: str | None
+) -> Manifest:
+    if kind == "dcp":
+        return from_dcp(source, destination, options, key)
+    if kind == "safetensors":
+        return from_safetensors(source, destination, options, key)
+    if key is not None:
+        raise ConfigurationError("a snapshot of torchsnapshot has keys of its own: leave out key=")
+    return from_torchsnapshot(source, destination, options)
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    """The path of a local folder."""
+    storage = open_storage(path)
+    if not isinstance(storage, LocalStorage):
+        raise ConfigurationError(
+            f"{storage.url!r} is not local; only snapshots can be stored elsewhere"
+        )
+    return storage.url
+
+
+def _only(manifest: Manifest, key: str) -> Manifest:
+    """The same manifest without other keys. A key that is missing is noticed later."""
+    shared = {name: named for name, named in manifest.shared.items() if name == key}
+    own = tuple({n: named for n, named in e.items() if n == key} for e in manifest.own)
+    return msgspec.structs.replace(manifest, shared=shared, own=own)
+
+
+def _one_rank(manifest: Manifest, rank: int | None) -> int:
+    if rank is None and any(manifest.own) and manifest.world_size > 1:
+        raise LayoutMismatchError(
+            f"the {manifest.world_size} ranks of the snapshot have values of their own, which the "
+            "other format has no place for; say whose, rank="
+        )
+    return rank or 0
+
+
+def _at_once(destination: str, write: Callable[[str], None]) -> None:
+    """Write a folder beside ``destination``, and move it there when it is complete."""
+    if os.path.lexists(destination) and (not os.path.isdir(destination) or os.listdir(destination)):
+        raise SnapshotExistsError(
+            f"{destination!r} is there already, and not empty; choose another folder",
+            details={"path": destination},
+        )
+    parent, name = os.path.split(destination)
+    os.makedirs(parent, exist_ok=True)
+    folder = os.path.join(parent, f".{name}-{new_take_id()}.tmp")
+    try:
+        write(folder)
+        os.rename(folder, destination)  # which may be an empty folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _counted(kind: Kind, target: Kind, manifest: Manifest) -> Converted:
+    found = [
+        entry
+        for entries in (manifest.shared, *manifest.own)
+        for named in entries.values()
+        for entry in named.values()
+    ]
+    tensors = [entry for entry in found if isinstance(entry, TensorEntry)]
+    nbytes = sum(entry.nbytes for entry in tensors)
+    return Converted(kind, target, len(tensors), len(found) - len(tensors), nbytes)

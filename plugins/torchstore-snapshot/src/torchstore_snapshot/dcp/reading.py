@@ -1,0 +1,288 @@
+"""Loads snapshots through ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchstore_core import boxes
+from torchstore_core.clients.values import nesting
+from torchstore_core.clients.values.codec import decode_object
+from torchstore_core.clients.values.tensors import dtype_of
+from torchstore_core.errors import ConfigurationError, LayoutMismatchError, UnsafeObjectError
+from torchstore_core.values import ObjectMeta, TensorMeta
+from torchstore_snapshot.dcp.layout import Stored, Unfolded, holds_stored, unfold
+from torchstore_snapshot.dcp.objects import saved
+from torchstore_snapshot.errors import SnapshotNotFoundError
+from torchstore_snapshot.format.manifest import Checkpoint, Manifest, ObjectEntry, TensorEntry
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.reading import Read, empty_for, execute, plan_reads, read_piece
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
+
+__all__ = ["SnapshotStorageReader", "described", "load_values", "unfolded"]
+
+
+class SnapshotStorageReader(StorageReader):
+    """Loads snapshots through ``dcp.load``: those that :class:`SnapshotStorageWriter` saved, on any
+    number of ranks and in any layout, and those that ``Snapshot.take`` took.
+
+    Each rank reads the ranges that it needs, on several threads, straight into its tensors. The
+    metadata are made from the manifest: nothing is unpickled.
+
+    Args:
+        path: a folder or a URL; None: ``checkpoint_id=`` of the call says where.
+        key: load this key's state dict alone, as if it had been saved by itself.
+        verify: compare the hashes of all pieces that are read as a whole, before anything is
+            written to.
+        allow_pickle: also load values that were pickled.
+
+    ``dcp.load`` wraps what a rank raises in a ``CheckpointException``, whose ``failures`` are, by
+    rank: SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError or LayoutMismatchError. That
+    there is no snapshot is the text of an AssertionError there.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        key: str | None = None,
+        verify: bool = True,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._path = None if path is None else os.fspath(path)
+        self._key = key
+        self._verify = verify
+        self._allow_pickle = allow_pickle
+        self._manifest: Manifest | None = None
+        self._values: dict[str, Any] = {}
+        self._load_id = ""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the checkpoint is loaded from.
+
+        Raises:
+            ConfigurationError: nobody has said where.
+        """
+        if self._path is None:
+            raise ConfigurationError(
+                "give a path to SnapshotStorageReader, or checkpoint_id= to the call"
+            )
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether snapshots can be there."""
+        try:
+            open_storage(checkpoint_id)
+        except ConfigurationError:
+            return False
+        return True
+
+    # ---- the steps of a load, in order -----------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin to load another checkpoint."""
+        if checkpoint_id:
+            self._path = os.fspath(checkpoint_id)
+        self._manifest, self._values = None, {}
+
+    def read_metadata(self) -> Metadata:
+        """Return what the snapshot contains.
+
+        Raises:
+            SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: there is no snapshot
+                that can be used, or it does not have the key.
+        """
+        storage = open_storage(self.checkpoint_id)
+        manifest = read_manifest(storage)
+        with Files(storage, manifest) as files:
+            state = unfolded(
+                files, manifest, Ranks().rank, self._key, allow_pickle=self._allow_pickle
+            )
+        self._manifest, self._values = manifest, state.values
+        self._load_id = str(uuid.uuid4())
+        metadata = described(state)
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=self.checkpoint_id, save_id=manifest.take, load_id=self._load_id
+        )
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing has to be done."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing has to be changed."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing has to be changed."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load what this rank needs.
+
+        Raises:
+            SnapshotCorruptError: a file is missing, too short or changed. No tensor was written to.
+            UnsafeObjectError: a value was pickled.
+            LayoutMismatchError: a tensor is not of the shape that the plan says.
+        """
+        storage = open_storage(self.checkpoint_id)
+        manifest = self._manifest or read_manifest(storage)
+        with Files(storage, manifest) as files:
+            objects: list[tuple[ReadItem, Any]] = []
+            direct: list[tuple[ReadItem, torch.Tensor, list[Read]]] = []
+            through: list[tuple[ReadItem, torch.Tensor, Stored]] = []
+            for item in plan.items:
+                value = self._values[item.storage_index.fqn]
+                if item.type == LoadItemType.BYTE_IO:
+                    objects.append((item, load_values(files, item.storage_index.fqn, value)))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                stored = cast(Stored, value)
+                if _fits(target, stored):
+                    direct.append((item, target, _reads(stored, item, target)))
+                else:
+                    through.append((item, target, stored))
+            execute(files, [read for *_, reads in direct for read in reads], verify=self._verify)
+            for item, target, _ in direct:
+                planner.commit_tensor(item, target)
+            for item, target, stored in through:  # one by one: each needs memory of its own
+                made = empty_for(stored.path, stored.entry, item.lengths)
+                execute(files, _reads(stored, item, made), verify=self._verify, new=True)
+                with torch.no_grad():
+                    target.copy_(made)
+                planner.commit_tensor(item, target)
+        for item, value in objects:
+            planner.load_bytes(item, saved(value))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def unfolded(
+    files: Files, manifest: Manifest, rank: int, key: str | None, *, allow_pickle: bool
+) -> Unfolded:
+    """Return what a rank may load of a snapshot, by the names of ``torch.distributed.checkpoint``.
+    Objects are loaded; tensors, and what may not be unpickled, are :class:`Stored`.
+
+    Raises:
+        SnapshotNotFoundError: the snapshot does not have ``key``.
+        SnapshotCorruptError: an object is damaged.
+        LayoutMismatchError: two entries would have one name.
+    """
+    entries = manifest.of_rank(rank)
+    checkpoint = manifest.checkpoint
+    if key is not None:
+        if key not in entries:
+            raise SnapshotNotFoundError(f"the snapshot {files.url!r} has no {key!r}", key=key)
+        entries = {key: entries[key]}
+        flat = checkpoint is not None and checkpoint.flat
+        checkpoint = Checkpoint(key, flat=flat)
+    states: dict[str, list[tuple[str, bytes, Any]]] = {}
+    for own, named in entries.items():
+        states[own] = []
+        for name, entry in named.items():
+            path = f"{own}/{name}"
+            value: Any = Stored.of(path, entry)
+            if isinstance(entry, ObjectEntry) and (allow_pickle or entry.codec != "pickle"):
+                data = entry.data if entry.piece is None else read_piece(files, path, entry.piece)
+                value = decode_object(
+                    path, ObjectMeta(entry.codec), data, allow_pickle=allow_pickle
+                )
+            states[own].append((name, entry.steps, value))
+    return unfold(states, checkpoint, files.url)
+
+
+def described(state: Unfolded) -> Metadata:
+    """Return the metadata of a state dict."""
+    found: dict[str, Any] = {}
+    for name, value in state.values.items():
+        if not isinstance(value, Stored) or isinstance(value.entry, ObjectEntry):
+            found[name] = BytesStorageMetadata()
+            continue
+        entry: TensorEntry = value.entry
+        found[name] = TensorStorageMetadata(
+            TensorProperties(dtype=dtype_of(TensorMeta(entry.dtype, entry.shape), value.path)),
+            torch.Size(entry.shape),
+            [
+                ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+                for box in entry.boxes()
+            ],
+        )
+    return Metadata(found, planner_data=state.places)
+
+
+def load_values(files: Files, name: str, value: Any) -> Any:
+    """Return an object; tensors inside of it are read.
+
+    Raises:
+        UnsafeObjectError: it was pickled.
+        SnapshotCorruptError: a tensor in it is damaged.
+    """
+    if isinstance(value, Stored):
+        raise UnsafeObjectError(
+            f"{name!r} was stored with pickle, which allow_pickle=False forbids to load", key=name
+        )
+    if not holds_stored(value):
+        return value
+    held: Mapping[str, Any] = {name: value}
+    reads: list[Read] = []
+
+    def read(_: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Stored):
+            return leaf
+        made = empty_for(leaf.path, leaf.entry, leaf.entry.shape)
+        reads.extend(plan_reads(leaf.path, leaf.entry, made, boxes.whole(leaf.entry.shape)))
+        return made
+
+    made = nesting.replace(dict(held), nesting.flatten(name, held), read)
+    execute(files, reads, verify=True, new=True)
+    return made[name]
+
+
+def _fits(target: torch.Tensor, stored: Stored) -> bool:
+    """Whether bytes can be read straight into a tensor; otherwise torch has to copy."""
+    dtype = dtype_of(TensorMeta(stored.entry.dtype, stored.entry.shape), stored.path)
+    return (
+        target.dtype == dtype
+        and target.device.type in ("cpu", "cuda")
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _reads(stored: Stored, item: ReadItem, target: torch.Tensor) -> list[Read]:
+    """What fills the target of a read item."""
+    entry: TensorEntry = stored.entry
+    lengths = tuple(item.lengths)
+    chunks = entry.boxes()
+    begin = tuple(item.storage_index.offset or (0,) * len(lengths))
+    at = item.storage_index.index
+    if at is None or at >= len(chunks) or chunks[at].offset != begin:
+        at = next((i for i, chunk in enumerate(chunks) if chunk.offset == begin), None)
+    if at is None or tuple(target.shape) != lengths:
+        raise LayoutMismatchError(
+            f"{stored.path!r}: {list(target.shape)} at {list(begin)} is not what the plan says",
+            key=stored.path,
+        )
+    if not target.numel():
+        return []
+    offset = tuple(b + o for b, o in zip(begin, item.storage_offsets, strict=True))
+    box = boxes.Box(offset, lengths)
+    return [Read(stored.path, entry.pieces[at], chunks[at], box, target)]

@@ -1,0 +1,221 @@
+"""Saves checkpoints of ``torch.distributed.checkpoint`` as snapshots."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from torchstore_core.errors import ConfigurationError
+from torchstore_snapshot.dcp.items import (
+    Written,
+    entry_of,
+    planned,
+    results_of,
+    sources_of,
+    whole,
+)
+from torchstore_snapshot.dcp.layout import divided, fold
+from torchstore_snapshot.dcp.objects import encoded, value_of
+from torchstore_snapshot.format.manifest import (
+    Entry,
+    Manifest,
+)
+from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.taking.collecting import Item
+from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
+from torchstore_snapshot.taking.take import TakeOptions, publish, refuse_existing
+from torchstore_snapshot.taking.writing import OpenFiles
+
+__all__ = ["SnapshotStorageWriter"]
+
+
+class SnapshotStorageWriter(StorageWriter):
+    """Saves checkpoints of ``torch.distributed.checkpoint`` as snapshots: for ``dcp.save``, and
+    for ``dcp.async_save`` with a thread or a process.
+
+    What is saved is a snapshot like any other. Every dict in the state dict, such as ``"model"``,
+    is one of its keys, and what else is at the top has the key ``"state_dict"``. It becomes visible
+    when all ranks have written, in one step.
+
+    Args:
+        path: a folder or a URL; None: ``checkpoint_id=`` of the call says where.
+        key: the key for all that is saved, instead of one for each dict: ``"model"`` for
+            ``dcp.save(model.state_dict(), ...)``.
+        overwrite: replace a snapshot that is already there, in one step.
+        fsync: flush all files before the snapshot becomes visible.
+        allow_pickle: save what needs pickle, too. Only readers that allow it can load it.
+        options: as for ``Snapshot.take``: ``file_max``, ``threads``.
+
+    ``dcp.save`` wraps what a rank raises in a ``CheckpointException``, whose ``failures`` are, by
+    rank: SnapshotExistsError, UnsafeObjectError (a value needs pickle), UnsupportedValueError,
+    LayoutMismatchError (no rank has some part of a tensor), or OSError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        key: str | None = None,
+        overwrite: bool = False,
+        fsync: bool = True,
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> None:
+        unknown = options.keys() - set(TakeOptions._fields)
+        if unknown:
+            raise ConfigurationError(f"{', '.join(sorted(unknown))}: there is no such option")
+        if key is not None and (type(key) is not str or not key):
+            raise ConfigurationError(f"key is a non-empty str, not {key!r}")
+        self._options = TakeOptions(
+            overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options
+        )
+        self._options.check()
+        self._key = key
+        self._path = None if path is None else os.fspath(path)
+        self._take = new_take_id()
+        self._rank = 0
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the checkpoint is saved.
+
+        Raises:
+            ConfigurationError: nobody has said where.
+        """
+        if self._path is None:
+            raise ConfigurationError(
+                "give a path to SnapshotStorageWriter, or checkpoint_id= to the call"
+            )
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether snapshots can be saved there."""
+        try:
+            open_storage(checkpoint_id)
+        except ConfigurationError:
+            return False
+        return True
+
+    def storage_meta(self) -> StorageMeta:
+        """What planners are told of this checkpoint."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._take)
+
+    # ---- the steps of a save, in order -----------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another checkpoint."""
+        if checkpoint_id:
+            self._path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Prepare the folder. All ranks call this.
+
+        Raises:
+            SnapshotExistsError: there is a snapshot already.
+            ConfigurationError: ``use_collectives=False``: a snapshot is that of all ranks.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise ConfigurationError(
+                "use_collectives=False saves a checkpoint for each rank alone; a snapshot is that "
+                "of all ranks: leave it out, or give each rank a path and no_dist=True"
+            )
+        self._take = new_take_id()
+        self._rank = int(kwargs.get("rank") or 0)
+        if is_coordinator:
+            storage = open_storage(self.checkpoint_id)
+            storage.prepare()
+            refuse_existing(storage, self._options)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing has to be changed."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Nothing has to be changed: the names of files differ between ranks in any case."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what this rank saves, on several threads, straight from the memory of tensors. If
+        that fails, nothing of it is left.
+        """
+        allow_pickle = self._options.allow_pickle
+        items: list[Item] = []
+        members: list[WriteItem] = []
+        units: list[Unit] = []
+        done: list[WriteResult] = []
+        for item in plan.items:
+            key, name = self._place(item.index.fqn, plan.planner_data)
+            if item.type == WriteItemType.BYTE_IO:
+                value = value_of(planner, item, allow_pickle=allow_pickle)
+                codec, data = encoded(item.index.fqn, value, allow_pickle=allow_pickle)
+                if len(data) <= INLINE_MAX:
+                    done.append(
+                        WriteResult(item.index, len(data), Written(None, codec=codec, data=data))
+                    )
+                    continue
+                items.append(Item(key, name, b"", codec=codec, data=data))
+            else:
+                piece = planned(item)
+                if piece is None:
+                    done.append(WriteResult(item.index, 0, Written()))
+                    continue
+                dtype, shape = whole(item)
+                items.append(Item(key, name, b"", dtype, shape, (piece,)))
+            members.append(item)
+            units.append(Unit(len(items) - 1, 0))
+        files = plan_files(items, units, self._take, self._rank, self._options.file_max)
+        layouts = [(file.name, file.layout) for file in files]
+        opened = OpenFiles(open_storage(self.checkpoint_id), layouts, self._options.threads)
+        try:
+            opened.write(sources_of(items, members, files, planner))
+            digests = opened.close(durable=self._options.fsync)
+        except BaseException:
+            opened.abort()
+            raise
+        done += results_of(items, members, files, digests, self._rank)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(done)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the snapshot visible. Only the coordinator calls this, when all have written.
+
+        Raises:
+            SnapshotExistsError: another save was faster.
+            LayoutMismatchError: no rank has some part of a tensor.
+            OSError: the storage failed.
+        """
+        written = [result for of_rank in results for result in of_rank]
+        files = {w.file.name: w.file for r in written if (w := r.storage_data).file is not None}
+        numbers = {name: number for number, name in enumerate(files)}
+        found: dict[str, list[Written]] = {}
+        for result in written:
+            found.setdefault(result.index.fqn, []).append(result.storage_data)
+        entries: dict[str, Entry] = {}
+        for name in metadata.state_dict_metadata:
+            entries[name] = entry_of(name, found.get(name, []), numbers)
+        shared, checkpoint = fold(entries, metadata.planner_data, self._key)
+        manifest = Manifest(
+            self._take,
+            time.time(),
+            len(results),
+            tuple(files.values()),
+            shared,
+            checkpoint=checkpoint,
+        )
+        publish(open_storage(self.checkpoint_id), manifest, self._options)
+        metadata.storage_meta = self.storage_meta()
+
+    def _place(self, name: str, places: Any) -> tuple[str, str]:
+        """The key and the name that a file shows; the manifest decides them in the end."""
+        steps = (places or {}).get(name, (name,))
+        key, inner = divided(steps, self._key, self._key or "state_dict")
+        return key, ".".join(map(str, inner))
