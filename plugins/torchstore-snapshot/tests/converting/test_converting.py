@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -339,6 +340,17 @@ def test_torchsnapshots_that_are_damaged_or_forged(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(SnapshotCorruptError, match="too short"):
         convert(source, tmp_path / "s", allow_pickle=True)
+
+
+def test_a_rank_that_cannot_be_read_leaves_nothing_of_the_others(tmp_path: Path) -> None:
+    source = tmp_path / "t"
+    shutil.copytree(DATA / "two-ranks", source)
+    metadata = json.loads((source / ".snapshot_metadata").read_text())
+    metadata["manifest"]["1/mine/t"]["byte_range"] = [1000, 1008]
+    (source / ".snapshot_metadata").write_text(json.dumps(metadata))
+    with pytest.raises(SnapshotCorruptError, match="too short"):
+        convert(source, tmp_path / "s")
+    assert not any((tmp_path / "s").iterdir())
 
 
 # ---- what cannot be converted -------------------------------------------------------------

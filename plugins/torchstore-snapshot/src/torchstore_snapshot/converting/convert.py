@@ -62,14 +62,14 @@ def convert(
     """Convert a folder of another library to a snapshot, or a snapshot to such a folder.
 
     What ``source`` is, is detected. The pieces of tensors are converted one by one, so memory for
-    about two of them is needed, whatever the size of the whole. The destination is visible when it
-    is complete.
+    at most three of them is needed, whatever the size of the whole. The destination is visible
+    when it is complete.
 
     Args:
         source: a folder; a snapshot may also be a URL.
         destination: a folder; a snapshot may also be a URL.
-        to: the kind of the destination; None: ``"snapshot"``, which must be given up for another
-            one if the source is a snapshot.
+        to: the kind of the destination; None: ``"snapshot"``. If the source is a snapshot, it has
+            to be given.
         key: of a checkpoint (``"dcp"``) or safetensors: the key that everything gets in the
             snapshot; of a snapshot: the only key that is converted.
         rank: whose own values are converted, if ranks have some; the formats of ``"dcp"`` and

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
-import importlib
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +125,7 @@ def _read(source: str) -> _Metadata:
 
 def _from_yaml(data: bytes, source: str) -> Any:
     try:
-        yaml: Any = importlib.import_module("yaml")
+        import yaml  # only for these
     except ImportError as error:
         raise SnapshotFormatError(
             f"the metadata of {source!r} are no JSON; if a very old version wrote them as YAML, "

@@ -47,7 +47,7 @@ class TorchStoreWriter(StorageWriter):
     it has put. Versions are numbered by attempts: after a failed save, a number is missing.
 
     What is saved can also be read by ``get_state_dict``. (Lists that contain tensors are dicts with
-    the indices as keys then.)
+    the indices as keys then.) The number of the last attempt is kept under ``<key>.saving``.
 
     Args:
         key: the key of the state dict; None: what ``checkpoint_id=`` of the call says. With a key,
