@@ -38,6 +38,7 @@ from scenarios import (
     placement,
     publishing,
     resharding,
+    snapshots,
     transfers,
 )
 from scenarios.run import Bench
@@ -58,6 +59,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "state-dict": resharding.state_dict,
     "layouts": resharding.layouts,
     "checkpoint": resharding.checkpoint,
+    "snapshots": snapshots.snapshots,
     "entries": publishing.entries,
     "partial": publishing.partial,
     "cast": publishing.cast,
@@ -75,7 +77,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 #: Inside a Monarch job; left out where Monarch is not installed, unless asked for by name.
 MONARCH = ("actors", "hosts", "job-start")
 #: Left out by --quick, unless asked for by name.
-LONG = ("checkpoint", *MONARCH)
+LONG = ("checkpoint", "snapshots", *MONARCH)
 QUICK = (
     "0.1 GB, 3 rounds, 1000 cycles; no more than two readers: about a minute; "
     f"without {', '.join(LONG)}"

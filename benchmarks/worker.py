@@ -14,6 +14,9 @@ from measured.mapped import MappedTensors
 from measured.network.loopback import OverNetwork
 from measured.network.namespaces import BetweenNetworks
 from measured.several_volumes import SeveralVolumes
+from measured.snapshots.access import SnapshotAccess
+from measured.snapshots.files import SnapshotFiles
+from measured.snapshots.trainer import Trainer
 
 from torchstore_cli.bench.worker_main import Stores, serve, standard_commands
 
@@ -34,6 +37,9 @@ def main(loop: str) -> None:
             "network": OverNetwork(stores.run),
             "networks": BetweenNetworks(stores.run, dicts),
             "job": job,
+            "snapshot-access": SnapshotAccess(),
+            "snapshot-files": SnapshotFiles(),
+            "trainer": Trainer(stores.run),
         }
     )
     commands["small"].end_echo()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 import click
@@ -13,13 +14,14 @@ import msgspec
 
 from torchstore_cli.reports import Failed, Report, Serving
 from torchstore_core import __version__
-from torchstore_core.errors import TorchStoreError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.reports.units import parse_bytes
 
 __all__ = ["run"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_COMMANDS = "torchstore.commands"
 _TIMEOUT_S = 10.0
 _LARGEST_BENCH = 4 << 30
 _INTERRUPTED = 130
@@ -75,7 +77,41 @@ def _common(command: F) -> F:
     return _json(command)
 
 
+class _Commands(click.Group):
+    """The commands of this package, and those of others: click commands that are entry points in
+    the group ``torchstore.commands``, under their names. They are given these settings as the
+    context's object, return an exit status or nothing, and raise what :func:`run` prints. They are
+    imported when they are used, or listed by ``--help``.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        names = {point.name for point in entry_points(group=_COMMANDS)}
+        return [*super().list_commands(ctx), *sorted(names - self.commands.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        mine = super().get_command(ctx, cmd_name)
+        found = None if mine else next(iter(entry_points(group=_COMMANDS, name=cmd_name)), None)
+        if found is None:
+            return mine
+        try:
+            command = found.load()
+        except Exception as error:  # noqa: BLE001 - a broken package breaks its command only
+            return _broken(cmd_name, f"{type(error).__name__}: {error}")
+        if not isinstance(command, click.Command):
+            return _broken(cmd_name, f"{found.value} is no command of click")
+        return command
+
+
+def _broken(name: str, why: str) -> click.Command:
+    def fail() -> None:
+        raise ConfigurationError(f"the command {name!r} of another package does not load: {why}")
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    return click.Command(name, callback=fail, help="Does not load.", context_settings=settings)
+
+
 @click.group(
+    cls=_Commands,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

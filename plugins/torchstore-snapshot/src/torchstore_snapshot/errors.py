@@ -5,13 +5,18 @@ from __future__ import annotations
 from torchstore_core.errors import TorchStoreError
 
 __all__ = [
+    "BucketNotFoundError",
     "RankFailedError",
+    "SnapshotAccessError",
     "SnapshotCorruptError",
     "SnapshotError",
     "SnapshotExistsError",
     "SnapshotFormatError",
     "SnapshotNotFoundError",
+    "SnapshotStorageError",
+    "SnapshotUnavailableError",
     "SnapshotWriterError",
+    "TakeLostError",
 ]
 
 
@@ -65,3 +70,35 @@ class RankFailedError(SnapshotError):
     """
 
     code = "snapshot-rank"
+
+
+class SnapshotStorageError(SnapshotError, OSError):
+    """What stores snapshots has failed. ``details["path"]`` is the URL."""
+
+    code = "snapshot-storage"
+
+
+class SnapshotAccessError(SnapshotStorageError, PermissionError):
+    """There are no credentials for an object store, or it refused them."""
+
+    code = "snapshot-access"
+
+
+class BucketNotFoundError(SnapshotStorageError):
+    """The bucket, or container, of a URL does not exist. Snapshots never create one."""
+
+    code = "snapshot-bucket"
+
+
+class SnapshotUnavailableError(SnapshotStorageError, ConnectionError):
+    """An object store cannot be reached, went away, or kept failing when requests were repeated."""
+
+    code = "snapshot-unavailable"
+
+
+class TakeLostError(SnapshotError):
+    """A take showed no sign of life for so long that its files were collected. It is not
+    committed.
+    """
+
+    code = "snapshot-take-lost"

@@ -13,6 +13,7 @@ from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background.staging import begin
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
+from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring import restore as restoring
 from torchstore_snapshot.restoring.verifying import verify_all
@@ -74,6 +75,7 @@ class Snapshot:
         overwrite: bool = False,
         fsync: bool = True,
         allow_pickle: bool = False,
+        base: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Snapshot:
         """Take a snapshot, and return when it is committed.
@@ -93,17 +95,25 @@ class Snapshot:
             fsync: flush all files before the snapshot is committed. Without it, a power failure
                 (though no crash of a process) soon afterwards may damage the snapshot.
             allow_pickle: store what needs pickle. Only readers that allow it can load it.
+            base: a snapshot beside this one (in the same folder). What has not changed since then
+                is not written again: the new snapshot refers to the files of earlier ones. It is
+                restored like any other. Delete snapshots with ``gc`` only, which keeps those files.
             options: ``file_max``, bytes of tensors in one file (2 GiB); ``threads``, how many
-                threads write (the number of copy threads).
+                threads write (the number of copy threads); ``progress``, True for a bar on a
+                terminal, or a function of the bytes that are done and of all bytes.
 
         Raises:
             SnapshotExistsError: there is a snapshot already.
+            SnapshotNotFoundError: there is no snapshot at ``base``.
             UnsafeObjectError: a value needs pickle.
             UnsupportedValueError, LayoutMismatchError: a value cannot be stored.
             RankFailedError: another rank failed.
             OSError: the storage failed, for example because it is full.
         """
-        chosen = _options(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options)
+        given = None if base is None else os.fspath(base)
+        chosen = _options(
+            overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
+        )
         url = take(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
         return cls(url, pg, allow_pickle=allow_pickle)
 
@@ -119,6 +129,7 @@ class Snapshot:
         overwrite: bool = False,
         fsync: bool = True,
         allow_pickle: bool = False,
+        base: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> PendingSnapshot:
         """Take a snapshot while the program goes on: return as soon as everything is staged in
@@ -128,7 +139,7 @@ class Snapshot:
         started for this purpose and kept. A process of its own, of low priority, writes the files.
 
         Args:
-            path, app_state, pg, replicated, overwrite, fsync, allow_pickle, options: as for
+            path, app_state, pg, replicated, overwrite, fsync, allow_pickle, base, options: as for
                 :meth:`take`.
             memory_budget: bytes that may be staged at a time; None: half of what the host has free.
                 If there is more to write, the call takes as long as writing what goes beyond it.
@@ -138,13 +149,21 @@ class Snapshot:
             TorchStoreError: as for :meth:`take`; errors of writing are raised by
                 ``PendingSnapshot.wait``.
         """
-        chosen = _options(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, **options)
+        given = None if base is None else os.fspath(base)
+        chosen = _options(
+            overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle, base=given, **options
+        )
         prepared = prepare(os.fspath(path), app_state, Ranks(pg), replicated, chosen)
         future = begin(prepared, memory_budget)
         return PendingSnapshot(cls(prepared.url, pg, allow_pickle=allow_pickle), future)
 
     def restore(
-        self, app_state: AppState, strict: bool = True, *, verify: bool = True
+        self,
+        app_state: AppState,
+        strict: bool = True,
+        *,
+        verify: bool = True,
+        progress: Progress = False,
     ) -> StateDictReport:
         """Restore objects: read what this rank needs straight into the tensors of their state
         dicts, and call ``load_state_dict``.
@@ -157,6 +176,8 @@ class Snapshot:
                 restore what does.
             verify: compare hashes before anything is written. The hash of a piece can be checked
                 only where the whole piece is read, so not always when resharding.
+            progress: show a bar, if standard error is a terminal; or a function that is called with
+                the bytes that are done, of both passes, and with all of them.
 
         Returns:
             The differences; without ``strict``, there may be some.
@@ -176,6 +197,7 @@ class Snapshot:
             strict=strict,
             verify=verify,
             allow_pickle=self._allow_pickle,
+            progress=progress,
         )
 
     def read_object(
@@ -215,8 +237,11 @@ class Snapshot:
             allow_pickle=self._allow_pickle,
         )
 
-    def verify(self) -> dict[str, SnapshotCorruptError]:
+    def verify(self, *, progress: Progress = False) -> dict[str, SnapshotCorruptError]:
         """Read every byte of the snapshot and compare all hashes.
+
+        Args:
+            progress: as for :meth:`restore`.
 
         Returns:
             The damaged objects: by ``"key/name"``, why; empty if the snapshot is whole.
@@ -225,7 +250,7 @@ class Snapshot:
             SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError: it has no manifest
                 that can be used.
         """
-        return verify_all(self._storage, self.manifest)
+        return verify_all(self._storage, self.manifest, progress)
 
     @property
     def manifest(self) -> Manifest:

@@ -34,6 +34,9 @@ class Begin(msgspec.Struct, array_like=True, tag=True):
         url, take, rank, size: of the snapshot, of the take, of this rank, and of all ranks.
         part: what this rank has, without the hashes.
         timeout: seconds that other ranks may take longer than this one.
+        claimed: this rank has published the claim of the take, and the writer takes it over.
+        environment: variables that say where object stores are, and as whom they are asked: those
+            of the program may have changed since the writer was started.
     """
 
     job: int
@@ -47,6 +50,8 @@ class Begin(msgspec.Struct, array_like=True, tag=True):
     timeout: float
     part: Part
     files: list[NewFile]
+    claimed: bool = False
+    environment: dict[str, str] = {}
 
 
 class Chunk(msgspec.Struct, array_like=True):

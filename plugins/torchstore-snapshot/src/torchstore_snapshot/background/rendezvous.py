@@ -14,6 +14,7 @@ import msgspec
 from torchstore_snapshot.errors import RankFailedError, SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import part_file, take_of
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import read_manifest
 from torchstore_snapshot.taking.merging import Part
@@ -40,7 +41,13 @@ def report_failure(storage: Storage, take: str, rank: int, error: str) -> None:
 
 
 def commit_together(
-    storage: Storage, take: str, part: Part, size: int, options: TakeOptions, timeout: float
+    storage: Storage,
+    take: str,
+    part: Part,
+    size: int,
+    options: TakeOptions,
+    timeout: float,
+    claim: Claim | None = None,
 ) -> None:
     """Commit a take when all ranks have written their parts; return when it is committed.
 
@@ -53,7 +60,7 @@ def commit_together(
             :func:`~torchstore_snapshot.taking.take.commit`.
     """
     if size == 1:
-        commit(storage, take, [part], options)
+        commit(storage, take, [part], options, claim=claim)
         return
     _publish(storage, take, _Report(part.rank, part))
     waiting = _Waiting(storage, take, size, timeout)
@@ -62,7 +69,7 @@ def commit_together(
         return
     parts = waiting.for_parts()
     try:
-        commit(storage, take, parts, options)
+        commit(storage, take, parts, options, claim=claim)
     except Exception as error:
         report_failure(storage, take, part.rank, f"{type(error).__name__}: {error}")
         raise

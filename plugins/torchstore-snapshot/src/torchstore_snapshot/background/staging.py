@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,10 +16,18 @@ from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.stores import table
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values.tensors import from_buffer
-from torchstore_core.errors import ConfigurationError, StoreClosedError, StoreFullError
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreClosedError,
+    StoreFullError,
+    TorchStoreError,
+)
 from torchstore_snapshot.background import messages as m
-from torchstore_snapshot.background.process import Job, the_writer
+from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
+from torchstore_snapshot.background.rendezvous import report_failure
+from torchstore_snapshot.errors import SnapshotWriterError
 from torchstore_snapshot.format.hashes import BLOCK
+from torchstore_snapshot.storage.remote import RemoteStorage, environment
 from torchstore_snapshot.taking.merging import part_of
 from torchstore_snapshot.taking.take import Prepared
 
@@ -64,30 +73,63 @@ def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
     """
     budget: object = memory_budget
     if budget is not None and (type(budget) is not int or budget < 1):
+        if prepared.claim is not None:
+            prepared.claim.release()
         raise ConfigurationError(f"memory_budget is an int above 0, not {budget!r}")
     limit = int(available_memory() * _SHARE) if memory_budget is None else memory_budget
-    staging = asyncio.run_coroutine_threadsafe(_stage(prepared, limit), thread_loops.background())
-    return staging.result()
+    try:
+        storage = prepared.storage
+        if isinstance(storage, RemoteStorage) and not storage.shared:
+            raise ConfigurationError(
+                f"async_take writes in another process, which does not see {prepared.url!r}; "
+                "use take"
+            )
+        writer = the_writer()
+    except BaseException:
+        if prepared.claim is not None:
+            prepared.claim.release()
+        raise
+    if prepared.claim is not None:
+        prepared.claim.stop()  # the writer takes it over
+    stage = _stage(prepared, limit, writer)
+    return asyncio.run_coroutine_threadsafe(stage, thread_loops.background()).result()
 
 
-async def _stage(prepared: Prepared, limit: int) -> Future[None]:
+async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Future[None]:
     loop = asyncio.get_running_loop()
     batches = list(_batches(prepared, limit))
-    writer = the_writer()
     credit = asyncio.Semaphore(2 if len(batches) > 1 else 1)
 
     def released() -> None:
         loop.call_soon_threadsafe(credit.release)
 
     job = writer.job(released)
-    writer.send(_begin(prepared, job))
     key = f"{PREFIX}{prepared.take}/{prepared.ranks.rank}"
+    keys: list[str] = []
+    outcome: Future[None] = Future()
+
+    async def settle(error: BaseException | None) -> None:
+        try:
+            if isinstance(error, SnapshotWriterError):  # it can tell nobody, and tidy nothing up
+                await _lost(prepared, keys, str(error))
+        finally:
+            if error is None:
+                outcome.set_result(None)
+            else:
+                outcome.set_exception(error)
+
+    def ended(done: Future[None]) -> None:
+        asyncio.run_coroutine_threadsafe(settle(done.exception()), loop)
+
+    job.done.add_done_callback(ended)
+    writer.send(_begin(prepared, job))
     try:
         for number, batch in enumerate(batches):
             await credit.acquire()
             if job.done.done():  # it failed
                 break
             where = f"{key}/{number}"
+            keys.append(where)
             values = {str(i): staged.tensor for i, staged in enumerate(batch)}
             address = await _put(where, values)
             writer.send(m.Batch(job.number, address, where, [staged.chunk for staged in batch]))
@@ -95,13 +137,30 @@ async def _stage(prepared: Prepared, limit: int) -> Future[None]:
     except BaseException as error:
         writer.send(m.Abandon(job.number, f"{type(error).__name__}: {error}"))
         raise
-    return job.done
+    return outcome
+
+
+async def _lost(prepared: Prepared, staged: list[str], error: str) -> None:
+    """The writer has ended: tell the other ranks, and take what is staged out of the stores."""
+    if prepared.ranks.size > 1:
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(
+                report_failure, prepared.storage, prepared.take, prepared.ranks.rank, error
+            )
+    for name in (DEFAULT_NAME, _own_name()):
+        if table.known(name) is not None:
+            for key in staged:
+                with contextlib.suppress(TorchStoreError):  # written, or the store has ended, too
+                    client: Any = await ts.client(name)
+                    await client.delete(key)
 
 
 def _begin(prepared: Prepared, job: Job) -> m.Begin:
     files = prepared.files
     blank = [[""] * len(file.units) for file in files]
-    part = part_of(prepared.ranks.rank, prepared.keys, prepared.items, files, blank)
+    part = part_of(
+        prepared.ranks.rank, prepared.keys, prepared.items, files, blank, prepared.reused
+    )
     options = prepared.options
     return m.Begin(
         job.number,
@@ -115,6 +174,8 @@ def _begin(prepared: Prepared, job: Job) -> m.Begin:
         _TIMEOUT_S,
         part,
         [m.NewFile(f.name, f.layout.header, f.layout.starts, f.layout.nbytes) for f in files],
+        prepared.claim is not None,
+        environment() if isinstance(prepared.storage, RemoteStorage) else {},
     )
 
 

@@ -24,7 +24,9 @@ from torchstore_snapshot.background.rendezvous import commit_together, report_fa
 from torchstore_snapshot.format.hashes import digest_of
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
 from torchstore_snapshot.format.safetensors_files import Layout
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.remote import set_environment
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions
 from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
@@ -39,15 +41,66 @@ _BEST_EFFORT_LOWEST = 2 << 13 | 7
 _Message = m.Begin | m.Batch | m.Finish | m.Abandon
 
 
+class _Program:
+    """What the program has begun and not finished: the takes, and what is staged for them."""
+
+    def __init__(self) -> None:
+        self._takes: dict[int, m.Begin] = {}
+        self._staged: dict[str, m.Batch] = {}
+
+    def note(self, message: _Message) -> None:
+        """Note a message as it arrives."""
+        match message:
+            case m.Begin():
+                self._takes[message.job] = message
+            case m.Batch():
+                self._staged[message.key] = message
+            case _:
+                pass
+
+    def ended(self, job: int) -> None:
+        """A take was committed, or has failed."""
+        self._takes.pop(job, None)
+        for batch in [*self._staged.values()]:
+            if batch.job == job:
+                self.release(batch)
+
+    def release(self, batch: m.Batch) -> None:
+        """Take a batch out of the store, if it is still there."""
+        if self._staged.pop(batch.key, None) is not None:
+            with contextlib.suppress(TorchStoreError, OSError):  # the store has ended, too
+                ts.connect(batch.address, store_name=_STORE).delete(batch.key)
+
+    def bury(self) -> None:
+        """The program has ended. Tell the other ranks of its takes, and take what it staged out of
+        the store, which may be there for longer.
+        """
+        for begin in [*self._takes.values()]:
+            if begin.size > 1:
+                with contextlib.suppress(TorchStoreError, OSError):
+                    storage = open_storage(begin.url)
+                    report_failure(storage, begin.take, begin.rank, "its program has ended")
+        for batch in [*self._staged.values()]:
+            self.release(batch)
+
+
 class _Job:
     """A take that is being written."""
 
-    def __init__(self, begin: m.Begin, connection: socket.socket) -> None:
+    def __init__(self, begin: m.Begin, connection: socket.socket, program: _Program) -> None:
         self._begin = begin
+        self._program = program
         self._connection = connection
+        if begin.environment:
+            set_environment(begin.environment)
         self._storage = open_storage(begin.url)
+        self._claim = Claim.adopt(self._storage, begin.take) if begin.claimed else None
         files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]
-        self._files = OpenFiles(self._storage, files, begin.threads)
+        try:
+            self._files = OpenFiles(self._storage, files, begin.threads)
+        except BaseException:
+            self._release()
+            raise
 
     def handle(self, message: _Message) -> bool:
         """Handle a message of this job. Returns whether the job has ended."""
@@ -70,7 +123,7 @@ class _Job:
         client = ts.connect(batch.address, store_name=_STORE)
         staged = client.get_state_dict(batch.key)
         # The lease keeps the memory until the tensors are gone, and the store needs it soon.
-        client.delete(batch.key)
+        self._program.release(batch)
         self._files.write(
             Source(chunk.file, chunk.unit, chunk.begin, bytes_of(name, tensor), tensor)
             for chunk, (name, tensor) in zip(
@@ -83,14 +136,21 @@ class _Job:
         digests = self._files.close(durable=begin.fsync)
         options = TakeOptions(overwrite=begin.overwrite, fsync=begin.fsync)
         part = _with_digests(begin.part, begin.files, digests)
-        commit_together(self._storage, begin.take, part, begin.size, options, begin.timeout)
+        commit_together(
+            self._storage, begin.take, part, begin.size, options, begin.timeout, self._claim
+        )
 
     def fail(self, error: str) -> None:
         """Remove what was written, and tell the other ranks."""
         self._files.abort()
+        self._release()
         if self._begin.size > 1:
             with contextlib.suppress(OSError):
                 report_failure(self._storage, self._begin.take, self._begin.rank, error)
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
 
 
 def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[str]]) -> Part:
@@ -103,6 +163,8 @@ def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[str]]) 
     empty = digest_of(b"")
 
     def filled(piece: Piece) -> Piece:
+        if piece.digest:
+            return piece  # in a file of an earlier snapshot
         digest = known[piece.file, piece.start] if piece.nbytes else empty
         return msgspec.structs.replace(piece, digest=digest)
 
@@ -120,22 +182,28 @@ def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[str]]) 
     return msgspec.structs.replace(part, entries=entries)
 
 
-def _serve(connection: socket.socket, inbox: queue.SimpleQueue[_Message]) -> None:
+def _serve(
+    connection: socket.socket, inbox: queue.SimpleQueue[_Message], program: _Program
+) -> None:
     """Handle messages one by one. An error ends its job, not the process."""
     jobs: dict[int, _Job] = {}
     while True:
         message = inbox.get()
         try:
             if isinstance(message, m.Begin):
-                jobs[message.job] = _Job(message, connection)
+                jobs[message.job] = _Job(message, connection, program)
                 continue
             job = jobs.get(message.job)
-            if job is not None and job.handle(message):
+            if job is None:
+                program.ended(message.job)  # it has failed, and more was staged in the meantime
+            elif job.handle(message):
                 del jobs[message.job]
+                program.ended(message.job)
         except (TorchStoreError, OSError, ValueError, RuntimeError, MemoryError) as error:
             failed = jobs.pop(message.job, None)
             if failed is not None:
                 failed.fail(f"{type(error).__name__}: {error}")
+            program.ended(message.job)
             m.send(connection, m.Failed.of(message.job, error))
 
 
@@ -153,11 +221,15 @@ def main(descriptor: int) -> None:
     _lower_priority()
     connection = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-    threading.Thread(target=_serve, args=(connection, inbox), daemon=True).start()
+    program = _Program()
+    threading.Thread(target=_serve, args=(connection, inbox, program), daemon=True).start()
     while (data := m.receive(connection)) is not None:
-        inbox.put(m.to_writer.decode(data))
-    # The program has ended. Files of unfinished jobs stay where they are, invisible: to remove them
-    # could take long, and the thread may be writing to them.
+        message = m.to_writer.decode(data)
+        program.note(message)
+        inbox.put(message)
+    # Files of unfinished jobs stay where they are, invisible: to remove them could take long, and
+    # the thread may be writing to them.
+    program.bury()
     os._exit(0)
 
 

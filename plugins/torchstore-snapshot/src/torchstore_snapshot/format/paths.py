@@ -11,6 +11,7 @@ from torchstore_snapshot.errors import SnapshotFormatError
 __all__ = [
     "MANIFEST",
     "check_file_name",
+    "claim_file",
     "data_file",
     "new_take_id",
     "part_file",
@@ -57,6 +58,15 @@ def plain_name(key: str) -> str:
 def part_file(take: str, rank: int) -> str:
     """Return the name of the file in which a rank reports what it has written."""
     return f".part-{take}-{rank}.json"
+
+
+def claim_file(take: str) -> str:
+    """Return the name of the file that says that a take is running.
+
+    >>> take_of(claim_file("0195d0a2b3c4-00c0ffee"))
+    '0195d0a2b3c4-00c0ffee'
+    """
+    return f".claim-{take}.json"
 
 
 def temporary(name: str, take: str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 from types import TracebackType
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, Piece
-from torchstore_snapshot.storage.base import Reader, Storage
+from torchstore_snapshot.restoring.mappings import expect_ranges, populate
+from torchstore_snapshot.storage.base import Maps, Reader, Storage
 
 __all__ = ["Files"]
+
+# From this share of a file on, all of it may be read ahead.
+_MOST = 0.9
 
 
 class Files:
@@ -18,6 +23,7 @@ class Files:
         self._storage = storage
         self._manifest = manifest
         self._open: dict[int, Reader] = {}
+        self._mapped: dict[int, memoryview | None] = {}
 
     def __enter__(self) -> Files:
         return self
@@ -28,6 +34,7 @@ class Files:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._mapped.clear()
         for reader in self._open.values():
             reader.close()
 
@@ -35,6 +42,16 @@ class Files:
     def url(self) -> str:
         """Where the snapshot is."""
         return self._storage.url
+
+    @property
+    def gap(self) -> int:
+        """Bytes between two ranges up to which one request for both costs less than two."""
+        return self._storage.request_size - 1
+
+    @property
+    def remote(self) -> bool:
+        """Whether requests are so expensive that there should be few."""
+        return self._storage.request_size > 1
 
     def reader(self, index: int) -> Reader:
         """Return a file.
@@ -46,9 +63,8 @@ class Files:
         if found is not None:
             return found
         file = self._manifest.files[index]
-        storage = self._storage.sibling(file.snapshot) if file.snapshot else self._storage
         try:
-            reader = storage.open(file.name)
+            reader = self._storage_of(index).open(file.name)
         except FileNotFoundError as error:
             raise self.corrupt(index, "is missing") from error
         if reader.nbytes != file.nbytes:
@@ -56,6 +72,52 @@ class Files:
             raise self.corrupt(index, f"has {reader.nbytes} bytes instead of {file.nbytes}")
         self._open[index] = reader
         return reader
+
+    def request_size(self, index: int) -> int:
+        """Return how many bytes one request for a part of a file should have at least."""
+        return self._storage_of(index).request_size
+
+    def _storage_of(self, index: int) -> Storage:
+        folder = self._manifest.files[index].snapshot
+        return self._storage.sibling(folder) if folder else self._storage
+
+    def map(self, index: int, nbytes: int | None = None) -> None:
+        """Map a file that :meth:`reader` has opened, if its storage can; nothing is read by that.
+        Called by one thread at a time.
+
+        Args:
+            nbytes: how many of its bytes will be read; None: all.
+        """
+        if index in self._mapped:
+            return
+        reader = self.reader(index)
+        self._mapped[index] = None
+        if isinstance(reader, Maps) and reader.nbytes:
+            try:
+                whole = reader.map(0, reader.nbytes, populate=False)
+            except OSError:  # no address space, or a file system that cannot: it is read instead
+                return
+            self._mapped[index] = memoryview(whole)
+            if nbytes is not None and nbytes < _MOST * reader.nbytes:
+                expect_ranges(memoryview(whole))
+
+    def window(
+        self, index: int, start: int, nbytes: int, *, sparse: bool = False
+    ) -> memoryview | None:
+        """Return a range of a mapped file; None if the file is not mapped, or not all of the range
+        can be read (then reading it says why).
+
+        Args:
+            sparse: not all of it is needed, so it is read only as it is accessed. Otherwise, all of
+                it is in memory when this returns.
+        """
+        whole = self._mapped.get(index)
+        if whole is None or not nbytes:
+            return None
+        first = start - start % mmap.PAGESIZE
+        if not sparse and not populate(whole[first : start + nbytes]):
+            return None
+        return whole[start : start + nbytes]
 
     def corrupt(self, index: int, what: str, path: str | None = None) -> SnapshotCorruptError:
         """Return the error for a damaged file; ``path`` is the tensor concerned."""

@@ -6,14 +6,12 @@ first byte is read; files are then checked, and only then is anything written to
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import xxhash
 
 from torchstore_core import boxes
 from torchstore_core.clients.values.tensors import (
@@ -26,18 +24,25 @@ from torchstore_core.machine import copying
 from torchstore_core.values import TensorMeta
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import Piece, TensorEntry
+from torchstore_snapshot.progress import Advance, Progress, metered
+from torchstore_snapshot.restoring.checking import check_pieces
+from torchstore_snapshot.restoring.fetching import (
+    REQUESTS,
+    WINDOW,
+    Fetched,
+    Span,
+    hold_max,
+    windows,
+)
 from torchstore_snapshot.restoring.files import Files
-from torchstore_snapshot.storage.base import Maps, Reader
+from torchstore_snapshot.restoring.mappings import address_of
 from torchstore_snapshot.taking.writing import bytes_of
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["Read", "bytes_read", "check_pieces", "empty_for", "execute", "plan_reads"]
-__all__ += ["read_piece"]
+__all__ = ["Read", "bytes_read", "empty_for", "execute", "plan_reads", "read_piece"]
 
-# Bytes that are hashed at a time where a file cannot be mapped: they stay in the cache.
-_SCRATCH = 256 << 10
-# Fewer bytes are read rather than mapped, which takes some microseconds.
-_MAP_MIN = 256 << 10
+# As many bytes or more, of storage with expensive requests, go straight into their tensor.
+_DIRECT = 1 << 20
 
 
 class Read(NamedTuple):
@@ -103,7 +108,14 @@ def bytes_read(reads: Sequence[Read]) -> int:
     return sum(read.target.nbytes for read in reads)
 
 
-def execute(files: Files, reads: Sequence[Read], *, verify: bool, new: bool = False) -> None:
+def execute(
+    files: Files,
+    reads: Sequence[Read],
+    *,
+    verify: bool,
+    new: bool = False,
+    progress: Progress = False,
+) -> None:
     """Carry all reads out.
 
     Args:
@@ -111,23 +123,83 @@ def execute(files: Files, reads: Sequence[Read], *, verify: bool, new: bool = Fa
             not say whether a part of it is right.)
         new: nobody else has the targets yet, so they may be checked after they were read, instead
             of reading everything twice.
+        progress: who is told how far it is.
 
     Raises:
         SnapshotCorruptError: a file is missing, has the wrong size, or its bytes have changed. No
             target was written to, unless a file changed in the meantime.
     """
+    total = bytes_read(reads)
+    if verify and not new:
+        total += bytes_read([read for read in reads if read.whole])
+    with metered(progress, "restoring", total) as advance:
+        _execute(files, reads, verify=verify, new=new, advance=advance)
+
+
+def _execute(
+    files: Files | Fetched,
+    reads: Sequence[Read],
+    *,
+    verify: bool,
+    new: bool,
+    advance: Advance | None,
+) -> None:
+    needed: dict[int, int] = {}
     for read in reads:
         files.reader(read.piece.file)
+        needed[read.piece.file] = needed.get(read.piece.file, 0) + read.target.nbytes
+    if isinstance(files, Files) and files.remote:
+        _execute_remote(files, reads, verify=verify, new=new, advance=advance)
+        return
+    for index, nbytes in needed.items():
+        files.map(index, nbytes)
     whole = [read for read in reads if read.whole] if verify else []
     if not new:
-        check_pieces(files, [(read.path, read.piece) for read in whole])
-    run_tasks(_tasks(files, reads))
+        check_pieces(files, [(read.path, read.piece) for read in whole], advance)
+    run_tasks(_tasks(files, reads, advance))
     if new:
-        _check_targets(files, whole)
+        _check_memory(files, whole)
 
 
-def _check_targets(files: Files, reads: Sequence[Read]) -> None:
-    """Compare the hashes of pieces with what was read."""
+def _execute_remote(
+    files: Files, reads: Sequence[Read], *, verify: bool, new: bool, advance: Advance | None
+) -> None:
+    """As :func:`execute`, with few requests. What has to be checked before it is used is held in
+    memory, and is read twice only if there is too much of it.
+    """
+    if new or not verify:
+        direct = [read for read in reads if read.target.nbytes >= _DIRECT and _fills(read)]
+        run_tasks(_tasks(files, direct, advance), REQUESTS)
+        if verify:
+            _check_memory(files, [read for read in direct if read.whole])
+        chosen = {id(read) for read in direct}
+        reads = [read for read in reads if id(read) not in chosen]
+    spans = [Span(read.piece.file, *read.span) for read in reads]
+    groups = list(windows(spans, WINDOW if new or not verify else hold_max()))
+    if not new and verify and len(groups) > 1:
+        for group in groups:
+            mine = [(reads[i].path, reads[i].piece) for i in group if reads[i].whole]
+            held = Fetched(files, [spans[i] for i in group if reads[i].whole])
+            check_pieces(held, mine, advance)
+        verify = False
+    for group in groups:
+        held = Fetched(files, [spans[i] for i in group])
+        _execute(held, [reads[i] for i in group], verify=verify, new=new, advance=advance)
+
+
+def _fills(read: Read) -> bool:
+    """Whether the bytes of a read lie in its target as they do in the file."""
+    begin, end = read.span
+    target = read.target
+    return target.is_cpu and target.is_contiguous() and end - begin == target.nbytes
+
+
+def _check_memory(files: Files | Fetched, reads: Sequence[Read]) -> None:
+    """Compare the hashes of pieces with the tensors that they were read into.
+
+    Raises:
+        SnapshotCorruptError: the bytes of a piece are not those that were written.
+    """
     hashes = [[b""] * len(list(blocks(read.piece.nbytes))) for read in reads]
 
     def tasks() -> Iterator[Callable[[], None]]:
@@ -148,101 +220,54 @@ def _hash_memory(owner: torch.Tensor, memory: memoryview, found: list[bytes], nu
     found[number] = block_hash(memory)
 
 
-def check_pieces(files: Files, pieces: Sequence[tuple[str, Piece]]) -> None:
-    """Compare the hashes of pieces, given with the paths of their tensors.
-
-    Raises:
-        SnapshotCorruptError: the bytes of a piece have changed.
-    """
-    distinct = list({(piece.file, piece.start): (path, piece) for path, piece in pieces}.values())
-    hashes: list[list[bytes]] = []
-
-    def tasks() -> Iterator[Callable[[], None]]:
-        for _, piece in distinct:
-            reader = files.reader(piece.file)
-            spans = list(blocks(piece.nbytes))
-            found = [b""] * len(spans)
-            hashes.append(found)
-            for number, (begin, end) in enumerate(spans):
-                yield functools.partial(
-                    _hash_block, reader, piece.start + begin, end - begin, found, number
-                )
-
-    run_tasks(tasks())
-    for (path, piece), found in zip(distinct, hashes, strict=True):
-        if combined(found) != piece.digest:
-            raise files.damaged(piece, path)
-
-
-def _hash_block(reader: Reader, start: int, nbytes: int, found: list[bytes], number: int) -> None:
-    mapped = _mapped(reader, start, nbytes)
-    if mapped is not None:
-        found[number] = block_hash(mapped)
-        return
-    # Through a buffer that stays in the cache: the bytes are not needed.
-    hasher = xxhash.xxh3_128()
-    scratch = memoryview(bytearray(min(_SCRATCH, nbytes)))
-    for at in range(0, nbytes, _SCRATCH):
-        part = scratch[: min(_SCRATCH, nbytes - at)]
-        reader.read_into(start + at, part)
-        hasher.update(part)
-    found[number] = hasher.digest()
-
-
-def _mapped(reader: Reader, start: int, nbytes: int) -> memoryview | None:
-    """The mapped bytes of a file; None if they should, or must, be read instead."""
-    if nbytes < _MAP_MIN or not isinstance(reader, Maps):
-        return None
-    try:
-        return memoryview(reader.map(start, nbytes, populate=True))
-    except OSError:  # an old kernel, or bytes that cannot be read: reading shows what is wrong
-        return None
-
-
-def _tasks(files: Files, reads: Sequence[Read]) -> Iterator[Callable[[], None]]:
+def _tasks(
+    files: Files | Fetched, reads: Sequence[Read], advance: Advance | None
+) -> Iterator[Callable[[], None]]:
     for read in reads:
-        reader = files.reader(read.piece.file)
         target = read.target.detach()
-        begin, end = read.span
-        if target.is_cpu and target.is_contiguous() and end - begin == target.nbytes:
+        begin, _ = read.span
+        if _fills(read):
             memory = bytes_of(read.path, target)
             for start, stop in blocks(target.nbytes):
-                yield functools.partial(_fill, files, read, begin + start, memory[start:stop])
+                yield functools.partial(
+                    _fill, files, read, begin + start, memory[start:stop], advance
+                )
         else:
-            yield functools.partial(_scatter, files, reader, read, target)
+            yield functools.partial(_scatter, files, read, target, advance)
 
 
-def _fill(files: Files, read: Read, start: int, memory: memoryview) -> None:
-    reader = files.reader(read.piece.file)
-    mapped = _mapped(reader, start, len(memory))
-    if mapped is not None:  # faster than reading: with stores that bypass the cache
-        pieces = [(_address(memory), _address(mapped), len(memory))]
+def _fill(
+    files: Files | Fetched, read: Read, start: int, memory: memoryview, advance: Advance | None
+) -> None:
+    window = files.window(read.piece.file, start, len(memory))
+    if window is not None:  # faster than reading: with stores that bypass the cache
+        pieces = [(address_of(memory), address_of(window), len(memory))]
         copying.copy_pieces(pieces, stream=True)
-        return
+    else:
+        _read(files, read, start, memory)
+    if advance is not None:
+        advance(len(memory))
+
+
+def _read(files: Files | Fetched, read: Read, start: int, buffer: memoryview | bytearray) -> None:
     try:
-        reader.read_into(start, memory)
+        files.reader(read.piece.file).read_into(start, buffer)
     except EOFError as error:
         raise files.corrupt(read.piece.file, "became shorter", read.path) from error
 
 
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _scatter(files: Files, reader: Reader, read: Read, target: torch.Tensor) -> None:
+def _scatter(
+    files: Files | Fetched, read: Read, target: torch.Tensor, advance: Advance | None
+) -> None:
     """Read a box whose bytes are not contiguous, in the file or in its target."""
     for box, view in _cut(read.box, target):
         part = read._replace(box=box, target=view)
         begin, end = part.span
         strides = _strides(read.source.shape)
-        if isinstance(reader, Maps):
-            buffer = reader.map(begin, end - begin, populate=False)
-        else:
+        buffer: Any = files.window(read.piece.file, begin, end - begin, sparse=True)
+        if buffer is None:
             buffer = bytearray(end - begin)
-            try:
-                reader.read_into(begin, buffer)
-            except EOFError as error:
-                raise files.corrupt(read.piece.file, "became shorter", read.path) from error
+            _read(files, read, begin, buffer)
         flat = from_buffer(buffer, 0, ((end - begin) // view.itemsize,), view.dtype)
         source = flat.as_strided(tuple(view.shape), strides)
         if view.is_cpu:
@@ -250,6 +275,8 @@ def _scatter(files: Files, reader: Reader, read: Read, target: torch.Tensor) -> 
         else:
             with torch.inference_mode():
                 view.copy_(source)
+        if advance is not None:
+            advance(view.nbytes)
 
 
 def _cut(box: boxes.Box, target: torch.Tensor) -> Iterator[tuple[boxes.Box, torch.Tensor]]:

@@ -18,6 +18,7 @@ from torchstore_core.values import ObjectMeta, TensorSlice
 from torchstore_snapshot.api.stateful import AppState, RNGState, Stateful, checked
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Entry, Manifest, ObjectEntry, TensorEntry
+from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring.destinations import Filled, match, tensor_reads
 from torchstore_snapshot.restoring.files import Files
@@ -42,6 +43,7 @@ def restore(
     strict: bool,
     verify: bool,
     allow_pickle: bool,
+    progress: Progress = False,
 ) -> StateDictReport:
     """Restore every object of the application state.
 
@@ -81,7 +83,7 @@ def restore(
             ordered = ((name, filled.steps[name], values[name]) for name in filled.steps)
             loads.append((stateful, nesting.unflatten(key, ordered)))
         reads = [read for _, _, filled in planned for read in filled.reads]
-        execute(files, reads, verify=verify)
+        execute(files, reads, verify=verify, progress=progress)
     # The state of the random number generator last, because others may draw from it.
     for stateful, state in sorted(loads, key=lambda load: isinstance(load[0], RNGState)):
         _load(stateful, state, strict=strict)

@@ -1,4 +1,4 @@
-"""Checks whether a snapshot is whole. Loads nothing."""
+"""Checks whether a snapshot is whole. Loads nothing, and is torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, ObjectEntry, Piece
+from torchstore_snapshot.progress import Progress, metered
+from torchstore_snapshot.restoring.checking import check_pieces
 from torchstore_snapshot.restoring.files import Files
-from torchstore_snapshot.restoring.reading import check_pieces
 from torchstore_snapshot.storage.base import Storage
 
 __all__ = ["all_pieces", "verify_all"]
@@ -27,17 +28,24 @@ def all_pieces(manifest: Manifest) -> Iterator[tuple[str, Piece]]:
                     yield path, entry.piece
 
 
-def verify_all(storage: Storage, manifest: Manifest) -> dict[str, SnapshotCorruptError]:
+def verify_all(
+    storage: Storage, manifest: Manifest, progress: Progress = False
+) -> dict[str, SnapshotCorruptError]:
     """Compare the hashes of all pieces. See ``Snapshot.verify``."""
     damaged: dict[str, SnapshotCorruptError] = {}
     by_file: dict[int, list[tuple[str, Piece]]] = {}
     for path, piece in all_pieces(manifest):
         by_file.setdefault(piece.file, []).append((path, piece))
-    with Files(storage, manifest) as files:
+    distinct = {(piece.file, piece.start): piece.nbytes for _, piece in all_pieces(manifest)}
+    with (
+        Files(storage, manifest) as files,
+        metered(progress, "verifying", sum(distinct.values())) as advance,
+    ):
         for index, mine in by_file.items():
             try:
                 files.reader(index)
-                check_pieces(files, mine)
+                files.map(index)
+                check_pieces(files, mine, advance)
             except SnapshotCorruptError as error:
                 if error.key is None:  # the file as a whole
                     damaged |= dict.fromkeys((path for path, _ in mine), error)

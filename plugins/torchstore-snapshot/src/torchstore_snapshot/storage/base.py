@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["FileInfo", "Maps", "Reader", "Storage", "Writer"]
+__all__ = ["FileInfo", "KeepsUnfinished", "Maps", "Reader", "Storage", "Writer"]
 
 
 class FileInfo(NamedTuple):
@@ -81,6 +81,19 @@ class Maps(Protocol):
         """
 
 
+@runtime_checkable
+class KeepsUnfinished(Protocol):
+    """An optional ability of a :class:`Storage`: files that were never finished occupy space,
+    though :meth:`Storage.list` does not show them.
+    """
+
+    def unfinished(self) -> Sequence[FileInfo]:
+        """Return the unfinished files of the folder. Sizes are 0 where they are unknown."""
+
+    def discard_unfinished(self, name: str) -> None:
+        """Give up all unfinished files of a name. Does nothing if there is none."""
+
+
 class Storage(Protocol):
     """A folder of files."""
 
@@ -133,3 +146,9 @@ class Storage(Protocol):
 
     def sibling(self, name: str) -> Storage:
         """Return the folder ``name`` beside this one."""
+
+    def siblings(self) -> Sequence[str]:
+        """Return the names of the folders beside this one, and its own if it exists."""
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder if there is nothing in it, and if the storage has empty folders."""

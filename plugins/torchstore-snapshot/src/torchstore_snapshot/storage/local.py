@@ -167,6 +167,18 @@ class LocalStorage:
     def sibling(self, name: str) -> LocalStorage:
         return LocalStorage(os.path.join(os.path.dirname(self._path), name))
 
+    def siblings(self) -> Sequence[str]:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            os.scandir(os.path.dirname(self._path)) as all_,
+        ):
+            return [entry.name for entry in all_ if entry.is_dir()]
+        return []
+
+    def remove_if_empty(self) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(self._path)
+
     def _in(self, name: str) -> str:
         return os.path.join(self._path, name)
 

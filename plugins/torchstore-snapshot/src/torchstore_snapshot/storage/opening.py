@@ -11,6 +11,7 @@ from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, take_of
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.local import LocalStorage
+from torchstore_snapshot.storage.remote import RemoteStorage
 
 __all__ = ["leavings", "open_storage", "read_manifest"]
 
@@ -19,7 +20,8 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     """Return the storage of the snapshot at a path or URL, whether or not there is a snapshot.
 
     Raises:
-        ConfigurationError: the URL's scheme is unknown, or the path is no path.
+        ConfigurationError: the URL's scheme is unknown, the package for it is not installed, or the
+            path is no path.
     """
     text: object = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
@@ -29,7 +31,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
         return LocalStorage(text)
     if scheme in ("file", "local"):
         return LocalStorage(rest)
-    raise ConfigurationError(f"snapshots cannot be stored at {text!r}: {scheme!r} is unknown")
+    return RemoteStorage.at(text)
 
 
 def read_manifest(storage: Storage) -> Manifest:

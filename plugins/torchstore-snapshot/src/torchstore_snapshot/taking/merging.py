@@ -19,6 +19,7 @@ from torchstore_snapshot.format.manifest import (
 )
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import PlannedFile
+from torchstore_snapshot.taking.reusing import Reused
 
 __all__ = ["Part", "merge", "part_of"]
 
@@ -46,8 +47,9 @@ def part_of(
     items: Sequence[Item],
     files: Sequence[PlannedFile],
     digests: Sequence[Sequence[str]],
+    reused: Sequence[Reused] = (),
 ) -> Part:
-    """Describe what this rank has written."""
+    """Describe what this rank has written, and what it refers to in files of earlier snapshots."""
     pieces: dict[int, list[Piece]] = {}
     described: list[DataFile] = []
     for index, (file, hashes) in enumerate(zip(files, digests, strict=True)):
@@ -61,6 +63,14 @@ def part_of(
             else:
                 piece = Piece(index, start, len(item.data), digest)
             pieces.setdefault(unit.item, []).append(piece)
+    index_of: dict[DataFile, int] = {}
+    for unit, home, piece in reused:
+        index = index_of.setdefault(home, len(described))
+        if index == len(described):
+            described.append(home)
+        position = items[unit.item].pieces[unit.piece].slice
+        moved = msgspec.structs.replace(piece, file=index, slice=position)
+        pieces.setdefault(unit.item, []).append(moved)
     part = Part(rank, list(keys), described, {key: {} for key in keys}, [], [])
     for number, item in enumerate(items):
         own = pieces.get(number, [])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchstore_core.errors import ConfigurationError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
 from torchstore_snapshot.format import manifest as manifests
@@ -15,7 +15,11 @@ from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.format.paths import MANIFEST, new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
 from torchstore_snapshot.format.weight_maps import weight_maps
+from torchstore_snapshot.progress import Progress, metered
 from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.series.gc import remove_replaced
+from torchstore_snapshot.series.survey import folder_name, references
 from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.taking.collecting import Item, collect, collect_values
@@ -23,10 +27,12 @@ from torchstore_snapshot.taking.merging import Part, merge, part_of
 from torchstore_snapshot.taking.planning import (
     Holding,
     PlannedFile,
+    Unit,
     holdings,
     plan_files,
     split_work,
 )
+from torchstore_snapshot.taking.reusing import Reused, find_unchanged
 from torchstore_snapshot.taking.writing import write_files
 
 __all__ = [
@@ -52,6 +58,9 @@ class TakeOptions(NamedTuple):
         allow_pickle: store values that need pickle, instead of refusing them.
         file_max: bytes of tensors in one data file, unless a single tensor is larger.
         threads: how many threads write; None: the number of copy threads.
+        progress: who is told how far writing is.
+        base: the path of a snapshot beside the new one, to whose files it refers for what has not
+            changed.
     """
 
     overwrite: bool = False
@@ -59,6 +68,8 @@ class TakeOptions(NamedTuple):
     allow_pickle: bool = False
     file_max: int = FILE_MAX
     threads: int | None = None
+    progress: Progress = False
+    base: str | None = None
 
     def check(self) -> None:
         """Raise ConfigurationError if a value is invalid."""
@@ -78,6 +89,8 @@ class Prepared(NamedTuple):
         url: where the snapshot is taken.
         keys, items: what this rank has.
         files: what this rank writes.
+        reused: what it refers to instead.
+        claim: on rank 0, what says that the take is running.
     """
 
     take: str
@@ -87,6 +100,8 @@ class Prepared(NamedTuple):
     items: list[Item]
     files: list[PlannedFile]
     options: TakeOptions
+    reused: list[Reused] = []  # noqa: RUF012 - of a NamedTuple, and never changed
+    claim: Claim | None = None
 
     @property
     def storage(self) -> Storage:
@@ -94,12 +109,15 @@ class Prepared(NamedTuple):
 
 
 class _Proposal(msgspec.Struct, array_like=True):
-    """What a rank tells the others: where rank 0 takes the snapshot, and what it could write."""
+    """What a rank tells the others: where rank 0 takes the snapshot, what it could write, and the
+    URL and the take of the base.
+    """
 
     url: str
     take: str
     held: list[Holding]
     alone: int
+    base: tuple[str, str] | None = None
 
 
 class _Done(msgspec.Struct, array_like=True):
@@ -121,6 +139,8 @@ def prepare(
     """
     proposal: _Proposal | None = None
     error: Exception | None = None
+    claim: Claim | None = None
+    base: tuple[Storage, Manifest] | None = None
     keys: list[str] = []
     items: list[Item] = []
     try:
@@ -132,16 +152,72 @@ def prepare(
         keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
         proposal = _Proposal(storage.url, new_take_id(), held, alone)
+        if ranks.rank == 0:
+            claim = Claim(storage, proposal.take, reading=options.base is not None)
+            base = _read_base(storage, claim, options)
+            if base is not None:
+                proposal.base = base[0].url, base[1].take
     except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it; raised below
         error = caught
-    proposals = ranks.exchange(proposal, _Proposal, error)
+    try:
+        proposals = ranks.exchange(proposal, _Proposal, error)
+    except BaseException:
+        if claim is not None:
+            claim.release()
+        raise
     first = proposals[0]
     everyone = [(p.held, p.alone) for p in proposals]
     if ranks.size == 1:
         everyone = [holdings(items)]
-    units = split_work(items, ranks.rank, everyone)
-    files = plan_files(items, units, first.take, ranks.rank, options.file_max)
-    return Prepared(first.take, first.url, ranks, keys, items, files, options)
+    try:
+        units = split_work(items, ranks.rank, everyone)
+        units, reused = _reuse(items, units, first, base)
+        files = plan_files(items, units, first.take, ranks.rank, options.file_max)
+    except BaseException:
+        if claim is not None:
+            claim.release()
+        raise
+    return Prepared(first.take, first.url, ranks, keys, items, files, options, reused, claim)
+
+
+def _read_base(
+    storage: Storage, claim: Claim, options: TakeOptions
+) -> tuple[Storage, Manifest] | None:
+    """Read the manifest of the base, after the claim says so."""
+    if options.base is None:
+        return None
+    base = open_storage(options.base)
+    if storage.sibling(folder_name(base)).url != base.url:
+        raise ConfigurationError(
+            f"the base {options.base!r} is not beside {storage.url!r}; a snapshot refers to "
+            "snapshots in the same folder, so that they can be moved together"
+        )
+    manifest = read_manifest(base)
+    claim.refer(sorted(references(folder_name(base), manifest)))
+    return base, manifest
+
+
+def _reuse(
+    items: list[Item],
+    units: list[Unit],
+    first: _Proposal,
+    base: tuple[Storage, Manifest] | None,
+) -> tuple[list[Unit], list[Reused]]:
+    """Find what the base has. A rank that cannot read the base, or finds another snapshot there
+    than rank 0 did, writes everything.
+    """
+    if first.base is None:
+        return units, []
+    url, take = first.base
+    try:
+        found = open_storage(url) if base is None else base[0]
+        manifest = read_manifest(found) if base is None else base[1]
+    except (TorchStoreError, OSError):
+        return units, []
+    if manifest.take != take:
+        return units, []
+    own = folder_name(open_storage(first.url))
+    return find_unchanged(items, units, manifest, folder_name(found), own)
 
 
 def refuse_existing(storage: Storage, options: TakeOptions) -> None:
@@ -162,14 +238,24 @@ def refuse_existing(storage: Storage, options: TakeOptions) -> None:
 def write(prepared: Prepared) -> Part:
     """Write what this rank has to write. If that fails, nothing of it is left."""
     options = prepared.options
-    digests = write_files(
-        prepared.storage,
+    total = sum(file.layout.nbytes - len(file.layout.header) for file in prepared.files)
+    with metered(options.progress, "taking", total) as advance:
+        digests = write_files(
+            prepared.storage,
+            prepared.items,
+            prepared.files,
+            durable=options.fsync,
+            threads=options.threads,
+            advance=advance,
+        )
+    return part_of(
+        prepared.ranks.rank,
+        prepared.keys,
         prepared.items,
         prepared.files,
-        durable=options.fsync,
-        threads=options.threads,
+        digests,
+        prepared.reused,
     )
-    return part_of(prepared.ranks.rank, prepared.keys, prepared.items, prepared.files, digests)
 
 
 def commit(
@@ -178,11 +264,16 @@ def commit(
     parts: list[Part],
     options: TakeOptions,
     store: dict[str, StoredKey] | None = None,
+    claim: Claim | None = None,
 ) -> Manifest:
     """Make a snapshot of what all ranks have written. With ``overwrite``, the files of the snapshot
-    before it are then removed.
+    before it are then removed, except those that other snapshots refer to.
+
+    Args:
+        claim: the claim of the take, which is released.
 
     Raises:
+        TakeLostError: the take was given up by a garbage collection.
         SnapshotExistsError: another take was faster.
         LayoutMismatchError: no rank has some part of a sharded tensor.
         OSError: the storage failed. There is no snapshot then, or still the one before.
@@ -190,14 +281,20 @@ def commit(
     manifest = merge(parts, take, time.time())
     if store:
         manifest = msgspec.structs.replace(manifest, store=store)
-    publish(storage, manifest, options)
+    publish(storage, manifest, options, claim)
     return manifest
 
 
-def publish(storage: Storage, manifest: Manifest, options: TakeOptions) -> None:
+def publish(
+    storage: Storage, manifest: Manifest, options: TakeOptions, claim: Claim | None = None
+) -> None:
     """Make a snapshot of files that are written already: put its manifest into place.
 
+    Args:
+        claim: as for :func:`commit`.
+
     Raises:
+        TakeLostError: as for :func:`commit`.
         SnapshotExistsError: another take was faster.
         OSError: as for :func:`commit`.
     """
@@ -208,6 +305,8 @@ def publish(storage: Storage, manifest: Manifest, options: TakeOptions) -> None:
             before = read_manifest(storage)
         except SnapshotNotFoundError:
             before = None
+    if claim is not None:
+        claim.check()
     try:
         storage.publish(
             MANIFEST,
@@ -221,26 +320,27 @@ def publish(storage: Storage, manifest: Manifest, options: TakeOptions) -> None:
             f"another take has made a snapshot at {storage.url!r} in the meantime",
             details={"path": storage.url},
         ) from error
+    if claim is not None:
+        claim.release()
     maps = weight_maps(manifest)
     for name, data in maps.items():
         storage.publish(name, data, take=take, overwrite=True, durable=False)
     if before is not None:
         for name in weight_maps(before).keys() - maps.keys():
             storage.delete(name)
-        used = {file.name for file in manifest.files if not file.snapshot}
-        for file in before.files:
-            if not file.snapshot and file.name not in used:
-                storage.delete(file.name)
+        remove_replaced(storage, before)
 
 
 def discard(prepared: Prepared) -> None:
     """Remove what this rank has written for a take that failed."""
     storage = prepared.storage
-    for file in prepared.files:
-        try:
+    try:
+        for file in prepared.files:
             storage.delete(file.name)
-        except OSError:
-            return  # what remains is invisible, and gc collects it
+    except OSError:
+        pass  # what remains is invisible, and gc collects it
+    if prepared.claim is not None:
+        prepared.claim.release()
 
 
 def take(
@@ -269,12 +369,16 @@ def take(
         raise
     if ranks.rank == 0:
         try:
-            commit(prepared.storage, prepared.take, parts, options)
+            commit(prepared.storage, prepared.take, parts, options, claim=prepared.claim)
         except Exception as caught:  # noqa: BLE001 - as above
             error = caught
     # After an error from here on, the snapshot may have become visible all the same (the last flush
     # may be what failed), so its files stay; if it has not, gc collects them.
-    ranks.exchange(_Done(), _Done, error)
+    try:
+        ranks.exchange(_Done(), _Done, error)
+    finally:
+        if prepared.claim is not None:
+            prepared.claim.release()
     return prepared.url
 
 
@@ -296,5 +400,9 @@ def take_values(
     name = new_take_id()
     files = plan_files(items, units, name, 0, options.file_max)
     prepared = Prepared(name, storage.url, alone, sorted(states), items, files, options)
-    commit(storage, name, [write(prepared)], options, store)
+    claim = Claim(storage, name)
+    try:
+        commit(storage, name, [write(prepared)], options, store, claim)
+    finally:
+        claim.release()
     return storage.url

@@ -13,15 +13,18 @@ import xxhash
 from torchstore_core.clients.values.tensors import address_of, byte_like
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
 from torchstore_snapshot.format.safetensors_files import Layout
+from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.storage.base import Storage, Writer
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import PlannedFile, Unit
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["OpenFiles", "Source", "bytes_of", "source_of", "write_files"]
+__all__ = ["OpenFiles", "Source", "bytes_of", "hash_strided", "source_of", "write_files"]
 
-
-_STEP = 1 << 20
+# Bytes that are hashed and then written at a time: what was hashed is still in the cache when it is
+# written. Steps end at multiples of this in the file, so that the page cache gets huge pages, which
+# are cheaper to write and, above all, to map later.
+_STEP = 2 << 20
 
 
 class Source(NamedTuple):
@@ -48,14 +51,20 @@ class OpenFiles:
     Args:
         files: the names and layouts of the files.
         threads: how many threads write; None: the number of copy threads.
+        advance: told how many bytes were written.
 
     Raises:
         OSError: a file cannot be created; then none is left.
     """
 
     def __init__(
-        self, storage: Storage, files: Sequence[tuple[str, Layout]], threads: int | None = None
+        self,
+        storage: Storage,
+        files: Sequence[tuple[str, Layout]],
+        threads: int | None = None,
+        advance: Advance | None = None,
     ) -> None:
+        self._advance = advance
         self._storage = storage
         self._files = files
         self._threads = threads
@@ -77,6 +86,34 @@ class OpenFiles:
             UnsupportedValueError: the memory of a tensor was freed in the meantime.
         """
         run_tasks(self._tasks(sources), self._threads)
+
+    def _write_tensor(
+        self, writer: Writer, start: int, tensor: torch.Tensor, digests: list[bytes]
+    ) -> None:
+        _write_strided(writer, start, tensor, digests)
+        if self._advance is not None:
+            self._advance(tensor.nbytes)
+
+    def _write(
+        self,
+        writer: Writer,
+        start: int,
+        part: memoryview,
+        digests: list[bytes],
+        number: int,
+        owner: Any,
+    ) -> None:
+        del owner  # it was passed only to be kept alive
+        hasher = xxhash.xxh3_128()
+        at = 0
+        while at < part.nbytes:
+            step = part[at : at + _STEP - (start + at) % _STEP]
+            hasher.update(step)
+            writer.write(start + at, step)
+            at += step.nbytes
+        digests[number] = hasher.digest()
+        if self._advance is not None:
+            self._advance(part.nbytes)
 
     def close(self, *, durable: bool) -> list[list[str]]:
         """Finish all files. Returns, for each file, the hashes of its tensors, in order.
@@ -119,14 +156,14 @@ class OpenFiles:
             found = self._hashes[source.file][source.unit]
             data = source.data
             if isinstance(data, torch.Tensor):
-                yield functools.partial(_write_strided, writer, start, data, found)
+                yield functools.partial(self._write_tensor, writer, start, data, found)
                 continue
             for begin, end in blocks(data.nbytes):
                 number = (source.begin + begin) // BLOCK
                 found.extend(b"" for _ in range(number + 1 - len(found)))
                 at = start + source.begin + begin
                 part = data[begin:end]
-                yield functools.partial(_write, writer, at, part, found, number, source.owner)
+                yield functools.partial(self._write, writer, at, part, found, number, source.owner)
         for index, mine in in_order.items():
             yield functools.partial(self._write_in_order, index, mine)
 
@@ -139,11 +176,13 @@ class OpenFiles:
             start, data = layout.starts[source.unit], source.data
             found = self._hashes[index][source.unit]
             if isinstance(data, torch.Tensor):
-                _write_strided(writer, start, data, found)
+                self._write_tensor(writer, start, data, found)
                 continue
             for begin, end in blocks(data.nbytes):
                 writer.write(start + source.begin + begin, data[begin:end])
                 found.append(block_hash(data[begin:end]))
+            if self._advance is not None:
+                self._advance(data.nbytes)
 
 
 def write_files(
@@ -153,12 +192,13 @@ def write_files(
     *,
     durable: bool,
     threads: int | None = None,
+    advance: Advance | None = None,
 ) -> list[list[str]]:
     """Write all files straight from the memory of ``items``. If that fails, none of them is left.
 
     Returns and raises what :meth:`OpenFiles.close` and :meth:`OpenFiles.write` do.
     """
-    opened = OpenFiles(storage, [(file.name, file.layout) for file in files], threads)
+    opened = OpenFiles(storage, [(file.name, file.layout) for file in files], threads, advance)
     try:
         opened.write(
             Source(index, position, 0, source_of(items[unit.item], unit))
@@ -190,19 +230,9 @@ def bytes_of(path: str, tensor: torch.Tensor) -> memoryview:
     return memoryview(raw).cast("B")
 
 
-def _write(
-    writer: Writer, start: int, part: memoryview, digests: list[bytes], number: int, owner: Any
+def _write_strided(
+    writer: Writer | None, start: int, tensor: torch.Tensor, digests: list[bytes]
 ) -> None:
-    del owner  # it was passed only to be kept alive
-    hasher = xxhash.xxh3_128()
-    for at in range(0, part.nbytes, _STEP):  # what was hashed is in the cache when it is written
-        step = part[at : at + _STEP]
-        hasher.update(step)
-        writer.write(start + at, step)
-    digests[number] = hasher.digest()
-
-
-def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: list[bytes]) -> None:
     """Write a tensor through a buffer of about one block."""
     pending = bytearray()
     for rows in _groups_of_rows(tensor):
@@ -215,11 +245,17 @@ def _write_strided(writer: Writer, start: int, tensor: torch.Tensor, digests: li
         _write_block(writer, start, pending, len(pending), digests)
 
 
+def hash_strided(tensor: torch.Tensor, digests: list[bytes]) -> None:
+    """Append the hashes of a tensor's blocks, which are the same as when it is written."""
+    _write_strided(None, 0, tensor, digests)
+
+
 def _write_block(
-    writer: Writer, start: int, pending: bytearray, nbytes: int, digests: list[bytes]
+    writer: Writer | None, start: int, pending: bytearray, nbytes: int, digests: list[bytes]
 ) -> int:
     block = bytes(memoryview(pending)[:nbytes])
-    writer.write(start, block)
+    if writer is not None:
+        writer.write(start, block)
     digests.append(block_hash(block))
     del pending[:nbytes]
     return start + nbytes

@@ -1,0 +1,55 @@
+"""Cleans up, and converts: what changes something. Both are functions of the library, and are
+imported only when they are called: to clean up needs no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from torchstore_snapshot.cli import reports
+
+if TYPE_CHECKING:
+    from torchstore_snapshot.converting import Kind
+
+__all__ = ["collect", "converted"]
+
+
+def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Collected:
+    """Remove what no snapshot and no running take needs. See ``torchstore_snapshot.series.gc``,
+    whose errors this raises.
+    """
+    from torchstore_snapshot.series.gc import gc
+
+    done = gc(path, keep_last=keep_last, dry_run=dry_run)
+    return reports.Collected(
+        path=done.path,
+        dry_run=done.dry_run,
+        nbytes=done.nbytes,
+        dropped=list(done.dropped),
+        kept=list(done.kept),
+        files=[f"{file.snapshot}/{file.name}" for file in done.files],
+        running=list(done.running),
+        dead=list(done.dead),
+        unreadable=dict(done.unreadable),
+    )
+
+
+def converted(
+    source: str, destination: str, *, into: Kind, overwrite: bool, allow_pickle: bool
+) -> reports.Converted:
+    """Convert between formats. See ``torchstore_snapshot.converting``, whose errors this raises."""
+    from torchstore_snapshot.converting import convert
+
+    start = time.perf_counter()
+    done = convert(source, destination, to=into, overwrite=overwrite, allow_pickle=allow_pickle)
+    return reports.Converted(
+        source=source,
+        destination=destination,
+        kind=done.source,
+        into=done.destination,
+        tensors=done.tensors,
+        objects=done.objects,
+        nbytes=done.nbytes,
+        seconds=time.perf_counter() - start,
+    )

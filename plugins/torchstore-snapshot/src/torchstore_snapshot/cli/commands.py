@@ -1,0 +1,159 @@
+"""The commands of ``torchstore snapshot``: their options, and how they end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from torchstore_snapshot.converting import Kind
+
+__all__ = ["snapshot"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _json(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")(command)
+
+
+@click.group()
+def snapshot() -> None:
+    """Look into snapshots, check, compare, convert and clean them up.
+
+    A snapshot's PATH is its folder, or its URL.
+    """
+
+
+@snapshot.command()
+@click.argument("path")
+@click.argument("prefix", default="")
+@_json
+@click.pass_context
+def ls(ctx: click.Context, path: str, prefix: str, as_json: bool) -> None:
+    """List the objects of a snapshot (whose names start with PREFIX), or the snapshots in a folder.
+
+    Reads nothing but manifests.
+    """
+    from torchstore_snapshot.cli.looking import list_path
+
+    _answer(ctx, list_path(path, prefix), as_json)
+
+
+@snapshot.command()
+@click.argument("path")
+@click.argument("name", metavar="[OBJECT]", default="")
+@_json
+@click.pass_context
+def show(ctx: click.Context, path: str, name: str, as_json: bool) -> None:
+    """A page about a snapshot; or one of its objects, with its pieces and their files."""
+    from torchstore_snapshot.cli.looking import show_object, show_snapshot
+
+    _answer(ctx, show_object(path, name) if name else show_snapshot(path), as_json)
+
+
+@snapshot.command()
+@click.argument("path")
+@_json
+@click.pass_context
+def verify(ctx: click.Context, path: str, as_json: bool) -> int:
+    """Read every byte of a snapshot and compare all hashes. Ends with 1 if it is damaged."""
+    from torchstore_snapshot.cli.comparing import verify as check
+
+    report = check(path, progress=True)
+    _answer(ctx, report, as_json)
+    return 0 if report.ok else 1
+
+
+@snapshot.command()
+@click.argument("before")
+@click.argument("after")
+@_json
+@click.pass_context
+def diff(ctx: click.Context, before: str, after: str, as_json: bool) -> int:
+    """What differs between two snapshots. Ends with 1 if anything does.
+
+    Tensors are compared by their hashes, and read only if they are cut differently.
+    """
+    from torchstore_snapshot.cli.comparing import compare
+
+    report = compare(before, after)
+    _answer(ctx, report, as_json)
+    return 1 if report.differences else 0
+
+
+@snapshot.command()
+@click.argument("path")
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of a folder of snapshots, also remove all but the last N, and what they alone need.",
+)
+@click.option("--dry-run", "-n", is_flag=True, help="Only say what would be removed.")
+@_json
+@click.pass_context
+def gc(ctx: click.Context, path: str, keep_last: int | None, dry_run: bool, as_json: bool) -> None:
+    """Remove what takes left behind that did not finish.
+
+    What a snapshot contains or refers to stays, and so does what a running take has written.
+    """
+    from torchstore_snapshot.cli.changing import collect
+
+    _answer(ctx, collect(path, keep_last, dry_run=dry_run), as_json)
+
+
+@snapshot.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option(
+    "--to",
+    "into",
+    type=click.Choice(["snapshot", "dcp", "torchsnapshot", "safetensors"]),
+    default="snapshot",
+    show_default=True,
+    help="What to make.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a snapshot that is already there.")
+@click.option(
+    "--allow-pickle",
+    is_flag=True,
+    help="Also convert what is pickled. Unpickling runs code from SOURCE.",
+)
+@_json
+@click.pass_context
+def convert(
+    ctx: click.Context,
+    source: str,
+    destination: str,
+    into: Kind,
+    overwrite: bool,
+    allow_pickle: bool,
+    as_json: bool,
+) -> None:
+    """Convert between snapshots and other formats.
+
+    SOURCE may be a snapshot, a checkpoint of torch.distributed.checkpoint or of torchsnapshot, or a
+    folder of safetensors files; which of them is found out.
+    """
+    from torchstore_snapshot.cli.changing import converted
+
+    report = converted(
+        source, destination, into=into, overwrite=overwrite, allow_pickle=allow_pickle
+    )
+    _answer(ctx, report, as_json)
+
+
+def _answer(ctx: click.Context, report: msgspec.Struct, as_json: bool) -> None:
+    if as_json or getattr(ctx.obj, "json", False):  # also `torchstore --json snapshot ...`
+        text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+        click.echo(text.decode())
+        return
+    from torchstore_snapshot.cli.views import show as view
+
+    view(report)
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Several snapshots beside each other."""

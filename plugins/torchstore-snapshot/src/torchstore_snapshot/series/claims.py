@@ -1,0 +1,190 @@
+"""Claims: how others know that a take is running, and which files of others it may refer to.
+
+A take publishes its claim before it writes or reads anything, and removes it when it is committed
+or has failed. While the claim is *reading*, the take may refer to any file of any snapshot; then it
+names the files that it may refer to. A claim is alive for as long as its process is, which any
+process on the same host can tell; on other hosts, while it is renewed from time to time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from torchstore_core.errors import TorchStoreError
+from torchstore_snapshot.errors import TakeLostError
+from torchstore_snapshot.format.paths import claim_file
+from torchstore_snapshot.storage.base import Storage
+
+__all__ = ["GRACE_S", "Claim", "Record", "alive", "decode"]
+
+#: Seconds without a sign of life after which a take on another host counts as dead.
+GRACE_S = 900.0
+_RENEWED_S = 60.0
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a claim says.
+
+    Args:
+        take: the id of the take.
+        host: the host, since it was started, and the name space of ``pid``.
+        pid, started: the process, and when it was started, in ticks of that host.
+        files: the files of earlier takes that this one may refer to, as (folder, name); None while
+            it may be any.
+        lost: the take was given up by others, who remove its files.
+    """
+
+    take: str
+    host: str
+    pid: int
+    started: int
+    files: tuple[tuple[str, str], ...] | None = None
+    lost: bool = False
+
+
+_records = msgspec.json.Decoder(Record)
+
+
+def decode(data: bytes) -> Record | None:
+    """Return what a claim says; None if it cannot be read."""
+    try:
+        return _records.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def alive(record: Record, modified: float, grace: float) -> bool:
+    """Whether a take is running.
+
+    Args:
+        modified: when its claim was renewed last, in seconds since the epoch.
+        grace: seconds that may have passed since, if the process cannot be looked at.
+    """
+    if record.lost:
+        return False
+    if record.host == _host():
+        return _started(record.pid) == record.started
+    return time.time() - modified < grace
+
+
+class Claim:
+    """The claim of a take of this process. It renews itself until it is stopped.
+
+    Args:
+        storage: where the snapshot is taken.
+        take: the id of the take.
+        reading: the take is about to read the manifest of another snapshot, to refer to its files.
+
+    Raises:
+        OSError: it cannot be published.
+    """
+
+    def __init__(self, storage: Storage, take: str, *, reading: bool = False) -> None:
+        self._storage = storage
+        self._record = _own(take, None if reading else ())
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._publish()
+        self._start()
+
+    @classmethod
+    def adopt(cls, storage: Storage, take: str) -> Claim:
+        """Take over the claim of a take that another process has begun, and this one goes on with.
+
+        Raises:
+            TakeLostError: it is gone.
+        """
+        claim = cls.__new__(cls)
+        claim._storage = storage
+        claim._stopped, claim._lock = threading.Event(), threading.Lock()
+        claim._record = _own(take, ())
+        found = claim._found()
+        claim._record = _own(take, found.files)
+        claim._publish()
+        claim._start()
+        return claim
+
+    def refer(self, files: Sequence[tuple[str, str]]) -> None:
+        """Say which files of earlier takes, as (folder, name), this one may refer to."""
+        with self._lock:
+            self._record = msgspec.structs.replace(self._record, files=tuple(files))
+            self._publish()
+
+    def stop(self) -> None:
+        """Renew it no longer. It remains."""
+        self._stopped.set()
+        with self._lock:  # no renewal is under way
+            pass
+
+    def check(self) -> None:
+        """Stop, and raise TakeLostError if others have given this take up."""
+        self.stop()
+        self._found()
+
+    def release(self) -> None:
+        """Remove the claim. Never raises: while its process is alive, a claim protects too much."""
+        self.stop()
+        with contextlib.suppress(OSError, TorchStoreError):
+            self._storage.delete(claim_file(self._record.take))
+
+    def _found(self) -> Record:
+        take = self._record.take
+        record: Record | None = None
+        with contextlib.suppress(FileNotFoundError):
+            record = decode(self._storage.read(claim_file(take)))
+        if record is None or record.lost:
+            raise TakeLostError(
+                f"the take {take} at {self._storage.url!r} was given up by a garbage collection, "
+                "because it showed no sign of life; take the snapshot again",
+                details={"path": self._storage.url, "take": take},
+            )
+        return record
+
+    def _publish(self) -> None:
+        data = msgspec.json.encode(self._record)
+        name = claim_file(self._record.take)
+        self._storage.publish(name, data, take=self._record.take, overwrite=True, durable=False)
+
+    def _start(self) -> None:
+        # A daemon: a claim is no reason for a program to go on.
+        threading.Thread(target=self._renew, name="torchstore-claim", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._stopped.wait(_RENEWED_S):
+            with self._lock:
+                if self._stopped.is_set():
+                    return
+                try:
+                    self._found()
+                    self._publish()
+                except TakeLostError:
+                    return  # the commit will notice
+                except (OSError, TorchStoreError):
+                    continue  # it may work the next time
+
+
+def _own(take: str, files: tuple[tuple[str, str], ...] | None) -> Record:
+    return Record(take, _host(), os.getpid(), _started(os.getpid()) or 0, files)
+
+
+@functools.cache
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(pid: int) -> int | None:
+    """When a process was started; None if it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

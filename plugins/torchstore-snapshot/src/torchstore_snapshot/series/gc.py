@@ -1,0 +1,225 @@
+"""Removes what no snapshot and no running take refers to. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from torchstore_core.errors import ConfigurationError, TorchStoreError
+from torchstore_snapshot.errors import SnapshotNotFoundError
+from torchstore_snapshot.format.manifest import Manifest
+from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
+from torchstore_snapshot.format.weight_maps import weight_maps
+from torchstore_snapshot.series.claims import GRACE_S, decode
+from torchstore_snapshot.series.survey import Place, Survey, folder_name, survey
+from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
+
+__all__ = ["GarbageFile", "GcReport", "gc", "remove_replaced"]
+
+# Younger files of takes without a claim may be those of a take that is running.
+_UNCLAIMED_S = 86_400.0
+
+
+class GarbageFile(msgspec.Struct, frozen=True):
+    """A file that nothing refers to.
+
+    Args:
+        snapshot: the name of the folder that it is in.
+        name: its name.
+        nbytes: its size; 0 for uploads that were never completed.
+        take: the id of the take that wrote it.
+    """
+
+    snapshot: str
+    name: str
+    nbytes: int
+    take: str
+
+
+class GcReport(msgspec.Struct, frozen=True):
+    """What a garbage collection has removed; or would remove, if it was a dry run.
+
+    Args:
+        path: the folder.
+        dry_run: nothing was removed.
+        dropped: names of snapshots that are not among the last ones to be kept.
+        kept: names of the other snapshots, the oldest first.
+        files: the files.
+        nbytes: their size.
+        running: ids of takes that are running: what they wrote, and what they may refer to, stays.
+        dead: ids of takes that have died.
+        unreadable: names of snapshots whose manifests cannot be used, and why. While there are any,
+            nothing is removed, because nobody knows what they refer to.
+    """
+
+    path: str
+    dry_run: bool
+    dropped: tuple[str, ...]
+    kept: tuple[str, ...]
+    files: tuple[GarbageFile, ...]
+    nbytes: int
+    running: tuple[str, ...]
+    dead: tuple[str, ...]
+    unreadable: dict[str, str]
+
+
+def gc(
+    path: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    dry_run: bool = False,
+    grace: float | None = None,
+) -> GcReport:
+    """Remove the leavings of takes that have died, and snapshots other than the last ones.
+
+    May run at any time, beside takes, restores and other garbage collections. A file is removed
+    only if no snapshot in the series refers to it and no running take may. (A snapshot that is
+    dropped while it is being restored ends that restore with SnapshotCorruptError.)
+
+    Args:
+        path: a folder with snapshots in it, or the folder of one snapshot.
+        keep_last: how many snapshots remain: those that were committed last; None: all.
+        dry_run: only report.
+        grace: seconds without a sign of life after which a take on another host counts as dead, and
+            after which files count as left behind whose take has no claim, as those of checkpoints
+            and conversions; None: 15 minutes, and a day.
+
+    Raises:
+        ConfigurationError: an argument is invalid.
+        OSError: the storage failed. What was removed by then was garbage.
+
+    >>> import tempfile, torch
+    >>> from torchstore_snapshot import Snapshot, StateDict
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in range(3):
+    ...         _ = Snapshot.take(f"{folder}/{step}", {"m": StateDict(w=torch.ones(9) * step)})
+    ...     report = gc(folder, keep_last=2)
+    >>> report.dropped, report.kept, len(report.files)
+    (('0',), ('1', '2'), 1)
+    """
+    last: object = keep_last
+    if last is not None and (type(last) is not int or last < 1):
+        raise ConfigurationError(f"keep_last is an int above 0, not {last!r}")
+    text = os.fspath(path)
+    own = open_storage(text)
+    single = any(info.name == MANIFEST or take_of(info.name) for info in own.list())
+    if single and keep_last is not None:
+        raise ConfigurationError(
+            f"{text!r} is a snapshot; keep_last is for the folder that its snapshots are in"
+        )
+    place = Place.around(own) if single else Place.at(text)
+    seen = survey(place, GRACE_S if grace is None else grace)
+    names = [folder_name(own)] if single else sorted(seen.files)
+    order = sorted(seen.manifests, key=lambda name: _age(seen.manifests[name]))
+    dropped = order[:-keep_last] if keep_last is not None else []
+    dropped = [] if seen.unreadable else [n for n in dropped if n not in seen.running.values()]
+    gone = {name: seen.manifests[name] for name in dropped}
+    if dropped and not dry_run:
+        for name, manifest in gone.items():
+            _retire(place.folder(name), manifest)
+        # Only claims that are seen from now on can tell who has read these manifests before.
+        seen = survey(place, GRACE_S if grace is None else grace)
+    elif dropped:
+        remaining = {n: m for n, m in seen.manifests.items() if n not in gone}
+        seen = seen._replace(manifests=remaining)
+    patience = _UNCLAIMED_S if grace is None else grace
+    files = list(_garbage(seen, names, {m.take for m in gone.values()}, patience))
+    if not dry_run:
+        _remove(place, seen, files)
+        for name in dropped:
+            place.folder(name).remove_if_empty()
+    return GcReport(
+        place.url if not single else own.url,
+        dry_run,
+        tuple(dropped),
+        tuple(name for name in order if name not in gone and name in names),
+        tuple(files),
+        sum(file.nbytes for file in files),
+        tuple(sorted(seen.running)),
+        tuple(sorted(take for take, name in seen.dead.items() if name in names)),
+        seen.unreadable,
+    )
+
+
+def remove_replaced(storage: Storage, before: Manifest) -> None:
+    """Remove the files of a snapshot that has just been replaced, as far as no other snapshot and
+    no running take may refer to them. Never raises because of what others have left: gc does it
+    later.
+    """
+    name = folder_name(storage)
+    mine = [file.name for file in before.files if not file.snapshot]
+    if not mine:
+        return
+    try:
+        seen = survey(Place.around(storage), GRACE_S)
+    except (TorchStoreError, OSError):
+        return
+    if seen.reading or seen.unreadable:
+        return
+    referred = seen.referred()
+    for file in mine:
+        if (name, file) not in referred:
+            storage.delete(file)
+
+
+def _age(manifest: Manifest) -> tuple[float, str]:
+    return manifest.created, manifest.take
+
+
+def _retire(folder: Storage, manifest: Manifest) -> None:
+    """Make a snapshot invisible. Its files remain for now."""
+    try:
+        if read_manifest(folder).take != manifest.take:
+            return  # it was replaced in the meantime
+    except SnapshotNotFoundError:
+        return
+    folder.delete(MANIFEST)
+    for name in weight_maps(manifest):
+        folder.delete(name)
+
+
+def _garbage(
+    seen: Survey, names: Iterable[str], gone: set[str], grace: float
+) -> Iterable[GarbageFile]:
+    if seen.unreadable or seen.reading:
+        return
+    referred = seen.referred()
+    now = time.time()
+    for name in names:
+        for info in seen.files.get(name, ()):
+            take = take_of(info.name)
+            if take is None or take in seen.running or (name, info.name) in referred:
+                continue
+            if info.name == claim_file(take) and take not in seen.dead:
+                continue
+            known = take in gone or take in seen.dead
+            if known or now - info.modified >= grace:
+                yield GarbageFile(name, info.name, info.nbytes, take)
+
+
+def _remove(place: Place, seen: Survey, files: list[GarbageFile]) -> None:
+    """Remove files; claims first say that their take is lost, and are removed last."""
+    claims = [file for file in files if file.name == claim_file(file.take)]
+    for file in claims:
+        _give_up(place.folder(file.snapshot), file)
+    for file in [f for f in files if f not in claims] + claims:
+        folder = place.folder(file.snapshot)
+        if (file.snapshot, file.name) in seen.unfinished:
+            if isinstance(folder, KeepsUnfinished):
+                folder.discard_unfinished(file.name)
+        else:
+            folder.delete(file.name)
+
+
+def _give_up(folder: Storage, claim: GarbageFile) -> None:
+    """So that a take that was only slow cannot be committed."""
+    with contextlib.suppress(FileNotFoundError):
+        record = decode(folder.read(claim.name))
+        if record is not None:
+            lost = msgspec.json.encode(msgspec.structs.replace(record, lost=True))
+            folder.publish(claim.name, lost, take=claim.take, overwrite=True, durable=False)

@@ -1,0 +1,202 @@
+"""What there is in a series: a consistent view of it, though others change it meanwhile.
+
+Why nothing that is referred to is ever taken for garbage: a take publishes its claim before it
+reads the manifest whose files it refers to, and removes the claim after its own manifest is there.
+A survey lists the files first; then it reads claims, manifests, claims and manifests again, until
+the manifests did not change in between. So a take is seen by one of its claims, or by its manifest,
+or it began after the survey, with what the survey saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from torchstore_core.errors import TorchStoreError
+from torchstore_snapshot.errors import (
+    SnapshotCorruptError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+    SnapshotUnavailableError,
+)
+from torchstore_snapshot.format.manifest import Manifest
+from torchstore_snapshot.format.paths import claim_file, take_of
+from torchstore_snapshot.series.claims import Record, alive, decode
+from torchstore_snapshot.storage.base import FileInfo, KeepsUnfinished, Storage
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.threads import run_tasks
+
+__all__ = ["Place", "Survey", "folder_name", "references", "survey"]
+
+_THREADS = 8
+_ATTEMPTS = 50
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """The folder of a series.
+
+    Args:
+        url: its path or URL.
+        member: the storage of any name in it, which need not exist.
+    """
+
+    url: str
+    member: Storage
+
+    @classmethod
+    def at(cls, path: str) -> Place:
+        """Return the series in a folder."""
+        member = open_storage(f"{path.rstrip('/')}/.none")
+        return cls(member.url.rpartition("/")[0], member)
+
+    @classmethod
+    def around(cls, storage: Storage) -> Place:
+        """Return the series that a snapshot is in."""
+        return cls(storage.url.rpartition("/")[0], storage)
+
+    def folder(self, name: str) -> Storage:
+        return self.member.sibling(name)
+
+
+class Survey(NamedTuple):
+    """What there is.
+
+    Args:
+        files: the files in each folder, also unfinished ones.
+        unfinished: those of them that are, as (folder, name).
+        manifests: the snapshots, by the name of their folder.
+        unreadable: folders with a manifest that cannot be used, and why.
+        running, dead: the takes that have a claim, and where: folders by the ids of takes.
+        reading: some running take may refer to any file.
+        claimed: the files that running takes may refer to, as (folder, name).
+    """
+
+    files: dict[str, list[FileInfo]]
+    unfinished: set[tuple[str, str]]
+    manifests: dict[str, Manifest]
+    unreadable: dict[str, str]
+    running: dict[str, str]
+    dead: dict[str, str]
+    reading: bool
+    claimed: set[tuple[str, str]]
+
+    def referred(self) -> set[tuple[str, str]]:
+        """Return the files, as (folder, name), that snapshots or running takes refer to."""
+        found = set(self.claimed)
+        for name, manifest in self.manifests.items():
+            found |= references(name, manifest)
+        return found
+
+
+def folder_name(storage: Storage) -> str:
+    """Return the name of a snapshot's folder."""
+    return storage.url.rstrip("/").rpartition("/")[2]
+
+
+def references(name: str, manifest: Manifest) -> set[tuple[str, str]]:
+    """Return the files, as (folder, name), that the snapshot ``name`` consists of."""
+    return {(file.snapshot or name, file.name) for file in manifest.files}
+
+
+def survey(place: Place, grace: float) -> Survey:
+    """Return a consistent view of a series.
+
+    Args:
+        grace: seconds without a sign of life after which a take on another host counts as dead.
+
+    Raises:
+        SnapshotUnavailableError: snapshots are committed so often that no view was consistent.
+        OSError: the storage failed.
+    """
+    folders = sorted(place.member.siblings())
+    files = _each(folders, lambda name: _listed(place.folder(name)))
+    unfinished: set[tuple[str, str]] = set()
+    if isinstance(place.member, KeepsUnfinished):
+        for name in folders:
+            folder = place.folder(name)
+            for info in folder.unfinished() if isinstance(folder, KeepsUnfinished) else ():
+                files[name].append(info)
+                unfinished.add((name, info.name))
+    for _ in range(_ATTEMPTS):
+        claims = _claims(place, grace)
+        manifests, unreadable = _manifests(place)
+        claims += _claims(place, grace)
+        again, still = _manifests(place)
+        takes = {name: manifest.take for name, manifest in manifests.items()}
+        if {n: m.take for n, m in again.items()} == takes and unreadable.keys() == still.keys():
+            break
+    else:
+        raise SnapshotUnavailableError(
+            f"snapshots in {place.url!r} change all the time; try again later",
+            details={"path": place.url},
+        )
+    running = {record.take: name for name, record, lives in claims if lives}
+    dead = {r.take: name for name, r, lives in claims if not lives and r.take not in running}
+    lively = [record for _, record, lives in claims if lives]
+    return Survey(
+        files,
+        unfinished,
+        manifests,
+        unreadable,
+        running,
+        dead,
+        any(record.files is None for record in lively),
+        {file for record in lively for file in record.files or ()},
+    )
+
+
+def _listed(folder: Storage) -> list[FileInfo]:
+    """The files of a folder. One that may not be looked into is found by reading its manifest."""
+    try:
+        return list(folder.list())
+    except PermissionError:
+        return []
+
+
+def _claims(place: Place, grace: float) -> list[tuple[str, Record, bool]]:
+    """All claims: folder, what it says, and whether the take is running."""
+
+    def of(name: str) -> list[tuple[str, Record, bool]]:
+        folder = place.folder(name)
+        found: list[tuple[str, Record, bool]] = []
+        for info in _listed(folder):
+            take = take_of(info.name)
+            if take is None or info.name != claim_file(take):
+                continue
+            try:
+                record = decode(folder.read(info.name))
+            except FileNotFoundError:
+                continue  # the take has ended
+            if record is not None:
+                found.append((name, record, alive(record, info.modified, grace)))
+        return found
+
+    each = _each(sorted(place.member.siblings()), of)
+    return [claim for found in each.values() for claim in found]
+
+
+def _manifests(place: Place) -> tuple[dict[str, Manifest], dict[str, str]]:
+    def of(name: str) -> Manifest | str | None:
+        try:
+            return read_manifest(place.folder(name))
+        except SnapshotNotFoundError:
+            return None
+        except (SnapshotFormatError, SnapshotCorruptError, PermissionError) as error:
+            return error.message if isinstance(error, TorchStoreError) else str(error)
+
+    each = _each(sorted(place.member.siblings()), of)
+    found = {name: which for name, which in each.items() if isinstance(which, Manifest)}
+    return found, {name: which for name, which in each.items() if isinstance(which, str)}
+
+
+def _each(names: Sequence[str], call: Callable[[str], T]) -> dict[str, T]:
+    """Call for each name, some at a time."""
+    found: dict[str, T] = {}
+
+    def one(name: str) -> None:
+        found[name] = call(name)
+
+    run_tasks([partial(one, name) for name in names], min(_THREADS, max(1, len(names) // 4)))
+    return {name: found[name] for name in names}

@@ -1,0 +1,124 @@
+"""Errors of storage libraries, by the names that this package gives them.
+
+Libraries are recognised by their types and codes, without being imported: what was never imported
+has not raised anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from torchstore_core.errors import TorchStoreError
+from torchstore_snapshot.errors import (
+    BucketNotFoundError,
+    SnapshotAccessError,
+    SnapshotStorageError,
+    SnapshotUnavailableError,
+)
+
+__all__ = ["naming"]
+
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_REFUSED = {
+    "AccessDenied",
+    "AllAccessDisabled",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+    "401",
+    "403",
+}
+_BUSY = {
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "500",
+    "502",
+    "503",
+    "504",
+}
+_NO_CREDENTIALS = [
+    ("botocore.exceptions", "NoCredentialsError"),
+    ("botocore.exceptions", "PartialCredentialsError"),
+    ("botocore.exceptions", "CredentialRetrievalError"),
+    ("botocore.exceptions", "TokenRetrievalError"),
+    ("google.auth.exceptions", "DefaultCredentialsError"),
+    ("azure.core.exceptions", "ClientAuthenticationError"),
+]
+_UNREACHABLE = [
+    ("botocore.exceptions", "ConnectionError"),
+    ("botocore.exceptions", "HTTPClientError"),
+    ("botocore.exceptions", "IncompleteReadError"),
+    ("aiohttp", "ClientConnectionError"),
+    ("aiohttp", "ClientPayloadError"),
+    ("fsspec.exceptions", "FSTimeoutError"),
+    ("requests.exceptions", "ConnectionError"),
+    ("google.auth.exceptions", "TransportError"),
+    ("azure.core.exceptions", "ServiceRequestError"),
+    ("azure.core.exceptions", "ServiceResponseError"),
+]
+# What is not a failure of the storage: its callers handle these.
+_PLAIN = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, EOFError)
+
+
+@contextlib.contextmanager
+def naming(url: str) -> Iterator[None]:
+    """Raise errors of a storage library as those of this package; ``url`` is for their text.
+
+    FileNotFoundError, FileExistsError and EOFError remain what they are.
+    """
+    try:
+        yield
+    except TorchStoreError:
+        raise
+    except Exception as error:
+        found = _named(error, url)
+        if found is error:
+            raise
+        raise found from error
+
+
+def code_of(error: BaseException) -> str:
+    """Return the code that an object store gave for an error; empty if it gave none."""
+    for which in (error, error.__cause__):
+        response = getattr(which, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+    return str(getattr(error, "code", "") or "")
+
+
+def _named(error: Exception, url: str) -> Exception:
+    code = code_of(error)
+    details = {"path": url, "code": code}
+    if code in _NO_BUCKET:
+        return BucketNotFoundError(
+            f"the bucket of {url!r} does not exist; create it, or correct the URL", details=details
+        )
+    if code in _REFUSED or isinstance(error, (PermissionError, *_types(_NO_CREDENTIALS))):
+        return SnapshotAccessError(
+            f"no access to {url!r} ({error}); check the credentials that this process has for it, "
+            "and what they permit",
+            details=details,
+        )
+    if isinstance(error, _PLAIN):
+        return error
+    if code in _BUSY or isinstance(error, (ConnectionError, TimeoutError, *_types(_UNREACHABLE))):
+        return SnapshotUnavailableError(
+            f"{url!r} cannot be reached, or went away ({type(error).__name__}: {error}); requests "
+            "were repeated in vain",
+            details=details,
+        )
+    return SnapshotStorageError(
+        f"the storage of {url!r} has failed ({type(error).__name__}: {error})", details=details
+    )
+
+
+def _types(names: list[tuple[str, str]]) -> list[type[BaseException]]:
+    found = [getattr(sys.modules.get(module), name, None) for module, name in names]
+    return [kind for kind in found if isinstance(kind, type)]

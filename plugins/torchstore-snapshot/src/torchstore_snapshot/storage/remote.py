@@ -1,0 +1,336 @@
+"""Snapshots at any URL that fsspec knows: object stores, servers of files, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from torchstore_core.errors import ConfigurationError
+from torchstore_snapshot.errors import SnapshotStorageError
+from torchstore_snapshot.storage.base import FileInfo, Writer
+from torchstore_snapshot.storage.multipart import PART, MultipartWriter
+from torchstore_snapshot.storage.naming import code_of, naming
+
+__all__ = ["RemoteReader", "RemoteStorage", "environment", "set_environment"]
+
+# Where folders are only beginnings of names. To "make" one may create a bucket, which nobody wants.
+_WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "memory"}
+_S3 = {"s3", "s3a"}
+# A server that has gone is noticed sooner than by the library's own limits (60 s).
+_S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}
+
+# Beginnings of the names of variables that configure object stores.
+_VARIABLES = ("AWS_", "AZURE_", "FSSPEC_", "GCSFS_", "GOOGLE_", "STORAGE_EMULATOR_")
+
+_lock = threading.Lock()
+_known: dict[tuple[object, ...], Any] = {}
+_KNOWN_MAX = 64
+
+
+class SequentialWriter:
+    """A new file of a file system of which no more is known than that it can write files in order.
+    How it sends them is its own matter; most object stores do so in parts of the size given.
+    """
+
+    random_access = False
+
+    def __init__(self, fs: Any, path: str, url: str) -> None:
+        self._url = url
+        self._fs = fs
+        self._path = path
+        self._position = 0
+        with naming(url):
+            self._file = fs.open(path, "wb", block_size=PART)
+
+    def write(self, offset: int, data: Any) -> None:
+        if offset != self._position:
+            raise ValueError(f"written at {offset}, though {self._position} bytes are written")
+        with naming(self._url):
+            self._file.write(data)
+        self._position += memoryview(data).nbytes
+
+    def close(self, *, durable: bool) -> None:
+        del durable  # the file system decides when it acknowledges
+        file, self._file = self._file, None
+        with naming(self._url):
+            file.close()
+
+    def abort(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with contextlib.suppress(Exception):  # what is left is invisible, and gc collects it
+            file.discard()
+        with contextlib.suppress(Exception):
+            self._fs.rm_file(self._path)
+
+
+class RemoteReader:
+    """A file, read by requests for ranges of it."""
+
+    def __init__(self, fs: Any, path: str, nbytes: int, url: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._nbytes = nbytes
+        self._url = url
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def read_into(self, offset: int, buffer: Any) -> None:
+        rest = memoryview(buffer)
+        while rest.nbytes:
+            part = rest[:PART]
+            with naming(self._url):
+                data = self._fs.cat_file(self._path, start=offset, end=offset + part.nbytes)
+            if len(data) != part.nbytes:
+                raise EOFError(f"the file ends {part.nbytes - len(data)} bytes too early")
+            part[:] = data
+            offset += part.nbytes
+            rest = rest[part.nbytes :]
+
+    def close(self) -> None:
+        """Nothing is open between requests."""
+
+
+class RemoteStorage:
+    """A folder of a file system of fsspec: keys with a common beginning.
+
+    Publishing is atomic where a file appears as a whole, as in object stores. With ``overwrite``
+    False, the store itself refuses to replace an object if fsspec has conditional writes for it
+    (S3, Google Cloud Storage, Azure). Otherwise, this class looks before it writes: of two takes at
+    the same path *at the same time*, the later one may then replace the manifest of the earlier
+    one, which remains a whole snapshot until then, and whose files gc collects.
+
+    Args:
+        fs: the file system.
+        root: the path of the folder in it.
+        url: the folder's URL.
+    """
+
+    request_size = 1 << 20
+
+    def __init__(self, fs: Any, root: str, url: str) -> None:
+        self._fs = fs
+        self._root = root.rstrip("/")
+        self._url = url.rstrip("/")
+        protocol = fs.protocol
+        self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+
+    @classmethod
+    def at(cls, url: str) -> RemoteStorage:
+        """Return the folder at a URL. Nothing is requested.
+
+        Credentials and addresses are those of the environment and of fsspec's configuration: for
+        example ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL``.
+
+        Raises:
+            ConfigurationError: no package for URLs like this one is installed.
+        """
+        scheme, _, rest = url.partition("://")
+        fsspec = importlib.import_module("fsspec")
+        # Instances are kept here, because those that fsspec keeps do not see a changed environment.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if scheme in _S3 and "config_kwargs" not in fsspec.config.conf.get(scheme, {}):
+            options["config_kwargs"] = _S3_CONFIG
+        host = url if "::" in url else rest.partition("/")[0]
+        identity = (os.getpid(), scheme, host, *sorted(environment().items()))
+        with _lock:
+            fs = _known.get(identity)
+            if fs is None:
+                try:
+                    with naming(url):
+                        fs, _ = fsspec.core.url_to_fs(url, **options)
+                except SnapshotStorageError as error:
+                    cause = error.__cause__
+                    if isinstance(cause, (ImportError, ValueError, TypeError)):
+                        raise ConfigurationError(
+                            f"snapshots cannot be stored at {url!r}: {cause}",
+                            details={"path": url, "scheme": scheme},
+                        ) from cause
+                    raise
+                if len(_known) > _KNOWN_MAX:
+                    _known.clear()
+                _known[identity] = fs
+        root = fsspec.core.url_to_fs(url)[1] if "::" in url else fs._strip_protocol(url)
+        return cls(fs, root, url)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes see the same folder."""
+        return "memory" not in self._protocols
+
+    def prepare(self) -> None:
+        if not self._protocols & _WITHOUT_FOLDERS:
+            with naming(self._url):
+                self._fs.makedirs(self._root, exist_ok=True)
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        if self._protocols & _S3:
+            return MultipartWriter(self._fs, self._in(name), nbytes, self._url)
+        return SequentialWriter(self._fs, self._in(name), self._url)
+
+    def open(self, name: str) -> RemoteReader:
+        with naming(self._url):
+            nbytes = self._fs.info(self._in(name))["size"]
+        return RemoteReader(self._fs, self._in(name), nbytes, self._url)
+
+    def read(self, name: str) -> bytes:
+        with naming(self._url):
+            try:
+                return bytes(self._fs.cat_file(self._in(name)))
+            except FileNotFoundError:
+                if self._protocols & _S3:  # the name, or the bucket?
+                    self._fs.call_s3("get_bucket_location", Bucket=self._bucket)
+                raise
+
+    def list(self) -> Sequence[FileInfo]:
+        return [
+            FileInfo(_last(entry["name"]), entry.get("size") or 0, _modified(entry))
+            for entry in self._entries(self._root)
+            if entry["type"] == "file" and _last(entry["name"])
+        ]
+
+    def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
+        del take, durable
+        path = self._in(name)
+        with naming(self._url):
+            if overwrite:
+                self._fs.pipe_file(path, data)
+                return
+            try:
+                with _lock if not self.shared else contextlib.nullcontext():
+                    self._create(path, data)
+            except OSError as error:
+                if not isinstance(error, FileExistsError) and code_of(error) not in (
+                    "PreconditionFailed",
+                    "ConditionalRequestConflict",
+                ):
+                    raise
+                # A request whose reply was lost is repeated, and then finds what it has written.
+                if self._fs.cat_file(path) != data:
+                    raise FileExistsError(f"{path} exists") from error
+
+    def delete(self, name: str) -> None:
+        with naming(self._url), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._in(name))
+
+    def sibling(self, name: str) -> RemoteStorage:
+        return RemoteStorage(self._fs, _beside(self._root, name), _beside(self._url, name))
+
+    def siblings(self) -> Sequence[str]:
+        folders = self._entries(self._root.rpartition("/")[0])
+        return [_last(entry["name"]) for entry in folders if entry["type"] == "directory"]
+
+    def remove_if_empty(self) -> None:
+        if not self._protocols & _WITHOUT_FOLDERS:
+            with contextlib.suppress(OSError, NotImplementedError):
+                self._fs.rmdir(self._root)
+
+    def unfinished(self) -> Sequence[FileInfo]:
+        """Uploads in parts that were neither completed nor aborted: only S3 is asked for them."""
+        return [
+            FileInfo(_last(upload["Key"]), 0, _modified({"mtime": upload.get("Initiated")}))
+            for upload in self._uploads()
+        ]
+
+    def discard_unfinished(self, name: str) -> None:
+        for upload in self._uploads():
+            if _last(upload["Key"]) == name:
+                with naming(self._url), contextlib.suppress(FileNotFoundError):
+                    self._fs.call_s3(
+                        "abort_multipart_upload",
+                        Bucket=self._bucket,
+                        Key=upload["Key"],
+                        UploadId=upload["UploadId"],
+                    )
+
+    def _uploads(self) -> Sequence[dict[str, Any]]:
+        if not self._protocols & _S3:
+            return []
+        prefix = self._fs.split_path(self._root)[1]
+        found: list[dict[str, Any]] = []
+        after: dict[str, str] = {}
+        while True:
+            with naming(self._url):
+                page = self._fs.call_s3(
+                    "list_multipart_uploads", Bucket=self._bucket, Prefix=f"{prefix}/", **after
+                )
+            found += page.get("Uploads", [])
+            if not page.get("IsTruncated"):
+                return [u for u in found if "/" not in u["Key"][len(prefix) + 1 :]]
+            after = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    def _create(self, path: str, data: bytes) -> None:
+        call = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
+        if "mode" in inspect.signature(call).parameters:
+            self._fs.pipe_file(path, data, mode="create")
+            return
+        if self._fs.exists(path):
+            raise FileExistsError(path)
+        self._fs.pipe_file(path, data)
+
+    def _entries(self, folder: str) -> Sequence[dict[str, Any]]:
+        with naming(self._url):
+            self._fs.invalidate_cache(folder)
+            try:
+                return list(self._fs.ls(folder, detail=True))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    @property
+    def _bucket(self) -> str:
+        return str(self._fs.split_path(self._root)[0])
+
+    def _in(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that decide which servers are asked, and as whom."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+
+
+def set_environment(variables: dict[str, str]) -> None:
+    """Make :func:`environment` that of another process, for storage that is opened from now on."""
+    for name in environment().keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _beside(path: str, name: str) -> str:
+    parent, slash, _ = path.rpartition("/")
+    return f"{parent}{slash}{name}"
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _modified(entry: dict[str, Any]) -> float:
+    """When a file was changed; now if the file system does not say, so that nothing is too old."""
+    for field in ("LastModified", "last_modified", "mtime", "modified", "updated", "created"):
+        found = entry.get(field)
+        if isinstance(found, datetime):
+            return found.timestamp()
+        if isinstance(found, str):
+            with contextlib.suppress(ValueError):
+                return datetime.fromisoformat(found).timestamp()
+        if isinstance(found, (int, float)):
+            return float(found)
+    return time.time()

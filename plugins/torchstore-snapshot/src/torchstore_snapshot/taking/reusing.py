@@ -1,0 +1,100 @@
+"""Finds what an earlier snapshot has already: pieces with the same bytes are not written again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from torchstore_snapshot.format.hashes import block_hash, blocks, combined
+from torchstore_snapshot.format.manifest import DataFile, Manifest, ObjectEntry, Piece
+from torchstore_snapshot.taking.collecting import Item
+from torchstore_snapshot.taking.planning import Unit
+from torchstore_snapshot.taking.writing import hash_strided, source_of
+from torchstore_snapshot.threads import run_tasks
+
+__all__ = ["Reused", "find_unchanged"]
+
+# Smaller pieces are written again: for a few bytes, a whole file would have to be kept.
+_MIN = 4096
+
+
+class Reused(NamedTuple):
+    """A unit that is in a file of an earlier snapshot.
+
+    Args:
+        file: the file, as the new manifest names it.
+        piece: where it is in that file; its ``file`` has no meaning.
+    """
+
+    unit: Unit
+    file: DataFile
+    piece: Piece
+
+
+def find_unchanged(
+    items: Sequence[Item], units: Sequence[Unit], base: Manifest, base_name: str, own_name: str
+) -> tuple[list[Unit], list[Reused]]:
+    """Divide ``units`` into those that have to be written and those that ``base`` has.
+
+    Args:
+        base_name, own_name: the names of the folders of the base and of the new snapshot.
+    """
+    known: dict[tuple[int, str], tuple[DataFile, Piece]] = {}
+    for entries in (base.shared, *base.own):
+        for named in entries.values():
+            for entry in named.values():
+                if isinstance(entry, ObjectEntry):
+                    continue
+                for piece in entry.pieces:
+                    if piece.nbytes >= _MIN:
+                        file = _as_seen(base.files[piece.file], base_name, own_name)
+                        known.setdefault((piece.nbytes, piece.digest), (file, piece))
+    sizes = {nbytes for nbytes, _ in known}
+    candidates = [unit for unit in units if _nbytes(items[unit.item], unit) in sizes]
+    digests = dict(zip(candidates, _digests(items, candidates), strict=True))
+    rest: list[Unit] = []
+    reused: list[Reused] = []
+    for unit in units:
+        digest = digests.get(unit)
+        found = known.get((_nbytes(items[unit.item], unit), digest)) if digest else None
+        if found is None:
+            rest.append(unit)
+        else:
+            reused.append(Reused(unit, *found))
+    return rest, reused
+
+
+def _as_seen(file: DataFile, base_name: str, own_name: str) -> DataFile:
+    """The file of a base, as a snapshot beside it names it."""
+    home = file.snapshot or base_name
+    return msgspec.structs.replace(file, snapshot="" if home == own_name else home)
+
+
+def _nbytes(item: Item, unit: Unit) -> int:
+    return item.pieces[unit.piece].tensor.nbytes if item.is_tensor else -1
+
+
+def _digests(items: Sequence[Item], units: Sequence[Unit]) -> list[str]:
+    found: list[list[bytes]] = [[] for _ in units]
+
+    def tasks() -> Iterator[Callable[[], None]]:
+        for unit, hashes in zip(units, found, strict=True):
+            data = source_of(items[unit.item], unit)
+            if isinstance(data, torch.Tensor):
+                yield partial(hash_strided, data, hashes)
+                continue
+            spans = list(blocks(data.nbytes))
+            hashes.extend([b""] * len(spans))
+            for number, (begin, end) in enumerate(spans):
+                yield partial(_hash, data[begin:end], hashes, number)
+
+    run_tasks(tasks())
+    return [combined(hashes) for hashes in found]
+
+
+def _hash(data: Any, hashes: list[bytes], number: int) -> None:
+    hashes[number] = block_hash(data)

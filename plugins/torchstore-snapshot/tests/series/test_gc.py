@@ -1,0 +1,240 @@
+"""Garbage collection: what died goes, and what is running or referred to stays."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from tests.processes import Script
+from tests.support import until
+
+import torchstore_core as ts
+from torchstore_snapshot import Snapshot, StateDict, TakeLostError, gc
+from torchstore_snapshot.format.paths import MANIFEST, claim_file, new_take_id, take_of
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.series import claims
+from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.series.survey import folder_name
+from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.taking.take import TakeOptions, commit, discard, prepare, write
+
+_server = importlib.import_module("plugins.torchstore-snapshot.tests.storage.object_store")
+
+
+def state(fill: float) -> dict[str, StateDict]:
+    return {"m": StateDict(**{f"w{i}": torch.full((3000,), fill + i) for i in range(4)})}
+
+
+def names(path: Path | str) -> list[str]:
+    return sorted(info.name for info in open_storage(path).list())
+
+
+@pytest.fixture(params=["files", "objects"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "files":
+        yield str(tmp_path)
+        return
+    with _server.object_store():
+        yield f"s3://{_server.BUCKET}/series"
+
+
+def test_a_running_take_is_left_alone(place: str) -> None:
+    Snapshot.take(f"{place}/0", state(0))
+    running = prepare(f"{place}/1", state(1), Ranks.alone(), None, TakeOptions())
+    part = write(running)
+    report = gc(place, grace=0)
+    assert report.running == (running.take,)
+    assert report.files == ()
+    commit(running.storage, running.take, [part], running.options, claim=running.claim)
+    assert not Snapshot(f"{place}/1").verify()
+    assert gc(place, grace=0).running == ()
+
+
+def test_the_base_of_a_running_take_is_left_alone(place: str) -> None:
+    """At both moments: while it reads the base's manifest, and while it writes."""
+    Snapshot.take(f"{place}/0", state(0))
+    Snapshot.take(f"{place}/1", state(9))
+    take = new_take_id()
+    storage = open_storage(f"{place}/2")
+    storage.prepare()
+    reading = Claim(storage, take, reading=True)
+    assert gc(place, keep_last=1, grace=0, dry_run=True).files == ()
+    reading.release()
+    options = TakeOptions(base=f"{place}/0")
+    running = prepare(f"{place}/2", state(0), Ranks.alone(), None, options)
+    part = write(running)
+    assert running.files == []
+    report = gc(place, keep_last=1, grace=0)
+    assert report.dropped == ("0",)
+    assert report.files == ()
+    Snapshot.take(f"{place}/1", state(5), overwrite=True)
+    commit(running.storage, running.take, [part], running.options, claim=running.claim)
+    assert gc(place, grace=0).files == ()
+    assert not Snapshot(f"{place}/2").verify()
+    assert Snapshot(f"{place}/2").read_object("m/w3").tolist() == [3.0] * 3000
+
+
+def test_a_base_that_is_replaced_while_a_take_refers_to_it(place: str) -> None:
+    Snapshot.take(f"{place}/0", state(0))
+    options = TakeOptions(base=f"{place}/0")
+    running = prepare(f"{place}/1", state(0), Ranks.alone(), None, options)
+    Snapshot.take(f"{place}/0", state(50), overwrite=True)
+    commit(running.storage, running.take, [write(running)], options, claim=running.claim)
+    assert not Snapshot(f"{place}/1").verify()
+    Snapshot.take(f"{place}/1", state(60), overwrite=True)
+    assert len(gc(place, grace=0).files) == 1  # what only the replaced snapshots had
+
+
+def test_a_take_that_fails_leaves_no_claim(place: str) -> None:
+    running = prepare(f"{place}/0", state(0), Ranks.alone(), None, TakeOptions())
+    write(running)
+    discard(running)
+    assert names(f"{place}/0") == []
+
+
+def _pretend(path: str, take: str, **fields: object) -> None:
+    """Change a claim, as if it were that of another process or host."""
+    storage = open_storage(path)
+    record = claims.decode(storage.read(claim_file(take)))
+    assert record is not None
+    data = msgspec.json.encode(msgspec.structs.replace(record, **fields))
+    storage.publish(claim_file(take), data, take=take, overwrite=True, durable=False)
+
+
+def test_a_take_on_another_host(place: str) -> None:
+    Snapshot.take(f"{place}/0", state(0))
+    slow = prepare(f"{place}/1", state(1), Ranks.alone(), None, TakeOptions())
+    part = write(slow)
+    _pretend(f"{place}/1", slow.take, host="elsewhere")
+    assert gc(place, grace=60).running == (slow.take,)
+    report = gc(place, grace=0)
+    assert report.dead == (slow.take,)
+    assert len(report.files) == 2
+    with pytest.raises(TakeLostError):
+        commit(slow.storage, slow.take, [part], slow.options, claim=slow.claim)
+    assert names(f"{place}/1") == []
+
+
+def test_a_claim_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_RENEWED_S", 0.01)
+    storage = open_storage(tmp_path / "0")
+    storage.prepare()
+    take = new_take_id()
+    claim = Claim(storage, take)
+    path = tmp_path / "0" / claim_file(take)
+    os.utime(path, (1, 1))
+    deadline = time.monotonic() + 30
+    while path.stat().st_mtime < 2 and time.monotonic() < deadline:
+        claim._stopped.wait(0.01)
+    assert path.stat().st_mtime > 2
+    claim.release()
+    assert not path.exists()
+
+
+def test_files_without_a_claim_wait_for_the_grace(place: str) -> None:
+    """As those of programs that do not publish claims."""
+    Snapshot.take(f"{place}/0", state(0))
+    storage = open_storage(f"{place}/0")
+    storage.publish(
+        f"m-{new_take_id()}-0-0.safetensors", b"1234", take="", overwrite=True, durable=False
+    )
+    storage.publish("config.json", b"{}", take="", overwrite=True, durable=False)
+    assert gc(place).files == ()
+    report = gc(f"{place}/0", grace=0)  # of a snapshot alone
+    assert (len(report.files), report.nbytes) == (1, 4)
+    assert "config.json" in names(f"{place}/0")
+    with pytest.raises(ts.ConfigurationError):
+        gc(f"{place}/0", keep_last=1)
+    with pytest.raises(ts.ConfigurationError):
+        gc(place, keep_last=0)
+
+
+def test_a_manifest_that_cannot_be_read_stops_it(place: str) -> None:
+    Snapshot.take(f"{place}/0", state(0))
+    Snapshot.take(f"{place}/1", state(0), base=f"{place}/0")
+    storage = open_storage(f"{place}/1")
+    data = storage.read(MANIFEST)
+    storage.publish(MANIFEST, data[:-20], take="", overwrite=True, durable=False)
+    report = gc(place, keep_last=1, grace=0)
+    assert [*report.unreadable] == ["1"]
+    assert (report.files, report.dropped) == ((), ())
+    Snapshot.take(f"{place}/0", state(7), overwrite=True)
+    storage.publish(MANIFEST, data, take="", overwrite=True, durable=False)
+    assert not Snapshot(f"{place}/1").verify()
+
+
+_DIES = """
+import os, signal
+from torchstore_snapshot import StateDict
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.taking.take import TakeOptions, prepare, write
+from torchstore_snapshot.storage.opening import open_storage
+state = {{"m": StateDict(w=torch.full((3000,), 1.0))}}
+prepared = prepare({path!r}, state, Ranks.alone(), None, TakeOptions())
+write(prepared)
+if {upload}:
+    name = f"m-{{prepared.take}}-0-7.safetensors"
+    writer = open_storage({path!r}).create(name, 40 << 20)
+    writer.write(0, bytes(17 << 20))
+print("ready", flush=True)
+await asyncio.sleep(60)
+"""
+
+
+async def test_a_take_that_is_killed(place: str) -> None:
+    Snapshot.take(f"{place}/0", state(0))
+    remote = place.startswith("s3")
+    with Script(_DIES.format(path=f"{place}/1", upload=remote)) as script:
+
+        def ready() -> bool:
+            script._out.seek(0)
+            return "ready" in script._out.read()
+
+        await until(ready, 60)
+        report = await asyncio.to_thread(gc, place)
+        assert (len(report.running), report.files) == (1, ())
+    before = await asyncio.to_thread(gc, place, dry_run=True)
+    report = await asyncio.to_thread(gc, place)
+    assert report.files == before.files
+    assert len(report.dead) == 1
+    assert {take_of(file.name) for file in report.files} == set(report.dead)
+    assert names(f"{place}/1") == []
+    if remote:  # an upload that was never completed
+        assert [file.name[-13:] for file in report.files if not file.nbytes] == ["7.safetensors"]
+        assert open_storage(f"{place}/1").unfinished() == []  # type: ignore[attr-defined]
+    assert not Snapshot(f"{place}/0").verify()
+
+
+def test_a_folder_that_may_not_be_looked_into_stops_it(tmp_path: Path) -> None:
+    """It may hold a snapshot that refers to others. Root may look everywhere, so not as root."""
+    Snapshot.take(tmp_path / "0", state(0))
+    (tmp_path / "private").mkdir(mode=0)
+    body = f"""
+    import os
+    from torchstore_snapshot import gc
+    for folder in ({str(tmp_path)!r}, {str(tmp_path.parent)!r}, {str(tmp_path.parent.parent)!r}):
+        os.chmod(folder, 0o777)
+    os.setresuid(65534, 65534, 65534)
+    report = gc({str(tmp_path)!r}, keep_last=1, grace=0)
+    print([*report.unreadable], report.files)
+    """
+    if os.getuid():
+        report = gc(tmp_path, grace=0)
+        assert ([*report.unreadable], report.files) == (["private"], ())
+        return
+    with Script(body) as script:
+        script._process.wait(60)
+        script._out.seek(0)
+        assert script._out.read() == "['private'] ()\n"
+
+
+def test_names() -> None:
+    assert folder_name(open_storage("/a/b/c")) == "c"
+    assert folder_name(open_storage("memory://a/b/")) == "b"

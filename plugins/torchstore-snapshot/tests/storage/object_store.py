@@ -1,0 +1,115 @@
+"""An object store on loopback: moto's server, which also counts and fails requests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
+from werkzeug.serving import make_server
+
+from torchstore_snapshot.storage.remote import RemoteStorage
+
+__all__ = ["BUCKET", "ObjectStore", "object_store"]
+
+BUCKET = "bucket"
+
+
+class ObjectStore:
+    """A server. ``sent`` and ``received`` count the bytes of bodies; ``requests`` are methods,
+    paths and queries; ``parallel`` is how many requests were served at a time, at most.
+
+    ``before`` is called with a request's environment before it is served; if it raises
+    ConnectionResetError, the connection is closed without a reply. ``refuse`` denies access.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.received = 0
+        self.requests: list[str] = []
+        self.ranges: list[str] = []
+        self.parallel = 0
+        self._active = 0
+        self._lock = threading.Lock()
+        self.refuse = False
+        self.before: Callable[[dict[str, Any]], object] | None = None
+        self._app = DomainDispatcherApplication(create_backend_app)
+        handler = type("Handler", (MotoRequestHandler,), {"log": lambda *_: None})
+        self._server = make_server("127.0.0.1", 0, self._serve, True, request_handler=handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def reset(self) -> None:
+        """Count from 0 again, and serve everything."""
+        self.sent = self.received = self.parallel = 0
+        self.requests.clear()
+        self.ranges.clear()
+        self.before = None
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _serve(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterator[bytes]:
+        with self._lock:
+            query = environ.get("QUERY_STRING", "")
+            self.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{query}")
+            self.received += int(environ.get("CONTENT_LENGTH") or 0)
+            if "HTTP_RANGE" in environ:
+                self.ranges.append(environ["HTTP_RANGE"])
+            self._active += 1
+            self.parallel = max(self.parallel, self._active)
+        try:
+            if self.before is not None:
+                try:
+                    self.before(environ)
+                except ConnectionResetError:
+                    environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                    raise
+            if self.refuse:
+                start("403 Forbidden", [("Content-Type", "application/xml")])
+                yield b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+                return
+            for chunk in self._app(environ, start):
+                with self._lock:
+                    self.sent += len(chunk)
+                yield chunk
+        finally:
+            with self._lock:
+                self._active -= 1
+
+
+@contextlib.contextmanager
+def object_store() -> Iterator[ObjectStore]:
+    """A server with an empty bucket, which the environment names to all S3 clients."""
+    server = ObjectStore()
+    names = {
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
+    try:
+        with mock.patch.dict(os.environ, names):
+            reset = urllib.request.Request(f"{server.url}/moto-api/reset", method="POST")
+            urllib.request.urlopen(reset).close()  # servers of one process share their objects
+            storage = RemoteStorage.at(f"s3://{BUCKET}/x")
+            storage._fs.call_s3("create_bucket", Bucket=BUCKET)
+            server.reset()
+            yield server
+    finally:
+        server.close()

@@ -1,0 +1,266 @@
+"""Snapshots in an object store: a real server on loopback, which counts bytes and fails."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import run_script
+
+import torchstore_core as ts
+from torchstore_snapshot import (
+    BucketNotFoundError,
+    Snapshot,
+    SnapshotAccessError,
+    SnapshotCorruptError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    SnapshotUnavailableError,
+    StateDict,
+)
+from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.restoring import fetching, reading
+from torchstore_snapshot.storage import remote
+from torchstore_snapshot.storage.opening import open_storage
+
+_server = importlib.import_module("plugins.torchstore-snapshot.tests.storage.object_store")
+URL = f"s3://{_server.BUCKET}/run/step-1"
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    with _server.object_store() as server:
+        yield server
+
+
+def state(fill: float, count: int = 6, numel: int = 3000) -> StateDict:
+    values = {f"w{i}": torch.full((numel,), fill + i) for i in range(count)}
+    return StateDict(values | {"t": torch.full((40, 30), fill).t(), "n": int(fill)})
+
+
+def same(own: StateDict, expected: StateDict) -> bool:
+    return own.keys() == expected.keys() and all(
+        torch.equal(own[k], v) if isinstance(v, torch.Tensor) else own[k] == v
+        for k, v in expected.items()
+    )
+
+
+@pytest.mark.parametrize("url", [URL, "memory://run/step-1"])
+def test_round_trip(store: Any, url: str) -> None:
+    Snapshot.take(url, {"m": state(1)}, file_max=20_000, overwrite=True)
+    own = state(9)
+    Snapshot(url).restore({"m": own})
+    assert same(own, state(1))
+    with pytest.raises(SnapshotExistsError):
+        Snapshot.take(url, {"m": state(2)})
+    Snapshot.take(url, {"m": state(3)}, overwrite=True)
+    assert same(StateDict(Snapshot(url).get_state_dict_for_key("m")), state(3))
+    assert len(open_storage(url).list()) == 3  # data, manifest, map of weights
+    assert not Snapshot(url).verify()
+
+
+def test_large_files_are_uploaded_in_parallel_parts(store: Any) -> None:
+    own = state(1.0, count=4, numel=3 << 20)  # 50 MB
+    Snapshot.take(URL, {"m": own})
+    parts = [r for r in store.requests if "partNumber" in r]
+    assert len(parts) == 4
+    assert store.parallel >= 2
+    assert open_storage(URL).unfinished() == []  # type: ignore[attr-defined]
+    store.reset()
+    Snapshot.take(URL, {"m": state(2)}, overwrite=True)
+    assert not [r for r in store.requests if "partNumber" in r]
+
+
+def test_in_the_background(store: Any) -> None:
+    pending = Snapshot.async_take(URL, {"m": state(4)})
+    assert same(StateDict(pending.wait(60).get_state_dict_for_key("m")), state(4))
+    assert len(open_storage(URL).list()) == 3
+    with pytest.raises(ts.ConfigurationError, match="another process"):
+        Snapshot.async_take("memory://x/y", {"m": state(4)})
+
+
+def test_a_tensor_of_a_thousand(store: Any) -> None:
+    many = StateDict({f"w{i}": torch.full((1000,), float(i)) for i in range(1000)})
+    Snapshot.take(URL, {"m": many})
+    manifest = len(open_storage(URL).read(MANIFEST))
+    store.reset()
+    assert Snapshot(URL).read_object("m/w500").tolist() == [500.0] * 1000
+    assert store.sent <= 4000 + (64 << 10) + manifest
+    assert len(store.requests) <= 5
+    store.reset()
+    piece = ts.TensorSlice((10,), (5,), (1000,))
+    assert Snapshot(URL).read_object("m/w7", tensor_slice=piece).tolist() == [7.0] * 5
+    assert store.sent <= 20 + (64 << 10) + manifest
+
+
+def test_reads_are_coalesced_and_not_repeated(store: Any) -> None:
+    many = {f"w{i}": torch.full((1000,), float(i)) for i in range(500)}
+    Snapshot.take(URL, {"m": StateDict(many, big=torch.ones(5 << 20))})
+    total = sum(info.nbytes for info in open_storage(URL).list())
+    store.reset()
+    own = StateDict({name: torch.zeros(1000) for name in many}, big=torch.zeros(5 << 20))
+    Snapshot(URL).restore({"m": own})
+    assert all(torch.equal(own[name], many[name]) for name in many)
+    assert bool((own["big"] == 1).all())
+    assert store.sent <= total
+    assert len(store.ranges) <= 5  # 22 MB, in requests of 8 MB
+    assert store.parallel >= 2
+    store.reset()
+    assert not Snapshot(URL).verify()
+    assert store.sent <= total
+
+
+def test_what_does_not_fit_into_memory_is_checked_first(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Snapshot.take(URL, {"m": state(1)})
+    monkeypatch.setattr(reading, "hold_max", lambda: 20_000)
+    monkeypatch.setattr(fetching, "_REQUEST_MAX", 5000)
+    own = state(9)
+    Snapshot(URL).restore({"m": own})
+    assert same(own, state(1))
+    _damage()
+    own = state(9)
+    with pytest.raises(SnapshotCorruptError):
+        Snapshot(URL).restore({"m": own})
+    assert same(own, state(9))
+
+
+def _damage() -> None:
+    storage = open_storage(URL)
+    name = next(i.name for i in storage.list() if i.name.endswith(".safetensors"))
+    data = bytearray(storage.read(name))
+    data[-5] ^= 1
+    storage.publish(name, bytes(data), take="", overwrite=True, durable=False)
+
+
+def test_damage(store: Any) -> None:
+    Snapshot.take(URL, {"m": state(1)})
+    _damage()
+    own = state(9)
+    with pytest.raises(SnapshotCorruptError):
+        Snapshot(URL).restore({"m": own})
+    assert same(own, state(9))
+    assert len(Snapshot(URL).verify()) == 1
+    storage = open_storage(URL)
+    storage.delete(next(i.name for i in storage.list() if i.name.endswith(".safetensors")))
+    with pytest.raises(SnapshotCorruptError):
+        Snapshot(URL).restore({"m": own})
+
+
+@pytest.mark.parametrize("url", [URL, "memory://race/step-1"])
+def test_one_of_many_publishes(store: Any, url: str) -> None:
+    storage = open_storage(url)
+    won: list[int] = []
+    start = threading.Barrier(6)
+
+    def publish(number: int) -> None:
+        start.wait()
+        try:
+            storage.publish(MANIFEST, b"%d" % number, take="", overwrite=False, durable=True)
+            won.append(number)
+        except FileExistsError:
+            pass
+
+    threads = [threading.Thread(target=publish, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert storage.read(MANIFEST) == b"%d" % won[0]
+    # As when the reply to the first request was lost, and the library has repeated it.
+    storage.publish(MANIFEST, b"%d" % won[0], take="", overwrite=False, durable=True)
+    storage.delete(MANIFEST)
+
+
+def test_no_bucket(store: Any) -> None:
+    missing = "s3://no-such-bucket/run/1"
+    for overwrite in (False, True):
+        with pytest.raises(BucketNotFoundError):
+            Snapshot.take(missing, {"m": state(1)}, overwrite=overwrite)
+    with pytest.raises(BucketNotFoundError):
+        Snapshot(missing).restore({"m": state(1)})
+    assert not [r for r in store.requests if r == "PUT /no-such-bucket?"]
+    with pytest.raises(SnapshotNotFoundError):
+        Snapshot(f"s3://{_server.BUCKET}/nothing").restore({"m": state(1)})
+
+
+def test_no_credentials(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address of a cloud's metadata service is asked, and refuses at once."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SnapshotAccessError):
+        Snapshot.take(URL, {"m": state(1)})
+
+
+def test_refused_credentials(store: Any) -> None:
+    Snapshot.take(URL, {"m": state(1)})
+    store.refuse = True
+    with pytest.raises(SnapshotAccessError):
+        Snapshot(URL).restore({"m": state(1)})
+    with pytest.raises(SnapshotAccessError):
+        Snapshot.take(URL, {"m": state(1)}, overwrite=True)
+
+
+def test_a_connection_that_breaks_is_tried_again(store: Any) -> None:
+    Snapshot.take(URL, {"m": state(1)})
+    broken = []
+
+    def first_only(environ: dict[str, Any]) -> None:
+        if environ["PATH_INFO"] not in broken:
+            broken.append(environ["PATH_INFO"])
+            raise ConnectionResetError
+
+    store.before = first_only
+    own = state(9)
+    Snapshot(URL).restore({"m": own})
+    assert same(own, state(1))
+    assert len(broken) == 2
+    broken.clear()
+    Snapshot.take(URL, {"m": state(2)}, overwrite=True)
+    assert not Snapshot(URL).verify()
+
+
+def test_a_server_that_goes_away_in_the_middle(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(remote._S3_CONFIG, "retries", {"max_attempts": 1})
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 2)
+    Snapshot.take(URL, {"m": state(1)})
+
+    def gone(environ: dict[str, Any]) -> None:
+        if "safetensors" in environ["PATH_INFO"]:
+            raise ConnectionResetError
+
+    store.before = gone
+    own = state(9)
+    with pytest.raises(SnapshotUnavailableError):
+        Snapshot(URL).restore({"m": own})
+    assert same(own, state(9))
+    with pytest.raises(SnapshotUnavailableError):
+        Snapshot.take(URL, {"m": state(2)}, overwrite=True)
+    store.before = None
+    Snapshot(URL).restore({"m": own})
+    assert same(own, state(1))
+    assert len(open_storage(URL).list()) == 3
+
+
+def test_urls_that_cannot_be_used() -> None:
+    for url in ("nonsense://x/y", "gs://bucket/x"):
+        with pytest.raises(ts.ConfigurationError):
+            Snapshot(url)
+
+
+async def test_importing_needs_no_library_of_a_store() -> None:
+    await run_script(
+        """
+        import torchstore_snapshot.storage.remote
+        from torchstore_snapshot import Snapshot
+        assert not {"s3fs", "botocore", "aiohttp"} & sys.modules.keys()
+        """,
+        fresh=True,
+    )

@@ -1,0 +1,234 @@
+"""Whoever dies while a snapshot is written in the background (the program, one of several ranks,
+the writer process, the server of the store): the snapshot before stays, and a later take works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.processes import Script, fork_server
+from tests.support import SMALL, until
+
+import torchstore_core as ts
+from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.background.staging import PREFIX
+from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.storage.opening import leavings, open_storage
+
+_MARK = "CRASH_TEST_OF_SNAPSHOTS"
+_TAKES = {
+    "take": "Snapshot.take(path, state, overwrite=True, fsync=False, file_max=500_000)",
+    "async_take": "Snapshot.async_take(path, state, overwrite=True, fsync=False).wait(60)",
+    "two at once": """
+        pending = [Snapshot.async_take(path, state, overwrite=True, fsync=False) for _ in "ab"]
+        for each in pending:
+            each.wait(60)
+    """,
+}
+_PROGRAM = """
+from torchstore_snapshot import Snapshot, StateDict
+path, n = {path!r}, {first}
+while True:
+    n += 1
+    values = {{f"w{{i}}": torch.full((50_000,), float(n)) for i in range(8)}}
+    state = {{"m": StateDict(n=n, **values)}}
+    try:
+        {take}
+    except (ts.TorchStoreError, OSError) as error:
+        print(type(error).__name__, flush=True)
+"""
+_EXPECTED = {"SnapshotWriterError", "StoreClosedError", "StoreLostError", "KeyNotFoundError"}
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What all processes of this test have in their environment; their sockets have a folder."""
+    fork_server()  # is none of its processes
+    name = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="ts-") as runtime:
+        monkeypatch.setenv(_MARK, name)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        yield name
+
+
+def started(mark: str) -> dict[str, list[int]]:
+    """The writers and the servers of this test that are running."""
+    found: dict[str, list[int]] = {"writer": [], "server": []}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"{_MARK}={mark}".encode() in environment:
+            kind = "writer" if b"torchstore_snapshot.background.writer" in command else "server"
+            found[kind].append(int(entry.name))
+    return found
+
+
+def restored(folder: Path) -> int:
+    """Which take is there, after checking every bit of it."""
+    state = StateDict(n=0, **{f"w{i}": torch.zeros(50_000) for i in range(8)})
+    Snapshot(folder).restore({"m": state})
+    for i in range(8):
+        assert torch.equal(state[f"w{i}"], torch.full((50_000,), float(state["n"])))
+    return int(state["n"])
+
+
+async def crash(folder: Path, mark: str, take: str, victim: str, chance: random.Random) -> None:
+    """One program that takes snapshots until it, too, is killed; in the middle of that, a victim is
+    killed.
+    """
+
+    async def taken() -> None:
+        before = identity()
+        await until(lambda: identity() != before, 60)
+
+    def identity() -> int:
+        path = folder / MANIFEST
+        return path.stat().st_ino if path.exists() else 0
+
+    last = restored(folder) if identity() else 0
+    body = _PROGRAM.format(path=str(folder), first=last, take=_TAKES[take])
+    with Script(body) as script:
+        await taken()
+        await asyncio.sleep(chance.random() * 0.05)  # any moment of one of the next takes
+        pids = {**started(mark), "program": [script.pid]}[victim]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        if victim != "program":
+            assert pids or take == "take"
+            await taken()
+            await taken()
+            await asyncio.sleep(chance.random() * 0.05)
+            os.kill(script.pid, signal.SIGKILL)
+        await until(lambda: script._process.wait(0.005) is not None, 30)
+        script._out.seek(0)
+        errors = script._out.read().split()
+    await until(lambda: not any(started(mark).values()), 30)
+    assert set(errors) <= _EXPECTED, errors
+    assert restored(folder) > last
+
+
+async def crashes(folder: Path, mark: str, times: int) -> None:
+    chance = random.Random(1)
+    for turn in range(times):
+        take = [*_TAKES][turn % 3]
+        victim = ["program", "writer", "server"][turn // 3 % 3]
+        await crash(folder, mark, take, victim, chance)
+    state = StateDict(n=-1, **{f"w{i}": torch.full((50_000,), -1.0) for i in range(8)})
+    Snapshot.take(folder, {"m": state}, overwrite=True, fsync=False)
+    storage = open_storage(folder)
+    for name in leavings(storage, Snapshot(folder).manifest):
+        storage.delete(name)
+    assert restored(folder) == -1
+    assert Snapshot(folder).verify() == {}
+    names = {path.name for path in folder.iterdir()}
+    (file,) = Snapshot(folder).manifest.files
+    assert names == {MANIFEST, file.name, "m.safetensors.index.json"}
+
+
+async def test_whoever_is_killed_at_any_moment(tmp_path: Path, mark: str) -> None:
+    await crashes(tmp_path / "s", mark, 9)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+async def test_whoever_is_killed_hundreds_of_times(tmp_path: Path, mark: str) -> None:
+    await crashes(tmp_path / "s", mark, 300)
+
+
+_RANK = """
+import os, signal
+import torch.distributed as dist
+from torchstore_snapshot import RankFailedError, Snapshot, StateDict
+from torchstore_snapshot.background import process
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", init_method="file://{meeting}", rank={rank}, world_size=2)
+writer = process.the_writer().pid
+if {rank} == {dies}:
+    os.kill(writer, signal.SIGSTOP)
+state = {{"m": StateDict(mine=torch.full((1000,), {rank}.0))}}
+pending = Snapshot.async_take({path!r}, state, overwrite=True, fsync=False)
+if {rank} == {dies}:
+    who = os.getpid() if {victim!r} == "program" else writer
+    print(writer, flush=True)
+    os.kill(who, signal.SIGKILL)
+try:
+    pending.wait(60)
+except ts.TorchStoreError as error:
+    print(type(error).__name__, error)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("victim", "dies"), [("program", 1), ("writer", 1), ("program", 0)])
+async def test_the_other_ranks_hear_at_once_of_one_that_dies(
+    tmp_path: Path, mark: str, victim: str, dies: int
+) -> None:
+    folder = tmp_path / "s"
+    Snapshot.take(folder, {"m": StateDict(mine=torch.ones(5))}, fsync=False)
+    fields = {"meeting": tmp_path / "meeting", "path": str(folder), "victim": victim, "dies": dies}
+    with (
+        Script(_RANK.format(rank=dies, **fields)) as dying,
+        Script(_RANK.format(rank=1 - dies, **fields)) as other,
+    ):
+        await until(lambda: dying._process.wait(0.005) is not None, 60)
+        if victim == "program":
+            dying._out.seek(0)
+            os.kill(int(dying._out.read()), signal.SIGCONT)
+        said = await other.output(30)
+    assert said.startswith(f"RankFailedError given up, because rank {dies} failed: ")
+    await until(lambda: not any(started(mark).values()), 30)
+    assert torch.equal(Snapshot(folder).read_object("m/mine"), torch.ones(5))
+
+
+_STAGES = """
+import os, signal
+from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.background import process
+await ts.connect({address!r})
+writer = process.the_writer().pid
+os.kill(writer, signal.SIGSTOP)
+Snapshot.async_take({path!r}, {{"m": StateDict(w=torch.ones(1000))}})
+print(writer, flush=True)
+if {victim!r} == "program":
+    os.kill(os.getpid(), signal.SIGKILL)
+os.kill(writer, signal.SIGKILL)
+await asyncio.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("victim", ["program", "writer"])
+async def test_nothing_stays_in_a_store_that_outlives_the_program(
+    tmp_path: Path, mark: str, victim: str
+) -> None:
+    client = await ts.initialize(**SMALL)
+    try:
+        body = _STAGES.format(address=client.address, path=str(tmp_path / "s"), victim=victim)
+        with Script(body) as script:
+            await until(lambda: script._out.seek(0) or "\n" in script._out.read(), 60)
+            script._out.seek(0)
+            writer = int(script._out.read())
+            if victim == "program":
+                await until(lambda: script._process.wait(0.005) is not None, 60)
+                assert any(key.startswith(PREFIX) for key in await ts.keys())
+                os.kill(writer, signal.SIGCONT)
+
+            async def empty() -> bool:
+                return not await ts.keys()
+
+            await until(empty, 30)
+    finally:
+        await ts.shutdown()

@@ -1,0 +1,70 @@
+"""Whoever asks for it hears how far a take, a restore or a check is."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchstore_snapshot import Snapshot, StateDict
+
+
+def test_a_function_hears_of_every_byte_once(tmp_path: Path) -> None:
+    state = StateDict(
+        large=torch.ones(5_000_000), rows=torch.ones(300, 300).t(), small=torch.ones(3), n=1
+    )
+    nbytes = sum(t.nbytes for t in state.values() if isinstance(t, torch.Tensor))
+    seen: list[tuple[int, int]] = []
+
+    def hear(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    def ended(total: int) -> None:
+        assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+        assert len(seen) > 2
+        assert seen[-1] == (total, total)
+        seen.clear()
+
+    snapshot = Snapshot.take(tmp_path / "s", {"m": state}, fsync=False, progress=hear)
+    ended(nbytes)
+    snapshot.restore({"m": state}, progress=hear)
+    ended(2 * nbytes)
+    snapshot.restore({"m": state}, verify=False, progress=hear)
+    ended(nbytes)
+    assert snapshot.verify(progress=hear) == {}
+    assert seen[-1] == (nbytes, nbytes)
+
+
+def _rest(terminal: int) -> str:
+    """What was written to a terminal, up to the title of a bar."""
+    text = ""
+    while "ing" not in text:
+        text += os.read(terminal, 1 << 16).decode()
+    return text
+
+
+def test_bars_appear_on_terminals_only(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"m": StateDict(a=torch.ones(1000))}
+    Snapshot.take(tmp_path / "t", state, fsync=False, progress=True)
+    assert capfd.readouterr() == ("", "")
+    ours, its = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    try:
+        with os.fdopen(its, "w") as terminal:
+            monkeypatch.setattr(sys, "stderr", terminal)
+            Snapshot.take(tmp_path / "u", state, fsync=False, progress=True)
+            assert "taking" in _rest(ours)
+            Snapshot(tmp_path / "u").restore(state, progress=True)
+            assert "restoring" in _rest(ours)
+            Snapshot(tmp_path / "u").verify(progress=True)
+            assert "verifying" in _rest(ours)
+            monkeypatch.undo()
+    finally:
+        os.close(ours)
+    assert capfd.readouterr() == ("", "")
