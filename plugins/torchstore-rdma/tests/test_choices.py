@@ -15,8 +15,7 @@ from torchstore_core.machine.networks import BIND
 from torchstore_core.machine.topology import probe
 from torchstore_rdma import fabric
 from torchstore_rdma.fabric import Place
-from torchstore_rdma.plugin import torchstore_transport
-from torchstore_rdma.protocol import Offer
+from torchstore_rdma.plugin import Offer, torchstore_transport
 
 from .pairs import Memory, needs_nixl, pair
 
@@ -55,10 +54,16 @@ def test_another_version_of_the_library_is_refused() -> None:
     assert isinstance(_bid(_PLAIN, _PLAIN, b"?"), Refusal)
 
 
+def test_doctor_may_ask_without_a_volume() -> None:
+    """An offer that nobody has made is not one of another version."""
+    assert isinstance(_bid(_PLAIN, _PLAIN, b""), Bid)
+
+
 def test_the_hook_module_loads_no_library() -> None:
     body = (
         "import sys, torchstore_rdma.plugin as p; p.torchstore_transport().probe();"
-        "sys.exit(bool({'torch', 'numpy', 'nixl_cu12'} & set(sys.modules)))"
+        "heavy = {'torch', 'numpy', 'nixl_cu12', 'torchstore_rdma.fabric'};"
+        "sys.exit(bool(heavy & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", body], check=True)
 

@@ -20,11 +20,23 @@ from typing import Any
 import pytest
 from tests.monarch import acts
 from tests.monarch.jobs import Job, python_path, running
+from tests.monarch.stores.api_apart import run_tests
 from tests.support import until
 
 from torchstore_core.testing.networks import Namespace
 
 MB = 1 << 20
+_DTYPES = ["values/test_dtypes.py"]
+_TENSORS = ["tensors", "inplace", "slices", "batches", "shards"]
+_TENSORS = [f"values/test_{name}.py" for name in _TENSORS]
+_STATE_DICTS = [
+    "state_dicts",
+    "state_dict_inplace",
+    "state_dict_transfer",
+    "participants",
+    "packed",
+]
+_STATE_DICTS = [f"state_dicts/test_{name}.py" for name in _STATE_DICTS]
 
 
 @pytest.mark.parametrize("own", [pytest.param("its address", marks=pytest.mark.soak), "127.0.1.1"])
@@ -116,5 +128,28 @@ async def test_a_store_over_networks(apart: Job) -> None:
         status = await apart.root(acts.status)
         assert [v.host_id for v in status.volumes] == ["host0", "host1"]
         assert [v.used_bytes // MB for v in status.volumes] == [20, 20]
+    finally:
+        await apart.root(acts.shutdown)
+
+
+@pytest.mark.parametrize(
+    ("files", "least"),
+    [
+        pytest.param(_DTYPES, 40, marks=pytest.mark.soak, id="dtypes"),
+        pytest.param(_TENSORS, 150, id="tensors"),
+        pytest.param(_STATE_DICTS, 150, id="state-dicts"),
+    ],
+)
+async def test_the_api_over_two_networks(apart: Job, files: list[str], least: int) -> None:
+    """Tests of tests/api, in a process whose store is on the other host. Only ``tcp`` leads there:
+    not even what is small travels in messages.
+    """
+    block = ["monarch-rpc", "monarch-rdma", "inline"]
+    await apart.root(acts.initialize_on_hosts, {"num_storage_volumes": 1, "block": block})
+    try:
+        passed, failures = await apart.at(1, run_tests, files, timeout=100.0)
+        assert not failures, "\n".join(failures)[:20_000]
+        assert passed >= least
+        assert set((await apart.at(1, acts.transports)).values()) == {"tcp"}
     finally:
         await apart.root(acts.shutdown)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import random
+import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 from msgspec.structs import replace
@@ -172,6 +175,38 @@ async def test_connections_are_kept_and_made_again() -> None:
             before.add(one)
         await link.read([local.copy()])
         assert link._streams._connections - before
+
+
+def _connected() -> Iterator[socket.socket]:
+    """Copies of the TCP connections that this process has."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            one = socket.socket(fileno=os.dup(int(entry)))
+            if one.family == socket.AF_INET and not one.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                yield one
+            else:
+                one.close()
+
+
+async def test_small_messages_are_not_delayed_and_dead_peers_are_noticed() -> None:
+    """What the sockets of both ends are set to: no Nagle, keep-alive, an end for lost packets."""
+    async with linked() as (link, there):
+        local = Local(1000, b"x" * 1000)
+        await link.write([local.copy()])
+        port, found = there.endpoint[1], 0
+        for one in _connected():
+            with one:
+                if port not in (one.getsockname()[1], one.getpeername()[1]):
+                    continue
+                found += 1
+                assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert 0 < one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000
+        assert found >= 2
 
 
 async def test_nothing_is_open_without_clients_and_nothing_is_left() -> None:

@@ -62,7 +62,7 @@ def _bytes_in(unit: Unit) -> list[tuple[int, int, int]]:
 
 @given(st.lists(copies | neighbours, max_size=8), st.sampled_from([1, 7, 100, 1000]))
 def test_every_byte_once_and_in_order(batch: list[Copy], limit: int) -> None:
-    units = list(cut(batch, limit))
+    units = list(cut(batch, lambda: limit))
     moved: list[tuple[int, int, int]] = []
     for unit in units:
         moved += _bytes_in(unit)
@@ -80,15 +80,25 @@ def test_every_byte_once_and_in_order(batch: list[Copy], limit: int) -> None:
 
 def test_many_pieces_are_several_units() -> None:
     batch = [Copy(at * 100, 0, at * 10, 5) for at in range(3000)]
-    assert [len(extents_of(unit.extents)) for unit in cut(batch, 1 << 20)] == [1024, 1024, 952]
+    assert [len(extents_of(unit.extents)) for unit in cut(batch, lambda: 1 << 20)] == [
+        1024,
+        1024,
+        952,
+    ]
+
+
+def test_every_unit_asks_how_large_it_may_be() -> None:
+    sizes = iter([500, 300, 200, 1])
+    units = list(cut([Copy(0, 0, 0, 1000)], lambda: next(sizes)))
+    assert [unit.nbytes for unit in units] == [500, 300, 200]
 
 
 def test_neighbours_in_the_segment_are_one_extent() -> None:
     batch = [Copy(at * 100, 0, at * 10, 10) for at in range(100)]
-    (unit,) = cut(batch, 1 << 20)
+    (unit,) = cut(batch, lambda: 1 << 20)
     assert extents_of(unit.extents) == [Extent(0, 0, 1000, 1, 0)]
     rows = [Copy(0, 0, 0, 10, 100, 20, 10), Copy(5000, 0, 1000, 10)]
-    (unit,) = cut(rows, 1 << 20)
+    (unit,) = cut(rows, lambda: 1 << 20)
     assert extents_of(unit.extents) == [Extent(0, 0, 1010, 1, 0)]
 
 
@@ -98,7 +108,7 @@ def test_neighbours_in_the_segment_are_one_extent() -> None:
 )
 def test_what_makes_no_sense(copy: Copy) -> None:
     with pytest.raises(TransportError):
-        list(cut([copy], 100))
+        list(cut([copy], lambda: 100))
 
 
 @given(

@@ -15,6 +15,9 @@ from torchstore_transports.pairs.pair import TIMEOUT_S, Pair, Store, Wait
 __all__ = ["GlooPair", "make"]
 
 _TIMEOUT = timedelta(seconds=TIMEOUT_S)
+# gloo waits so many times its time-out for a connection. An end whose peer has told its address and
+# then gone would otherwise wait, with its descriptors and threads, long after everybody forgot it.
+_CONNECT_FACTOR = 5
 # gloo matches the messages of a tag in the order in which they were sent.
 _TAG, _NEVER_SENT = 1, 2
 _Group: Any = distributed.ProcessGroupGloo  # torch does not describe its methods
@@ -55,10 +58,13 @@ def _wait(work: Any, tensor: torch.Tensor) -> None:
     work.wait(_TIMEOUT)
 
 
-def make(store: Store, rank: int, address: str) -> Pair:
-    """See ``torchstore_transports.pairs.pair.PairFactory``."""
+def make(store: Store, rank: int, address: str, timeout_s: float = TIMEOUT_S) -> Pair:
+    """See ``torchstore_transports.pairs.pair.PairFactory``.
+
+    The time-out of the group is for its connections only: messages have one of their own.
+    """
     options = _Group._Options()
     options._devices = [_Group.create_device(hostname=address)]
-    options._timeout = _TIMEOUT
+    options._timeout = timedelta(seconds=timeout_s) / _CONNECT_FACTOR
     options._threads = 1
     return GlooPair(_Group(store, rank, 2, options), store, 1 - rank)

@@ -10,9 +10,8 @@ import msgspec
 
 from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
-from torchstore_rdma.protocol import Offer
 
-__all__ = ["LIBRARY", "torchstore_transport", "version"]
+__all__ = ["LIBRARY", "Offer", "torchstore_transport", "version"]
 
 #: The module of the library, and the distribution that it comes with.
 LIBRARY = "nixl_cu12", "nixl-cu12"
@@ -21,6 +20,15 @@ LIBRARY = "nixl_cu12", "nixl-cu12"
 # no network is too slow for, because whatever the network is, plain sockets are faster on it.
 _DEVICE_LATENCY_S, _DEVICE_BYTES_PER_S = 300e-6, 12e9
 _PLAIN_LATENCY_S, _PLAIN_BYTES_PER_S = 5e-3, 0.1e9
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What every client receives. ``library``: the version of NIXL, which must be the same.
+
+    It is here, because every process that opens a store loads this module, and only this one.
+    """
+
+    library: str
 
 
 @functools.cache
@@ -40,7 +48,7 @@ def _probe() -> str | None:
 
 
 def _bid(context: LinkContext) -> Bid | Refusal:
-    if context.offered:
+    if context.offer:  # otherwise it is a volume that only might be
         try:
             offer = msgspec.msgpack.decode(context.offer, type=Offer)
         except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""What the two halves say to each other, in the offer and in handshakes."""
+"""What the two halves say to each other, in handshakes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import msgspec
 
 from torchstore_rdma.fabric import Place
 
-__all__ = ["Exposed", "Goodbye", "Hello", "Offer", "Request", "Wake", "Welcome"]
-
-
-class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What every client receives. ``library``: the version of NIXL, which must be the same."""
-
-    library: str
+__all__ = ["Exposed", "Goodbye", "Hello", "Request", "Wake", "Welcome"]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

@@ -21,6 +21,9 @@ from torchstore_transports.pairs.rendezvous import PairStore
 __all__ = ["TorchCommsPair", "make"]
 
 _TIMEOUT = timedelta(seconds=TIMEOUT_S)
+# gloo waits so many times its time-out for a connection. An end whose peer has told its address and
+# then gone would otherwise wait, with its descriptors and threads, long after everybody forgot it.
+_CONNECT_FACTOR = 5
 _RANK, _SIZE = "TORCHCOMM_RANK", "TORCHCOMM_SIZE"
 _environment = threading.Lock()
 
@@ -67,8 +70,11 @@ class TorchCommsPair(Pair):
             work.wait_blocking()
 
 
-def make(store: PairStore, rank: int, address: str) -> Pair:
-    """See ``torchstore_transports.pairs.pair.PairFactory``."""
+def make(store: PairStore, rank: int, address: str, timeout_s: float = TIMEOUT_S) -> Pair:
+    """See ``torchstore_transports.pairs.pair.PairFactory``.
+
+    The time-out of the communicator is for its beginning only: messages have one of their own.
+    """
     torchcomms = _imported()
     store.set(f"backends/{rank}", " ".join(usable()).encode())
     first, second = (store.get(f"backends/{end}").decode().split() for end in (0, 1))
@@ -80,13 +86,14 @@ def make(store: PairStore, rank: int, address: str) -> Pair:
             f"{BACKEND} may exclude some"
         )
     device = device_of(backend)
+    timeout = timedelta(seconds=timeout_s) / (_CONNECT_FACTOR if device.type == "cpu" else 1)
     with _ranked(rank, store):
         comm = torchcomms.new_comm(
             backend,
             device,
             f"torchstore-{secrets.token_hex(8)}",
             abort_process_on_timeout_or_error=False,
-            timeout=_TIMEOUT,
+            timeout=timeout,
             store=store,
             hints={"persistent_store": "true", "hostname": address},
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
-from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
+from torchstore_snapshot.format.hashes import block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.fetching import REQUESTS, WINDOW, Fetched, Span, windows
@@ -25,7 +25,7 @@ _Block = tuple[str, Piece, int, int, list[bytes], int]
 
 
 def check_pieces(
-    files: Files,
+    files: Files | Fetched,
     pieces: Sequence[tuple[str, Piece]],
     advance: Advance | None = None,
 ) -> None:
@@ -38,20 +38,20 @@ def check_pieces(
         SnapshotCorruptError: the bytes of a piece have changed.
     """
     distinct = list({(piece.file, piece.start): (path, piece) for path, piece in pieces}.values())
-    if files.remote:
-        spans = [Span(p.file, p.start, p.start + p.nbytes) for _, p in distinct]
-        for group in windows(spans, WINDOW):
-            mine = [distinct[i] for i in group]
-            if sum(piece.nbytes for _, piece in mine) <= WINDOW:
-                _check(Fetched(files, [spans[i] for i in group]), mine, advance, None)
-            else:  # a large piece, block by block
-                _check(files, mine, advance, REQUESTS)
+    if not (isinstance(files, Files) and files.remote):
+        _check(files, distinct, advance, None)
         return
-    _check(files, distinct, advance, None)
+    spans = [Span(p.file, p.start, p.start + p.nbytes) for _, p in distinct]
+    for group in windows(spans, WINDOW):
+        mine = [distinct[i] for i in group]
+        if sum(piece.nbytes for _, piece in mine) <= WINDOW:
+            _check(Fetched(files, [spans[i] for i in group]), mine, advance, None)
+        else:  # a large piece, block by block
+            _check(files, mine, advance, REQUESTS)
 
 
 def _check(
-    files: Files,
+    files: Files | Fetched,
     distinct: Sequence[tuple[str, Piece]],
     advance: Advance | None,
     threads: int | None,
@@ -77,7 +77,7 @@ def _check(
             raise files.damaged(piece, path)
 
 
-def _hash_blocks(files: Files, group: Sequence[_Block], advance: Advance | None) -> None:
+def _hash_blocks(files: Files | Fetched, group: Sequence[_Block], advance: Advance | None) -> None:
     for path, piece, begin, end, found, number in group:
         start, nbytes = piece.start + begin, end - begin
         window = files.window(piece.file, start, nbytes)
@@ -89,11 +89,11 @@ def _hash_blocks(files: Files, group: Sequence[_Block], advance: Advance | None)
             advance(nbytes)
 
 
-def _hash_read(files: Files, path: str, piece: Piece, start: int, nbytes: int) -> bytes:
+def _hash_read(files: Files | Fetched, path: str, piece: Piece, start: int, nbytes: int) -> bytes:
     """Hash a range through a buffer that stays in the cache: the bytes are not needed."""
     reader = files.reader(piece.file)
     hasher = xxhash.xxh3_128()
-    size = BLOCK if files.remote else _SCRATCH
+    size = max(_SCRATCH, files.request_size(piece.file))
     scratch = memoryview(bytearray(min(size, nbytes)))
     for at in range(0, nbytes, max(len(scratch), 1)):
         part = scratch[: min(len(scratch), nbytes - at)]

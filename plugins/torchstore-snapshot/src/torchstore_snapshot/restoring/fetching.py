@@ -5,11 +5,13 @@ requests are under way at a time, and nothing is requested twice if it fits into
 from __future__ import annotations
 
 import bisect
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from torchstore_snapshot.errors import SnapshotCorruptError
+from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.storage.base import Reader
 from torchstore_snapshot.threads import run_tasks
@@ -79,62 +81,94 @@ def windows(spans: Sequence[Span], limit: int) -> Iterator[list[int]]:
         yield group
 
 
-class _Held(NamedTuple):
-    """Ranges of a file that are in memory, in ascending order."""
+class _Held:
+    """A file of which some ranges are in memory; the rest is read as before."""
 
-    begins: list[int]
-    data: list[memoryview]
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._begins: list[int] = []
+        self._data: list[memoryview] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._reader.nbytes
+
+    def add(self, begin: int, data: memoryview) -> None:
+        """Add a range; ranges are added in ascending order."""
+        self._begins.append(begin)
+        self._data.append(data)
+
+    def window(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return a range; None if not all of it is in memory, or it is empty."""
+        at = bisect.bisect_right(self._begins, offset) - 1
+        if at < 0 or not nbytes:
+            return None
+        start = offset - self._begins[at]
+        data = self._data[at]
+        return data[start : start + nbytes] if start + nbytes <= data.nbytes else None
+
+    def read_into(self, offset: int, buffer: Any) -> None:
+        target = memoryview(buffer)
+        found = self.window(offset, target.nbytes)
+        if found is None:
+            self._reader.read_into(offset, buffer)
+        else:
+            target[:] = found
+
+    def close(self) -> None:
+        """The file belongs to others."""
 
 
-class Fetched(Files):
-    """Files of which some ranges were read into memory; what else is needed is read as before. It
-    opens nothing itself.
+class Fetched:
+    """Files of which some ranges were read into memory. To be used like :class:`Files`.
 
     Raises:
         SnapshotCorruptError: a file is missing or too short.
     """
 
+    remote = False
+
     def __init__(self, files: Files, spans: Sequence[Span]) -> None:
-        super().__init__(files._storage, files._manifest)
         self._files = files
         self._held: dict[int, _Held] = {}
         tasks: list[Callable[[], None]] = []
         for span in merged(spans, files.gap):
             reader = files.reader(span.file)
             data = memoryview(bytearray(span.end - span.begin))
-            held = self._held.setdefault(span.file, _Held([], []))
-            held.begins.append(span.begin)
-            held.data.append(data)
+            self._held.setdefault(span.file, _Held(reader)).add(span.begin, data)
             for start in range(0, data.nbytes, _REQUEST_MAX):
                 part = data[start : start + _REQUEST_MAX]
-                tasks.append(partial(self._read, reader, span.file, span.begin + start, part))
+                tasks.append(
+                    functools.partial(self._read, reader, span.file, span.begin + start, part)
+                )
         run_tasks(tasks, REQUESTS)
-
-    @property
-    def remote(self) -> bool:
-        return False
-
-    def reader(self, index: int) -> Reader:
-        return self._files.reader(index)
-
-    def map(self, index: int, nbytes: int | None = None) -> None:
-        """What is in memory needs no mapping."""
-
-    def window(
-        self, index: int, start: int, nbytes: int, *, sparse: bool = False
-    ) -> memoryview | None:
-        held = self._held.get(index)
-        if held is None or not nbytes:
-            return None
-        at = bisect.bisect_right(held.begins, start) - 1
-        if at < 0:
-            return None
-        first = start - held.begins[at]
-        found = held.data[at][first : first + nbytes]
-        return found if found.nbytes == nbytes else None
 
     def _read(self, reader: Reader, index: int, start: int, part: memoryview) -> None:
         try:
             reader.read_into(start, part)
         except (EOFError, FileNotFoundError) as error:
-            raise self.corrupt(index, "became shorter, or was removed") from error
+            raise self._files.corrupt(index, "became shorter, or was removed") from error
+
+    def reader(self, index: int) -> Reader:
+        held = self._held.get(index)
+        return self._files.reader(index) if held is None else held
+
+    def request_size(self, index: int) -> int:
+        return self._files.request_size(index)
+
+    def map(self, index: int, nbytes: int | None = None) -> None:
+        """What is needed is in memory already."""
+
+    def window(
+        self, index: int, start: int, nbytes: int, *, sparse: bool = False
+    ) -> memoryview | None:
+        """See :meth:`Files.window`: a range, if it was read."""
+        del sparse
+        held = self._held.get(index)
+        return None if held is None else held.window(start, nbytes)
+
+    def corrupt(self, index: int, what: str, path: str | None = None) -> SnapshotCorruptError:
+        return self._files.corrupt(index, what, path)
+
+    def damaged(self, piece: Piece, path: str) -> SnapshotCorruptError:
+        return self._files.damaged(piece, path)

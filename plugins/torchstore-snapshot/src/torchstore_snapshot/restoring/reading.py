@@ -129,55 +129,62 @@ def execute(
         SnapshotCorruptError: a file is missing, has the wrong size, or its bytes have changed. No
             target was written to, unless a file changed in the meantime.
     """
-    if files.remote:
-        _execute_remote(files, reads, verify=verify, new=new, progress=progress)
-        return
+    total = bytes_read(reads)
+    if verify and not new:
+        total += bytes_read([read for read in reads if read.whole])
+    with metered(progress, "restoring", total) as advance:
+        _execute(files, reads, verify=verify, new=new, advance=advance)
+
+
+def _execute(
+    files: Files | Fetched,
+    reads: Sequence[Read],
+    *,
+    verify: bool,
+    new: bool,
+    advance: Advance | None,
+) -> None:
     needed: dict[int, int] = {}
     for read in reads:
         files.reader(read.piece.file)
         needed[read.piece.file] = needed.get(read.piece.file, 0) + read.target.nbytes
+    if isinstance(files, Files) and files.remote:
+        _execute_remote(files, reads, verify=verify, new=new, advance=advance)
+        return
     for index, nbytes in needed.items():
         files.map(index, nbytes)
     whole = [read for read in reads if read.whole] if verify else []
-    total = bytes_read(reads) + (0 if new else bytes_read(whole))
-    with metered(progress, "restoring", total) as advance:
-        if not new:
-            check_pieces(files, [(read.path, read.piece) for read in whole], advance)
-        run_tasks(_tasks(files, reads, advance))
+    if not new:
+        check_pieces(files, [(read.path, read.piece) for read in whole], advance)
+    run_tasks(_tasks(files, reads, advance))
     if new:
-        _check_memory(files, [(read.path, read.piece, read.target) for read in whole])
+        _check_memory(files, whole)
 
 
 def _execute_remote(
-    files: Files, reads: Sequence[Read], *, verify: bool, new: bool, progress: Progress
+    files: Files, reads: Sequence[Read], *, verify: bool, new: bool, advance: Advance | None
 ) -> None:
     """As :func:`execute`, with few requests. What has to be checked before it is used is held in
     memory, and is read twice only if there is too much of it.
     """
-    for read in reads:
-        files.reader(read.piece.file)
-    with metered(progress, "restoring", bytes_read(reads)) as advance:
-        if new or not verify:
-            direct = [read for read in reads if read.target.nbytes >= _DIRECT and _fills(read)]
-            run_tasks(_tasks(files, direct, advance), REQUESTS)
-            whole = [read for read in direct if read.whole] if verify else []
-            _check_memory(files, [(read.path, read.piece, read.target) for read in whole])
-            chosen = {id(read) for read in direct}
-            reads = [read for read in reads if id(read) not in chosen]
-        spans = [Span(read.piece.file, *read.span) for read in reads]
-        groups = list(windows(spans, WINDOW if new or not verify else hold_max()))
-        if not new and verify and len(groups) > 1:
-            for group in groups:
-                mine = [i for i in group if reads[i].whole]
-                held = Fetched(files, [spans[i] for i in mine])
-                check_pieces(held, [(reads[i].path, reads[i].piece) for i in mine])
-            verify = False
+    if new or not verify:
+        direct = [read for read in reads if read.target.nbytes >= _DIRECT and _fills(read)]
+        run_tasks(_tasks(files, direct, advance), REQUESTS)
+        if verify:
+            _check_memory(files, [read for read in direct if read.whole])
+        chosen = {id(read) for read in direct}
+        reads = [read for read in reads if id(read) not in chosen]
+    spans = [Span(read.piece.file, *read.span) for read in reads]
+    groups = list(windows(spans, WINDOW if new or not verify else hold_max()))
+    if not new and verify and len(groups) > 1:
         for group in groups:
-            held = Fetched(files, [spans[i] for i in group])
-            chosen_reads = [reads[i] for i in group]
-            execute(held, chosen_reads, verify=verify, new=new)
-            if advance is not None:
-                advance(bytes_read(chosen_reads))
+            mine = [(reads[i].path, reads[i].piece) for i in group if reads[i].whole]
+            held = Fetched(files, [spans[i] for i in group if reads[i].whole])
+            check_pieces(held, mine, advance)
+        verify = False
+    for group in groups:
+        held = Fetched(files, [spans[i] for i in group])
+        _execute(held, [reads[i] for i in group], verify=verify, new=new, advance=advance)
 
 
 def _fills(read: Read) -> bool:
@@ -187,25 +194,25 @@ def _fills(read: Read) -> bool:
     return target.is_cpu and target.is_contiguous() and end - begin == target.nbytes
 
 
-def _check_memory(files: Files, read: Sequence[tuple[str, Piece, torch.Tensor]]) -> None:
+def _check_memory(files: Files | Fetched, reads: Sequence[Read]) -> None:
     """Compare the hashes of pieces with the tensors that they were read into.
 
     Raises:
         SnapshotCorruptError: the bytes of a piece are not those that were written.
     """
-    hashes = [[b""] * len(list(blocks(piece.nbytes))) for _, piece, _ in read]
+    hashes = [[b""] * len(list(blocks(read.piece.nbytes))) for read in reads]
 
     def tasks() -> Iterator[Callable[[], None]]:
-        for (path, _, tensor), found in zip(read, hashes, strict=True):
-            packed = tensor.detach().cpu().contiguous()
-            memory = bytes_of(path, packed)
+        for read, found in zip(reads, hashes, strict=True):
+            packed = read.target.detach().cpu().contiguous()
+            memory = bytes_of(read.path, packed)
             for number, (begin, end) in enumerate(blocks(len(memory))):
                 yield functools.partial(_hash_memory, packed, memory[begin:end], found, number)
 
     run_tasks(tasks())
-    for (path, piece, _), found in zip(read, hashes, strict=True):
-        if combined(found) != piece.digest:
-            raise files.damaged(piece, path)
+    for read, found in zip(reads, hashes, strict=True):
+        if combined(found) != read.piece.digest:
+            raise files.damaged(read.piece, read.path)
 
 
 def _hash_memory(owner: torch.Tensor, memory: memoryview, found: list[bytes], number: int) -> None:
@@ -214,7 +221,7 @@ def _hash_memory(owner: torch.Tensor, memory: memoryview, found: list[bytes], nu
 
 
 def _tasks(
-    files: Files, reads: Sequence[Read], advance: Advance | None
+    files: Files | Fetched, reads: Sequence[Read], advance: Advance | None
 ) -> Iterator[Callable[[], None]]:
     for read in reads:
         target = read.target.detach()
@@ -230,7 +237,7 @@ def _tasks(
 
 
 def _fill(
-    files: Files, read: Read, start: int, memory: memoryview, advance: Advance | None
+    files: Files | Fetched, read: Read, start: int, memory: memoryview, advance: Advance | None
 ) -> None:
     window = files.window(read.piece.file, start, len(memory))
     if window is not None:  # faster than reading: with stores that bypass the cache
@@ -242,14 +249,16 @@ def _fill(
         advance(len(memory))
 
 
-def _read(files: Files, read: Read, start: int, buffer: memoryview | bytearray) -> None:
+def _read(files: Files | Fetched, read: Read, start: int, buffer: memoryview | bytearray) -> None:
     try:
         files.reader(read.piece.file).read_into(start, buffer)
     except EOFError as error:
         raise files.corrupt(read.piece.file, "became shorter", read.path) from error
 
 
-def _scatter(files: Files, read: Read, target: torch.Tensor, advance: Advance | None) -> None:
+def _scatter(
+    files: Files | Fetched, read: Read, target: torch.Tensor, advance: Advance | None
+) -> None:
     """Read a box whose bytes are not contiguous, in the file or in its target."""
     for box, view in _cut(read.box, target):
         part = read._replace(box=box, target=view)

@@ -58,9 +58,9 @@ class TakeOptions(NamedTuple):
         allow_pickle: store values that need pickle, instead of refusing them.
         file_max: bytes of tensors in one data file, unless a single tensor is larger.
         threads: how many threads write; None: the number of copy threads.
+        progress: who is told how far writing is.
         base: the path of a snapshot beside the new one, to whose files it refers for what has not
             changed.
-        progress: who is told how far writing is.
     """
 
     overwrite: bool = False
@@ -68,8 +68,8 @@ class TakeOptions(NamedTuple):
     allow_pickle: bool = False
     file_max: int = FILE_MAX
     threads: int | None = None
-    base: str | None = None
     progress: Progress = False
+    base: str | None = None
 
     def check(self) -> None:
         """Raise ConfigurationError if a value is invalid."""
@@ -291,10 +291,10 @@ def publish(
     """Make a snapshot of files that are written already: put its manifest into place.
 
     Args:
-        claim: the claim of the take, which is released.
+        claim: as for :func:`commit`.
 
     Raises:
-        TakeLostError: the take was given up by a garbage collection.
+        TakeLostError: as for :func:`commit`.
         SnapshotExistsError: another take was faster.
         OSError: as for :func:`commit`.
     """

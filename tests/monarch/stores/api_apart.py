@@ -1,0 +1,81 @@
+"""Runs tests of tests/api in a worker of a job, with the job's store instead of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchstore_core as ts
+
+__all__ = ["run_tests"]
+
+# Plug-ins that would need the main thread, or that belong to the run that this one is a part of.
+_WITHOUT = ("cacheprovider", "faulthandler", "timeout", "xdist")
+# What starts stores or processes of its own, which would have other transports, and what counts
+# the messages of a store whose small values travel in them.
+_OTHERS = {"running_store", "run_script", "Script", "_asked"}
+
+
+class _Plugin:
+    """The fixtures of those tests, and what has become of them."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.failures: list[str] = []
+
+    @pytest.fixture(scope="module")
+    def runtime(self) -> str:
+        return "monarch"
+
+    @pytest.fixture(scope="module")
+    def module_store(self) -> None:
+        """The job's, which is there."""
+
+    @pytest.fixture
+    async def shared(self, module_store: None) -> AsyncIterator[ts.Client]:
+        client = await ts.client()
+        yield client
+        await client.delete_batch(await client.keys())
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Only what can do with that store."""
+        items[:] = [item for item in items if _is_for_any_store(item)]
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.failures.append(str(excrepr))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.when == "call" and report.passed
+        if not report.passed:
+            self.failures.append(f"{report.nodeid}: {report.outcome}: {report.longreprtext}")
+
+
+def _is_for_any_store(item: Any) -> bool:
+    if any(item.get_closest_marker(name) for name in ("local_only", "gpu", "soak")):
+        return False
+    function = getattr(item.function, "__wrapped__", item.function)
+    used = {*function.__code__.co_names, *function.__code__.co_freevars}
+    return "store" not in item.fixturenames and not used & _OTHERS
+
+
+async def run_tests(files: Sequence[str]) -> tuple[int, list[str]]:
+    """Run the tests of files of tests/api in this process.
+
+    Returns:
+        How many passed, and what all others said.
+    """
+    await ts.client()  # joins the store
+    plugin = _Plugin()
+    words = [f"tests/api/{file}" for file in files]
+    words += ["-c", os.devnull, f"--rootdir={Path.cwd()}", "--import-mode=importlib"]
+    words += ["-o", "asyncio_mode=auto", "--noconftest", "--capture=no", "-q"]
+    words += [word for name in _WITHOUT for word in ("-p", f"no:{name}")]
+    code = await asyncio.to_thread(pytest.main, words, plugins=[plugin])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        plugin.failures.append(f"pytest ended with {code!r}")
+    return plugin.passed, plugin.failures

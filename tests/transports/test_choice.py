@@ -1,0 +1,38 @@
+"""The user's word for a job: which transport carries the values, and where that is said."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tests.support import running_store
+
+import torchstore_core as ts
+
+_LARGE = 300_000
+
+
+@pytest.mark.parametrize("strategy", ["singleton", ts.SingletonStrategy(transport="shm")])
+async def test_a_job_chooses_its_transport(
+    strategy: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the bids and the strategy say. It is said once, when it is used first, and by
+    ``explain``.
+    """
+    monkeypatch.setenv("TORCHSTORE_TRANSPORT", "tcp")
+    caplog.set_level(logging.INFO, "torchstore_core")
+    async with running_store(strategy=strategy) as client:
+        await client.put("large", torch.arange(_LARGE))
+        await client.put("small", torch.arange(3))
+        assert torch.equal(await client.get("large"), torch.arange(_LARGE))
+        assert torch.equal(await client.get("small"), torch.arange(3))
+        (large,) = await client.explain(1 << 30)
+        assert large["chosen"] == large["forced"] == "tcp"
+        assert large["summary"].startswith("tcp (TORCHSTORE_TRANSPORT forces it); then ")
+        assert "\n" not in large["summary"]
+        (small,) = await client.explain(100)
+        assert small["chosen"] == "inline"
+    said = [one.getMessage() for one in caplog.records]
+    said = [line for line in said if line.endswith("TORCHSTORE_TRANSPORT chooses")]
+    assert said == [f"volume torchstore-0: {large['summary']}"]
