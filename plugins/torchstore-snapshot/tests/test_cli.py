@@ -175,6 +175,10 @@ def test_gc_removes_what_dead_takes_left_and_older_snapshots(taken: Path) -> Non
 
 def test_convert_makes_what_it_says(taken: Path) -> None:
     into = taken.parent / "plain"
+    refused = call("convert", taken, into, "--to", "safetensors")
+    assert (refused.status, refused.err.split(":")[1]) == (1, " layout-mismatch")
+    tensors = StateDict({k: v for k, v in state()["model"].items() if k != "step"})
+    Snapshot.take(taken, {"model": tensors}, overwrite=True, fsync=False)
     found = call("convert", taken, into, "--to", "safetensors", "--json").json
     assert (found["kind"], found["into"], found["tensors"]) == ("snapshot", "safetensors", 2)
     back = taken.parent / "back"
