@@ -112,7 +112,7 @@ def test_nor_are_they_read_if_another_release_has_stored_them(dtype: torch.dtype
     with pytest.raises(ts.UnsupportedValueError, match=rf"'k' has dtype '{name}'.*not stored"):
         resolve(0, 0, "k", entry)
     part = packed_header.TensorReference(0, 64 * dtype.itemsize, name, (64,))
-    header = packed_header.Header((packed_header.Entry("w", b"", (part,)),), 1, "")
+    header = packed_header.Header((packed_header.HeaderEntry("w", b"", (part,)),), 1, "")
     with pytest.raises(ts.UnsupportedValueError, match=rf"'w' has dtype '{name}'.*not stored"):
         packed_header.decode(packed_header.encode(header), 64 * dtype.itemsize)
 
