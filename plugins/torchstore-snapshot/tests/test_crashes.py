@@ -82,7 +82,8 @@ print("alive")
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
 async def test_kill_a_take_at_each_of_its_steps(tmp_path: Path) -> None:
     """Before each file that it opens, links, renames or removes."""
     steps, found = 0, 0

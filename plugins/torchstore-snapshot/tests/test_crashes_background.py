@@ -168,7 +168,7 @@ if {rank} == {dies}:
 try:
     pending.wait(60)
 except ts.TorchStoreError as error:
-    print(type(error).__name__, error)
+    print(type(error).__name__, error, flush=True)
 os._exit(0)
 """
 

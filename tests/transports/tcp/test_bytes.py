@@ -200,7 +200,11 @@ async def test_small_messages_are_not_delayed_and_dead_peers_are_noticed() -> No
         port, found = there.endpoint[1], 0
         for one in _connected():
             with one:
-                if port not in (one.getsockname()[1], one.getpeername()[1]):
+                try:
+                    ports = one.getsockname()[1], one.getpeername()[1]
+                except OSError:  # of something else in this process, and not connected
+                    continue
+                if port not in ports:
                     continue
                 found += 1
                 assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

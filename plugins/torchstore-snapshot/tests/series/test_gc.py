@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,21 +213,27 @@ async def test_a_take_that_is_killed(place: str) -> None:
     assert not Snapshot(f"{place}/0").verify()
 
 
-def test_a_folder_that_may_not_be_looked_into_stops_it(tmp_path: Path) -> None:
+@pytest.fixture
+def of_all() -> Iterator[Path]:
+    """A folder that every user may write to, like all those above it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+def test_a_folder_that_may_not_be_looked_into_stops_it(of_all: Path) -> None:
     """It may hold a snapshot that refers to others. Root may look everywhere, so not as root."""
-    Snapshot.take(tmp_path / "0", state(0))
-    (tmp_path / "private").mkdir(mode=0)
+    Snapshot.take(of_all / "0", state(0))
+    (of_all / "private").mkdir(mode=0)
     body = f"""
     import os
     from torchstore_snapshot import gc
-    for folder in ({str(tmp_path)!r}, {str(tmp_path.parent)!r}, {str(tmp_path.parent.parent)!r}):
-        os.chmod(folder, 0o777)
     os.setresuid(65534, 65534, 65534)
-    report = gc({str(tmp_path)!r}, keep_last=1, grace=0)
+    report = gc({str(of_all)!r}, keep_last=1, grace=0)
     print([*report.unreadable], report.files)
     """
     if os.getuid():
-        report = gc(tmp_path, grace=0)
+        report = gc(of_all, grace=0)
         assert ([*report.unreadable], report.files) == (["private"], ())
         return
     with Script(body) as script:

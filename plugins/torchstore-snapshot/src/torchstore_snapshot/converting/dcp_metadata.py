@@ -10,7 +10,7 @@ import io
 import pickle
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from torchstore_core.clients.values.tensors import _BY_NAME
 from torchstore_core.errors import UnsafeObjectError
@@ -50,8 +50,22 @@ _ALLOWED = {
 }
 
 
+def _member(enumeration: Any, name: Any) -> Any:
+    """What ``getattr`` does for the members of the only enumeration in metadata: some releases of
+    Python pickle them as a call of it.
+    """
+    if enumeration is not _MEM_FORMAT_ENCODING or not isinstance(name, str):
+        raise UnsafeObjectError(
+            "the metadata of a checkpoint read an attribute of what is no enumeration of theirs; "
+            "they are not loaded"
+        )
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in _ALLOWED:
             raise UnsafeObjectError(
                 f"the metadata of a checkpoint refer to {module}.{name}, which is not part of "

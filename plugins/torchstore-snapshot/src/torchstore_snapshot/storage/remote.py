@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import os
 import threading
@@ -136,7 +135,8 @@ class RemoteStorage:
             ConfigurationError: no package for URLs like this one is installed.
         """
         scheme, _, rest = url.partition("://")
-        fsspec = importlib.import_module("fsspec")
+        import fsspec  # type: ignore[import-untyped]  # takes long; local files need none of it
+
         # Instances are kept here, because those that fsspec keeps do not see a changed environment.
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if scheme in _S3 and "config_kwargs" not in fsspec.config.conf.get(scheme, {}):
