@@ -7,6 +7,7 @@ import errno
 import os
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import ClassVar
@@ -161,18 +162,28 @@ def _encryption(offered: Offer) -> ssl.SSLContext | None:
 
 async def _first(dialer: Dialer) -> Connection:
     """Connect once, so that a link that cannot work is known at once."""
-    work = asyncio.ensure_future(asyncio.to_thread(dialer.dial))
+    made: list[Connection] = []
+    lock = threading.Lock()
+    given_up = False
+
+    def dial() -> None:
+        connection = dialer.dial()
+        with lock:
+            if not given_up:
+                made.append(connection)
+                return
+        connection.close()  # nobody waits for it any more, and the event loop may be gone
+
     try:
-        return await asyncio.shield(work)
+        await asyncio.to_thread(dial)
     except asyncio.CancelledError:
-        work.add_done_callback(_close_late)
+        with lock:
+            given_up = True
+        for connection in made:
+            connection.close()
         raise
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TransportNotReadyError(f"no socket is left: {error}") from error
         raise TransportNotReadyError(f"the volume cannot be reached: {error}") from error
-
-
-def _close_late(work: asyncio.Future[Connection]) -> None:
-    if not work.cancelled() and work.exception() is None:
-        work.result().close()
+    return made.pop()
