@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from tests import processes
+
+from torchstore_core import blocking
+from torchstore_snapshot.background import process
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +17,14 @@ def _fork_server() -> Iterator[None]:
     """Ends with the tests; it starts with the first that needs it."""
     yield
     processes.stop_fork_server()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    """The tests of a module share a writer process and the store that snapshots have started for
+    this process. Other tests count the servers that are its children.
+    """
+    yield
+    if process._current is not None:
+        process._current.close()
+    blocking.shutdown(f"snapshot-{os.getpid()}")

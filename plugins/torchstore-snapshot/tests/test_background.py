@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from tests.processes import Script, run_script
 from tests.support import SMALL, until
 
 import torchstore_core as ts
-import torchstore_core.blocking as blocking
 from torchstore_snapshot import (
     PendingSnapshot,
     Snapshot,
@@ -29,15 +28,6 @@ from torchstore_snapshot.background import process
 from torchstore_snapshot.background.staging import PREFIX, _batches
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.taking.take import TakeOptions, prepare
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_writer() -> Iterator[None]:
-    """The tests share a writer process and the store that belongs to this process."""
-    yield
-    if process._current is not None:
-        process._current.close()
-    blocking.shutdown(f"snapshot-{os.getpid()}")
 
 
 def state(fill: float, numel: int = 100_000) -> StateDict:
