@@ -111,6 +111,7 @@ def test_a_wrong_type_in_a_field_is_refused(data: st.DataObject) -> None:
         mi.BytesType: ["x", 1, None],
         mi.BoolType: [0, 1, "true", None],
         mi.ListType: [None, 5, "ab", {"a": 1}, [[[None]]], [{}]],
+        mi.DictType: [None, 5, "ab", [1], {1: 2}],
         mi.StructType: [None, 5, "ab", {}, []],
         mi.UnionType: [5, "ab", {"a": 1}, True],  # of a list or a struct with nothing
     }
