@@ -188,6 +188,8 @@ async def test_what_comes_together_is_carried_together(relayed: Relayed) -> None
         assert sum(carried) == 200
         counts.append(len(carried))
     assert min(counts) < 100, counts
+    assert len(await client.keys()) == 200
+    await ts.shutdown(relayed.address)
 
 
 async def test_requests_keep_their_order_whatever_the_answers_do(relayed: Relayed) -> None:
