@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 
+from torchstore_core.errors import ConfigurationError
+
 try:
     from torchstore_core._native import transfer as _native_transfer
 except ImportError:  # built without a compiler
@@ -30,6 +32,7 @@ def send_rows(fd: int, rows: Iterable[MemoryRows], *, more: bool = False) -> int
 
     Raises:
         OSError: of the socket; a BlockingIOError if its time-out for sending has passed.
+        ConfigurationError: see :func:`has_native`.
     """
     return _call(fd, rows, True, more)
 
@@ -40,11 +43,12 @@ def receive_rows(fd: int, rows: Iterable[MemoryRows]) -> int:
 
     Raises:
         OSError: of the socket; a BlockingIOError if its time-out for receiving has passed.
+        ConfigurationError: see :func:`has_native`.
     """
     return _call(fd, rows, False, False)
 
 
 def _call(fd: int, rows: Iterable[MemoryRows], sending: bool, more: bool) -> int:
     if _transfer is None:
-        raise NotImplementedError("torchstore-core was built without a compiler")
+        raise ConfigurationError("torchstore-core was built without a compiler")
     return _transfer(fd, array("q", [x for row in rows for x in row]), sending, more)

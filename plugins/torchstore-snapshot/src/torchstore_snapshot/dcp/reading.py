@@ -24,10 +24,11 @@ from torchstore_core import boxes
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.tensors import dtype_of
-from torchstore_core.errors import ConfigurationError, LayoutMismatchError, UnsafeObjectError
+from torchstore_core.errors import LayoutMismatchError, UnsafeObjectError
 from torchstore_core.values import ObjectMeta, TensorMeta
 from torchstore_snapshot.dcp.layout import Stored, Unfolded, holds_stored, unfold
 from torchstore_snapshot.dcp.objects import saved
+from torchstore_snapshot.dcp.places import AtPath
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Checkpoint, Manifest, ObjectEntry, TensorEntry
 from torchstore_snapshot.ranks import Ranks
@@ -38,7 +39,7 @@ from torchstore_snapshot.storage.opening import open_storage, read_manifest
 __all__ = ["SnapshotStorageReader", "described", "load_values", "unfolded"]
 
 
-class SnapshotStorageReader(StorageReader):
+class SnapshotStorageReader(AtPath, StorageReader):
     """Loads snapshots through ``dcp.load``: those that :class:`SnapshotStorageWriter` saved, on any
     number of ranks and in any layout, and those that ``Snapshot.take`` took.
 
@@ -72,28 +73,6 @@ class SnapshotStorageReader(StorageReader):
         self._manifest: Manifest | None = None
         self._values: dict[str, Any] = {}
         self._load_id = ""
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Where the checkpoint is loaded from.
-
-        Raises:
-            ConfigurationError: nobody has said where.
-        """
-        if self._path is None:
-            raise ConfigurationError(
-                "give a path to SnapshotStorageReader, or checkpoint_id= to the call"
-            )
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether snapshots can be there."""
-        try:
-            open_storage(checkpoint_id)
-        except ConfigurationError:
-            return False
-        return True
 
     # ---- the steps of a load, in order -----------------------------------------------------
 

@@ -28,14 +28,15 @@ from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.sharding import ShardList
 from torchstore_core.clients.values.tensors import describe, dtype_of
-from torchstore_core.errors import ConfigurationError, LayoutMismatchError, VersionGoneError
+from torchstore_core.errors import LayoutMismatchError, VersionGoneError
 from torchstore_core.values import Request, StateDictMeta, TensorMeta
 from torchstore_snapshot.dcp.objects import saved
+from torchstore_snapshot.dcp.places import AtKey
 
 __all__ = ["TorchStoreReader"]
 
 
-class TorchStoreReader(StorageReader):
+class TorchStoreReader(AtKey, StorageReader):
     """Loads state dicts of a live store through ``dcp.load``: those that :class:`TorchStoreWriter`
     saved, on any number of ranks and in any layout, and those that ``put_state_dict`` put.
 
@@ -75,24 +76,6 @@ class TorchStoreReader(StorageReader):
         self._entries: dict[str, TensorMeta] = {}
         self._objects: dict[str, Any] = {}
         self._stored: list[str] = []
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The key of the state dict.
-
-        Raises:
-            ConfigurationError: nobody has said which.
-        """
-        if self._key is None:
-            raise ConfigurationError(
-                "give a key to TorchStoreReader, or checkpoint_id= to the call"
-            )
-        return self._key
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this can be a key."""
-        return 0 < len(os.fspath(checkpoint_id)) <= 4000
 
     # ---- the steps of a load, in order -----------------------------------------------------
 

@@ -23,6 +23,7 @@ from torchstore_core.values import ObjectMeta, TensorSlice
 from torchstore_snapshot.dcp.items import resolved
 from torchstore_snapshot.dcp.layout import Steps
 from torchstore_snapshot.dcp.objects import encoded, value_of
+from torchstore_snapshot.dcp.places import AtKey
 
 __all__ = ["TorchStoreWriter"]
 
@@ -37,7 +38,7 @@ class _Object(NamedTuple):
     data: bytes
 
 
-class TorchStoreWriter(StorageWriter):
+class TorchStoreWriter(AtKey, StorageWriter):
     """Saves checkpoints of ``torch.distributed.checkpoint`` in a live store: a trainer that is
     started again on the same hosts loads them at memory speed.
 
@@ -80,24 +81,6 @@ class TorchStoreWriter(StorageWriter):
         self._timeout = timeout
         self._rank = 0
         self._save_id = ""
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The key of the state dict.
-
-        Raises:
-            ConfigurationError: nobody has said which.
-        """
-        if self._key is None:
-            raise ConfigurationError(
-                "give a key to TorchStoreWriter, or checkpoint_id= to the call"
-            )
-        return self._key
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this can be a key."""
-        return 0 < len(os.fspath(checkpoint_id)) <= 4000
 
     def storage_meta(self) -> StorageMeta:
         """What planners are told of this checkpoint."""

@@ -22,6 +22,7 @@ from torchstore_snapshot.dcp.items import (
 )
 from torchstore_snapshot.dcp.layout import divided, fold
 from torchstore_snapshot.dcp.objects import encoded, value_of
+from torchstore_snapshot.dcp.places import AtPath
 from torchstore_snapshot.format.manifest import (
     Entry,
     Manifest,
@@ -36,7 +37,7 @@ from torchstore_snapshot.taking.writing import OpenFiles
 __all__ = ["SnapshotStorageWriter"]
 
 
-class SnapshotStorageWriter(StorageWriter):
+class SnapshotStorageWriter(AtPath, StorageWriter):
     """Saves checkpoints of ``torch.distributed.checkpoint`` as snapshots: for ``dcp.save``, and
     for ``dcp.async_save`` with a thread or a process.
 
@@ -81,28 +82,6 @@ class SnapshotStorageWriter(StorageWriter):
         self._path = None if path is None else os.fspath(path)
         self._take = new_take_id()
         self._rank = 0
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Where the checkpoint is saved.
-
-        Raises:
-            ConfigurationError: nobody has said where.
-        """
-        if self._path is None:
-            raise ConfigurationError(
-                "give a path to SnapshotStorageWriter, or checkpoint_id= to the call"
-            )
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether snapshots can be saved there."""
-        try:
-            open_storage(checkpoint_id)
-        except ConfigurationError:
-            return False
-        return True
 
     def storage_meta(self) -> StorageMeta:
         """What planners are told of this checkpoint."""

@@ -1,0 +1,62 @@
+"""Where a checkpoint is: what the reading and the writing half of a storage have in common."""
+
+from __future__ import annotations
+
+import os
+
+from torchstore_core.errors import ConfigurationError
+from torchstore_snapshot.storage.opening import open_storage
+
+__all__ = ["AtKey", "AtPath"]
+
+
+class AtPath:
+    """A half whose checkpoints are snapshots."""
+
+    _path: str | None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path of the snapshot.
+
+        Raises:
+            ConfigurationError: nobody has said where.
+        """
+        if self._path is None:
+            raise ConfigurationError(
+                f"give a path to {type(self).__name__}, or checkpoint_id= to the call"
+            )
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether snapshots can be there."""
+        try:
+            open_storage(checkpoint_id)
+        except ConfigurationError:
+            return False
+        return True
+
+
+class AtKey:
+    """A half whose checkpoints are state dicts in a live store."""
+
+    _key: str | None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The key of the state dict.
+
+        Raises:
+            ConfigurationError: nobody has said which.
+        """
+        if self._key is None:
+            raise ConfigurationError(
+                f"give a key to {type(self).__name__}, or checkpoint_id= to the call"
+            )
+        return self._key
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this can be a key."""
+        return 0 < len(os.fspath(checkpoint_id)) <= 4000
