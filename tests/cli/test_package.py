@@ -21,6 +21,7 @@ README = (PACKAGE / "README.md").read_text()
 BIN = Path(sys.executable).parent
 
 
+@pytest.mark.soak
 async def test_the_commands_of_its_readme_work() -> None:
     serve, others = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
     with tempfile.TemporaryDirectory(prefix="ts-") as directory:

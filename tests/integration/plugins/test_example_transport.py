@@ -77,6 +77,7 @@ async def test_a_store_uses_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert out.split() == ["files"]
 
 
+@pytest.mark.soak
 def test_its_tests_notice_a_fault(site: Path) -> None:
     """The package is changed where it is installed: a byte less of each copy is moved."""
     link = site / "torchstore_files/link.py"

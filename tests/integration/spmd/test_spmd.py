@@ -112,7 +112,10 @@ def nothing_left(server: dict[str, Any]) -> bool:
     return not Path(f"/proc/{server['pid']}").exists() and not directory.exists()
 
 
-@pytest.mark.parametrize("torchrun", [True, False], ids=["torchrun", "by hand"])
+@pytest.mark.parametrize(
+    "torchrun",
+    [pytest.param(True, id="torchrun"), pytest.param(False, id="by hand", marks=pytest.mark.soak)],
+)
 async def test_stores_of_ranks_come_and_go_in_every_order(torchrun: bool) -> None:
     with job("rounds", torchrun=torchrun) as ranks:
         said = await ranks.end()
@@ -196,6 +199,7 @@ async def test_a_rank_that_is_given_twice_is_refused_by_all() -> None:
     assert all("rank 1 is there already" in error["message"] for error in errors)
 
 
+@pytest.mark.soak
 async def test_ranks_come_again_to_a_rendezvous_that_stays() -> None:
     """torchrun's agents keep theirs when hosts come and go, and count that as no restart."""
     port = free_port()

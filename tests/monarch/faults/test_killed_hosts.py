@@ -33,6 +33,7 @@ async def two_hosts(hosts: Job) -> AsyncIterator[Job]:
     await end_store(hosts)
 
 
+@pytest.mark.soak
 async def test_a_volume_on_another_host(two_hosts: Job) -> None:
     """Its relay dies with it: known when that was silent for 15 s, or when the engine says it."""
     await two_hosts.root(acts.initialize_on_workers_hosts, {"strategy": "host"})

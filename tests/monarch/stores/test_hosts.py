@@ -144,7 +144,9 @@ async def test_the_host_strategy_keeps_bytes_where_they_are_put(hosts_store: Job
         assert await hosts_store.root(_volume_of, "local") == host
 
 
-@pytest.mark.parametrize("strategy", ["hash", "spread", "local-rank"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("hash", marks=pytest.mark.soak), "spread", "local-rank"]
+)
 async def test_other_strategies_over_hosts(hosts: Job, strategy: str) -> None:
     """Every volume can be written and read from every host, whatever the strategy says."""
     name = f"with-{strategy}"

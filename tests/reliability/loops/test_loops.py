@@ -236,7 +236,7 @@ def test_resetting_while_others_work():
     with ThreadPoolExecutor(3) as pool:
         working = [pool.submit(asyncio.run, work()) for _ in range(3)]
         try:
-            for _ in range(100):
+            for _ in range(30):
                 asyncio.run(ts.reset_client())
                 asyncio.run(ts.exists("a"))
         finally:

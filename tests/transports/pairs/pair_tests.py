@@ -252,6 +252,7 @@ class PairTests:
             await client.put("t", torch.arange(MB) + 1)
             assert torch.equal(await client.get("t"), torch.arange(MB) + 1)
 
+    @pytest.mark.soak
     async def test_a_half_that_is_stopped_fails_within_the_time_of_the_pair(self) -> None:
         async with running_store(prefer=[self.name]) as client:
             await client.put("t", torch.arange(4 * MB))
@@ -287,6 +288,7 @@ class PairTests:
             await client.put("t", torch.ones(MB))
             assert torch.equal(await client.get("t"), torch.ones(MB))
 
+    @pytest.mark.soak
     async def test_nothing_is_left_of_pairs_that_were_given_up(self) -> None:
         async with self.store() as client:
             await client.put("t", torch.zeros(MB))
