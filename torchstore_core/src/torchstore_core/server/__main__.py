@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,8 @@ from torchstore_core.server.serving.listening import raise_descriptor_limit
 from torchstore_core.server.serving.members import Members
 
 _M_MMAP_THRESHOLD = -3
+#: New objects before the first collection. A put of 18,000 entries makes and drops that many pairs.
+_COLLECT_EVERY = 100_000
 
 
 class ProcessOptions(ServerOptions, frozen=True):
@@ -42,6 +45,7 @@ def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | 
             By default that is a line of JSON on stdout.
     """
     _return_large_blocks()
+    gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])
     raise_descriptor_limit()
     try:
         import uvloop

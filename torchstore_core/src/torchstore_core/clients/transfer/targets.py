@@ -336,7 +336,8 @@ class Results:
     def filled(self, plain: Iterable[Plain]) -> None:
         """Record that the destinations among these have been written to."""
         tensors = [one.tensor for one in plain if one.tensor is not None]
-        self.values.update([(one.at, one.tensor) for one in plain if one.tensor is not None])
+        places = [one.at for one in plain if one.tensor is not None]
+        self.values.update(zip(places, tensors, strict=True))  # no pair stays: nothing to collect
         # Tell autograd, which did not see the writes.
         seen = [tensor for tensor in tensors if not tensor.is_inference()]
         torch.autograd.graph.increment_version(seen)
