@@ -66,6 +66,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "networks": networks.networks,
     "small": overheads.small,
     "batch": overheads.batch,
+    "keys": overheads.keys,
     "import": overheads.imports,
     "start": overheads.start,
     "flat": overheads.flat,

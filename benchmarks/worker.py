@@ -10,6 +10,7 @@ import sys
 from measured.checkpoints import Checkpoints
 from measured.dicts import Dicts
 from measured.jobs import Job
+from measured.many_keys import ManyKeys
 from measured.mapped import MappedTensors
 from measured.network.loopback import OverNetwork
 from measured.network.namespaces import BetweenNetworks
@@ -32,6 +33,7 @@ def main(loop: str) -> None:
         | {
             "dicts": dicts,
             "checkpoints": Checkpoints(dicts),
+            "keys": ManyKeys(stores.run),
             "mapped": MappedTensors(stores.run),
             "volumes": SeveralVolumes(stores.run),
             "network": OverNetwork(stores.run),

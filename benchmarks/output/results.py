@@ -9,7 +9,14 @@ from typing import Any
 
 from rich.table import Table
 
-_FORMATS = {"GB/s": "{:.2f}", "ms": "{:.2f}", "µs": "{:.0f}", "MB": "{:.1f}", "": "{:.0f}"}
+_FORMATS = {
+    "B": "{:.0f}",
+    "GB/s": "{:.2f}",
+    "ms": "{:.2f}",
+    "µs": "{:.0f}",
+    "MB": "{:.1f}",
+    "": "{:.0f}",
+}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -6,12 +6,16 @@ import json
 import statistics
 import subprocess
 import sys
+from typing import Any
 
 from output.results import Metric
 from scenarios.run import MIB, Bench
 
 from torchstore_cli.bench import echo
 from torchstore_cli.bench.measuring import percentile
+
+#: How many keys ``keys(prefix)`` finds.
+_LISTED = 100
 
 
 def small(bench: Bench) -> list[Metric]:
@@ -116,6 +120,42 @@ def batch(bench: Bench) -> list[Metric]:
         metric.against("cloning each", floor, clones, at_most=True)
         metrics.append(metric)
     return metrics
+
+
+def keys(bench: Bench) -> list[Metric]:
+    """1 KB values and ``keys(prefix)`` in a store of a million keys, beside one of a thousand."""
+    sizes = {"few": 1000, "many": 100_000 if bench.quick else 1_000_000}
+    workers = {name: bench.workers.get(f"{name} keys") for name in sizes}
+    opened: dict[str, dict[str, Any]] = {}
+    for at, (name, worker) in enumerate(workers.items()):
+        bench.progress(at, 2 + bench.repeat, f"{sizes[name]} keys")
+        opened[name] = worker.call("keys.open", 300, keys=sizes[name], listed=_LISTED)
+        bench.workers.opened(opened[name])
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sizes}
+    for turn in range(bench.repeat + 1):
+        bench.progress(2 + turn, 3 + bench.repeat, "1 KB put, get and keys()")
+        for name, worker in workers.items():
+            measured = worker.call("keys.one_by_one", count=1000)
+            if measured["found"] != _LISTED:
+                bench.wrong.append(f"keys: {measured['found']} keys of a prefix that has {_LISTED}")
+            if turn:  # the first round is the warm-up
+                rounds[name].append(measured)
+    for worker in workers.values():
+        worker.call("store.close")
+    many = f"of {sizes['many']:,} keys"
+    metrics: list[Metric] = []
+    for op in ("put", "get"):
+        times = {name: [r[op] * 1e6 for r in rounds[name]] for name in sizes}
+        metric = Metric(f"{op} 1 KB in a store {many}, p50", "keys", "µs", times["many"])
+        metric.against("1,000 keys", times["few"], 1.15, at_most=True)
+        metrics.append(metric)
+    listed = [r["keys"] * 1e3 for r in rounds["many"]]
+    each = [opened["many"]["bytes"]]
+    return [
+        *metrics,
+        Metric(f"keys(prefix), {_LISTED} {many}", "keys", "ms", listed, 1.0),
+        Metric(f"server memory a key, store {many}", "keys", "B", each, 600.0),
+    ]
 
 
 _IMPORT = """
