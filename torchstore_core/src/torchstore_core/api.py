@@ -77,6 +77,7 @@ async def initialize(
     allow_pickle: bool | None = None,
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
+    keeper: bool = False,
 ) -> Client:
     """Start a store that is owned by this process. The store ends when the process does, however
     the process ends.
@@ -100,10 +101,14 @@ async def initialize(
         prefer: transports to use first (also TORCHSTORE_PREFER, comma-separated).
         block: plug-ins of any kind that must not be loaded, here and in the server (also
             TORCHSTORE_BLOCK).
+        keeper: if the server dies (``kill -9``, out of memory, a fault of its own), start it again,
+            with every key, version and lease that it had. Clients pause for about a second, calls
+            in progress go on, and tensors stay valid. It costs a small process of 11 MB, and a
+            second copy of what small values take.
 
     Raises:
-        ConfigurationError: an argument is invalid or names a plug-in that is not installed, or this
-            process already has such a store: :func:`connect_or_initialize` returns that one.
+        ConfigurationError: an argument is invalid or names a plug-in that is not installed, the
+            runtime has no keeper, or this process already has such a store: :func:`connect_or_initialize` returns that one.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not provide enough address space for a volume.
         StoreTimeoutError, StoreClosedError: the server did not start.
@@ -115,6 +120,10 @@ async def initialize(
         if ended is not None:
             await _leave(ended, _STOP_TIMEOUT_S)
         host = starting.runtime(registry, runtime, mesh)
+        if keeper and not host.keeps:
+            raise ConfigurationError(
+                f"{type(host).__name__} cannot start its server again when it dies; leave out keeper="
+            )
         if not host.shared:  # otherwise its engine refuses a second one
             await starting.warn_of_another(store_name)
         return await starting.start(
@@ -126,6 +135,7 @@ async def initialize(
                 prefault=prefault,
                 timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
                 block=policy.block,
+                keeper=keeper,
             ),
             host,
             mesh,
@@ -278,6 +288,7 @@ async def connect_or_initialize(
     allow_pickle: bool | None = None,
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
+    keeper: bool = False,
 ) -> Client:
     """Join the store of that name if there is one, otherwise start it.
 
@@ -285,8 +296,8 @@ async def connect_or_initialize(
     (so that a notebook cell can run again), the store of the distributed job that this process
     belongs to, and the store that ``TORCHSTORE_ADDRESS`` names. A store whose server has ended does
     not count. An existing store is joined as by :func:`connect`, unchanged:
-    ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity`` and ``prefault``
-    apply only to a new store, which is then owned by this process, as with :func:`initialize`.
+    ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity``, ``prefault`` and
+    ``keeper`` apply only to a new store, which is then owned by this process, as with :func:`initialize`.
 
     Threads and tasks of this process may call this at the same time: one of them starts the store
     and the others join it. If two processes call it before either has a store, however, each may
@@ -295,7 +306,7 @@ async def connect_or_initialize(
 
     Args:
         num_storage_volumes, strategy, store_name, mesh, runtime, capacity, timeout, prefault,
-            allow_pickle, prefer, block: as for :func:`initialize`.
+            allow_pickle, prefer, block, keeper: as for :func:`initialize`.
 
     Raises:
         StoreTimeoutError: the existing store does not answer within ``timeout`` seconds: it hangs,
@@ -354,6 +365,7 @@ async def connect_or_initialize(
                 allow_pickle=allow_pickle,
                 prefer=prefer,
                 block=block,
+                keeper=keeper,
             )
         except ConfigurationError as error:
             # Another thread or task was faster.

@@ -23,6 +23,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
         prefault: bytes of pool to make warm in the background; None: chosen from capacity.
         timeout: seconds to wait for the server to come up.
         block: plug-in names that the server does not load.
+        keeper: whether the server is started again, with all that it had, when it dies.
     """
 
     store_name: str
@@ -32,6 +33,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
     prefault: int | None = None
     timeout: float = 60.0
     block: tuple[str, ...] = ()
+    keeper: bool = False
 
 
 class Runtime(ABC):
@@ -40,6 +42,7 @@ class Runtime(ABC):
     Attributes:
         shared: the engine itself knows which stores there are, and refuses a second one of a name;
             any process of the job may end a store.
+    keeps: whether it can start a server again that has died, see ``StoreOptions.keeper``.
         local_address: what child processes of the owner connect to, that are not the engine's;
             None: what :meth:`start` returned. Set by :meth:`start`.
         ranks: rank and local rank of this process, if the runtime was told; None: those of the
@@ -47,6 +50,7 @@ class Runtime(ABC):
     """
 
     shared: bool = False
+    keeps: bool = False
     local_address: str | None = None
     ranks: tuple[int | None, int | None] | None = None
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Process", "ProcessWatch", "pid_namespace"]
+__all__ = ["Process", "ProcessWatch", "pid_namespace", "started"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,18 @@ def pid_namespace() -> int:
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
+        return 0
+
+
+def started(pid: int) -> int:
+    """When a process was started, in ticks since the system was; it tells processes of one pid
+    apart. 0: there is no such process, or it cannot be known.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            # What follows the name, which is in parentheses and may contain anything.
+            return int(stat.read().rpartition(b")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
         return 0
 
 

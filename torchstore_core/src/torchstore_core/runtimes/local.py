@@ -26,6 +26,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine.topology import capacity_warning, memory_limit_bytes
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.strategy_data import encode_strategy
+from torchstore_core.server.keeping.link import KEEPER
 
 __all__ = ["LocalRuntime"]
 
@@ -45,6 +46,8 @@ class LocalRuntime(Runtime):
     Attributes:
         server_pid: of the server, once it has started.
     """
+
+    keeps = True
 
     def __init__(self, *, members: bool = False) -> None:
         self.server_pid = 0
@@ -75,6 +78,10 @@ class LocalRuntime(Runtime):
         # a process session of its own, so that Ctrl-C goes only to the owner, which then stops it.
         command = [sys.executable, "-P", "-m", "torchstore_core.server"]
         command.append(msgspec.json.encode(config).decode())
+        if options.keeper:
+            order = {"command": command, "owner": os.getpid()}
+            # By its path, and isolated: it needs nothing but the standard library.
+            command = [sys.executable, "-I", "-S", KEEPER, msgspec.json.encode(order).decode()]
         try:
             line = await asyncio.wait_for(in_thread(lambda: self._launch(command)), options.timeout)
             return self._address(line)

@@ -15,6 +15,7 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.machine.processes import ProcessWatch
+from torchstore_core.server.keeping.link import Given, KeeperLink
 from torchstore_core.server.server import Ready, Server, ServerOptions
 from torchstore_core.server.serving.journal import log_to_stderr
 from torchstore_core.server.serving.listening import raise_descriptor_limit
@@ -36,13 +37,18 @@ class ProcessOptions(ServerOptions, frozen=True):
     members: bool = False
 
 
-def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | None = None) -> int:
+def run(
+    options: ServerOptions,
+    say: Callable[[Ready | dict[str, str]], None] | None = None,
+    keeper: KeeperLink | None = None,
+) -> int:
     """Run one server in this process until it is told to stop; the exit status.
 
     Args:
         options: what to run.
         say: told once: that it is ready, or ``error`` (a code) and ``message`` if it cannot start.
             By default that is a line of JSON on stdout.
+        keeper: starts it again if it dies; None: nobody does.
     """
     _return_large_blocks()
     gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])
@@ -54,7 +60,7 @@ def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | 
     else:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with runner:
-        return runner.run(_main(options, say or _say))
+        return runner.run(_main(options, say or _say, keeper))
 
 
 def _return_large_blocks() -> None:
@@ -66,8 +72,12 @@ def _return_large_blocks() -> None:
         mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 
-async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None]) -> int:
-    server = Server(options)
+async def _main(
+    options: ServerOptions,
+    say: Callable[[Ready | dict[str, str]], None],
+    keeper: KeeperLink | None,
+) -> int:
+    server = Server(options, keeper)
     loop = asyncio.get_running_loop()
     # Before anything is made that would be left behind.
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -79,7 +89,7 @@ async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], 
         say({"error": code, "message": str(error)})
         return 1
     try:
-        _end_with_others(options, server)
+        _end_with_others(options, server, keeper)
         say(Ready(address, os.getpid()))
         await server.serve()
     finally:
@@ -87,7 +97,7 @@ async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], 
     return 0
 
 
-def _end_with_others(options: ServerOptions, server: Server) -> None:
+def _end_with_others(options: ServerOptions, server: Server, keeper: KeeperLink | None) -> None:
     """See to it that the server ends with the processes that it is for."""
     owner_ended = server.stop_soon
     if isinstance(options, ProcessOptions) and options.members:
@@ -95,7 +105,9 @@ def _end_with_others(options: ServerOptions, server: Server) -> None:
         owner_ended = server.members.starter_ended
     else:
         server.owner = options.owner
-    if options.owner:
+    if keeper is not None:
+        keeper.watch(owner_ended, server.stop_soon)
+    elif options.owner:
         ProcessWatch(options.owner, owner_ended, is_parent=True)
 
 
@@ -114,7 +126,11 @@ def main() -> int:
     except ConfigurationError as error:
         _say({"error": error.code, "message": error.message})
         return 1
-    return run(msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions))
+    options = msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions)
+    keeper = None
+    if len(sys.argv) > 2:  # the keeper's addition
+        keeper = KeeperLink(msgspec.json.decode(sys.argv[2].encode(), type=Given))
+    return run(options, None, keeper)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,12 @@ class Controller:
 
     # ---- sessions -------------------------------------------------------------------------
 
-    def open_session(self, facts: ClientFacts, topology: Topology) -> SessionRecord:
-        """Open a new session with a fresh secret token."""
+    def open_session(
+        self, facts: ClientFacts, topology: Topology, pid: int = 0
+    ) -> SessionRecord:
+        """Open a new session with a fresh secret token. ``pid``: of the process that it is of, as
+        the kernel tells it to this process; 0: unknown.
+        """
         session = SessionRecord(secrets.token_bytes(16), facts, topology)
         self.sessions[session.token] = session
         return session
@@ -450,8 +454,12 @@ class Controller:
 
     # ---- keys -----------------------------------------------------------------------------
 
-    def delete(self, keys: Sequence[str], strict: bool) -> int:
-        """Delete keys; returns how many existed. ``strict``: delete none unless all exist."""
+    def delete(
+        self, keys: Sequence[str], strict: bool, by: tuple[SessionRecord, int] | None = None
+    ) -> int:
+        """Delete keys; returns how many existed. ``strict``: delete none unless all exist. ``by``:
+        who asks for it, and the number that this has among all that the session has asked for.
+        """
         catalog = self.catalog
         if strict:
             missing = [k for k in keys if k not in catalog.newest and not catalog.pending(k)]

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,10 @@ from torchstore_core.plugins.strategy_data import decode_strategy
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.keeping.link import KeeperLink
+from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.recorded import RecordedController
+from torchstore_core.server.keeping.returning import Returning
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume, default_capacity, default_prefault
@@ -92,12 +97,15 @@ class Server:
         conversations: with clients and volumes, whatever carries them.
         connections: those on the Unix socket.
         before_close: see ``serving.frames.Host``.
+        returning: sessions of earlier lives of this server; None: it has no keeper.
         owner: pid of the process with which the store ends, for people to see; 0: none.
         members: the processes with the last of which the server ends; None: it has no members.
     """
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, keeper: KeeperLink | None = None) -> None:
         self.options = options
+        self._keeper = keeper
+        self.returning: Returning | None = None
         self.conversations: set[Conversation] = set()
         self.connections: set[Connection] = set()
         self.topology = topology.probe()
@@ -130,12 +138,19 @@ class Server:
         if options.num_storage_volumes < 1:
             raise ConfigurationError("num_storage_volumes must be at least 1")
         self._strategy = decode_strategy(options.strategy, options.strategy_fields, self.registry)
-        self._directory = PrivateDirectory(options.directory)
+        keeper = self._keeper
+        kept = None if keeper is None else keeper.facts.get("directory")
+        self._directory = PrivateDirectory(kept or options.directory)
         self._loop = asyncio.get_running_loop()
         try:
             if not options.attached:
                 self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
-            self._listener.open(self._directory.control)
+            listening = None if keeper is None else keeper.kept("control")
+            self._listener.open(self._directory.control, listening)
+            if keeper is not None:
+                directory = str(self._directory.path)
+                keeper.keep("control", self._listener.fileno(), directory=directory)
+                keeper.ready()
         except BaseException:
             await self.close()
             raise
@@ -184,15 +199,43 @@ class Server:
     def _begin(self, volumes: list[VolumeRecord]) -> None:
         """All volumes are there."""
         self.handshakes = Handshakes(volumes)
-        self._controller = Controller(
-            volumes,
-            self._strategy,
-            prefault=self.options.prefault != 0,
-            warmed=self._warmed_in_thread,
-            watch=self._watch,
-        )
+        given: dict[str, Any] = {
+            "prefault": self.options.prefault != 0,
+            "warmed": self._warmed_in_thread,
+            "watch": self._watch,
+        }
+        if self._keeper is None:
+            self._controller = Controller(volumes, self._strategy, **given)
+        else:
+            self._controller = self._restored(self._keeper, volumes, given)
         self._start_prefault()
         self._loop.call_later(1.0, self._sample_rate)
+
+    def _restored(
+        self, keeper: KeeperLink, volumes: list[VolumeRecord], given: dict[str, Any]
+    ) -> Controller:
+        """The controller of the last life of this server, or a new one that the next will have."""
+        begun = time.monotonic()
+        log = Log(keeper.kept("log"))
+        controller = RecordedController(log, volumes, self._strategy, **given)
+        keeper.keep("log", log.fd)
+        controller.restore()
+        self.returning = Returning(controller, self._died_meanwhile)
+        self.returning.begin()
+        if keeper.life > 1:
+            took_s = time.monotonic() - begun
+            journal.restored(len(controller.catalog.newest), len(controller.sessions), took_s)
+        return controller
+
+    def _died_meanwhile(self, session: SessionRecord) -> None:
+        """The process of a session has ended before it came back."""
+        self.left(session, "its process has ended")
+        self.handshakes.ended(session, lambda: self.controller.close_session(session))
+
+    def resumed(self, session: SessionRecord, resume: m.Resume) -> None:
+        """The client of a session has come back; it has what ``resume`` says."""
+        if self.returning is not None:
+            self.returning.resume(session, resume)
 
     async def serve(self) -> None:
         """Run until :meth:`stop_soon`."""
@@ -215,6 +258,8 @@ class Server:
         """Stop listening, close every connection, release memory, remove the directory."""
         self._stopping = True  # from now on, clients that leave are not worth a line
         self._watcher.close()
+        if self.returning is not None:
+            self.returning.close()
         self._listener.close()
         for connection in list(self.connections):
             connection.close()
@@ -238,14 +283,18 @@ class Server:
         options = self.options
         total = options.capacity if options.capacity is not None else default_capacity()
         directory = str(self._directory.path) if self._directory is not None else ""
+        name = f"segment {index}"
         volume = Volume(
             options.store_name,
             index,
             total // options.num_storage_volumes,
             self.registry,
             directory,
+            None if self._keeper is None else self._keeper.kept(name),
         )
         self._volumes.append(volume)
+        if self._keeper is not None:
+            self._keeper.keep(name, volume.memory.fd)
         return VolumeRecord(await volume.start(), volume.memory, volume)
 
     def volume_attached(self, info: m.VolumeInfo, send: Callable[[m.Message], None]) -> None:
@@ -399,6 +448,7 @@ class Server:
             self._strategy.transport,
             via=via,
             owner=self.owner,
+            life=0 if self._keeper is None else self._keeper.life,
         )
 
     def _sample_rate(self) -> None:

@@ -38,7 +38,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 #: Largest frame, in bytes. A longer reply comes in pages (``wire.paging``); a request cannot be
 #: longer. 18,000 entries of a state dict need about 2 MB.
@@ -64,13 +64,27 @@ MAX_PENDING = 100
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message. ``session``: token to join, empty to open a session."""
+    """First message. ``session``: token to join, empty to open a session. ``returns``: this is the
+    new liveness connection of a session that an earlier life of the server had; what follows it is
+    a :class:`Resume`.
+    """
 
     id: int
     protocol: int
     session: bytes
     topology: Topology
     facts: ClientFacts
+    returns: bool = False
+
+
+class Resume(Message, frozen=True, tag="resume"):
+    """What the client of a session has that has come back: ids of unfinished puts, and leases, each
+    with the positions that it holds (None: all). The rest is given up. Reply :class:`Done`.
+    """
+
+    id: int
+    txns: list[int]
+    leases: list[tuple[int, list[int] | None]]
 
 
 class PutItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -201,11 +215,15 @@ class Keep(Message, frozen=True, tag="keep"):
 
 
 class Delete(Message, frozen=True, tag="delete"):
-    """Delete keys; ``strict``: all must exist, else nothing is deleted. Reply :class:`Deleted`."""
+    """Delete keys; ``strict``: all must exist, else nothing is deleted. Reply :class:`Deleted`.
+
+    ``txn``: a number that no other put or deletion of the session has.
+    """
 
     id: int
     keys: list[str]
     strict: bool
+    txn: int = 0
 
 
 class Exists(Message, frozen=True, tag="exists"):
@@ -298,6 +316,33 @@ class Settle(Message, frozen=True, tag="settle"):
     transport: str = ""
 
 
+Repeatable = (
+    Put
+    | Commit
+    | Locate
+    | Fetch
+    | Delete
+    | Exists
+    | Keys
+    | Wait
+    | Unmet
+    | Versions
+    | Stat
+    | List
+    | Status
+    | Handshake
+    | Settle
+)
+
+
+class Again(Message, frozen=True, tag="again"):
+    """A request that was sent to an earlier life of the server, and to which no reply has come. It
+    is answered as it was then, or executed now if it was not then. The reply has its id.
+    """
+
+    request: Repeatable
+
+
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """End the server. Reply :class:`Done`, then every connection closes. From a member, see
     ``server.members``: leave. Reply :class:`Flags`, one: whether the server ends with it.
@@ -308,6 +353,8 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
 
 Request = (
     Hello
+    | Resume
+    | Again
     | Put
     | Commit
     | Abort
@@ -342,7 +389,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``:
     where the relay is that carries it; None: there is none. ``owner``: pid of the process that the
-    store ends with; 0: none.
+    store ends with; 0: none. ``life``: which one of the server's this is, from 1; 0: it does not come
+    back when it dies.
     """
 
     id: int
@@ -355,6 +403,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     transport: str | tuple[str, ...] | None = None
     via: Topology | None = None
     owner: int = 0
+    life: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -14,10 +14,10 @@ from torchstore_core.wire import messages as m
 if TYPE_CHECKING:
     from torchstore_core.clients.stores.joined import JoinedStore
 
-__all__ = ["ClientBase"]
+__all__ = ["QUICK", "ClientBase"]
 
-# Requests to which the server replies in less time than a task switch takes.
-_QUICK = frozenset(("delete", "exists", "latest_version", "stat", "versions"))
+#: Requests to which the server replies in less time than a task switch takes.
+QUICK = frozenset(("delete", "exists", "latest_version", "stat", "versions"))
 R = TypeVar("R", bound=m.Message)
 
 
@@ -80,4 +80,4 @@ class ClientBase:
     async def _call(self, clock: Clock, expect: type[R], message: type[Any], *args: Any) -> R:
         _, channel = self._here(clock) or await self._join(clock)
         request = message(channel.next_id(), *args)
-        return await channel.call(request, expect, clock.left(), quick=clock.name in _QUICK)
+        return await channel.call(request, expect, clock.left(), quick=clock.name in QUICK)

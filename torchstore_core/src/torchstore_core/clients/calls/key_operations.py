@@ -9,7 +9,7 @@ import msgspec
 
 from torchstore_core.clients.calls import observers, wait_errors
 from torchstore_core.clients.calls.arguments import check_key
-from torchstore_core.clients.calls.base import ClientBase
+from torchstore_core.clients.calls.base import QUICK, ClientBase
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.reports.stat import Found
@@ -49,7 +49,9 @@ class KeyOperations(ClientBase):
         _set_keys(clock, keys)
         if not keys:
             return 0
-        return (await self._call(clock, m.Deleted, m.Delete, keys, strict)).count
+        session, channel = self._here(clock) or await self._join(clock)
+        request = m.Delete(channel.next_id(), keys, strict, session.next_id())
+        return (await channel.call(request, m.Deleted, clock.left(), quick=clock.name in QUICK)).count
 
     async def exists(self, key: str, *, timeout: float | None = None) -> bool:
         """Whether a key, or an entry of a state dict, has a complete version that can be read.

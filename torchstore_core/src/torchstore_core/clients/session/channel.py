@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -45,6 +45,8 @@ _DONT_WAIT = socket.MSG_DONTWAIT
 # calls must go through the event loop after a direct receive that found no reply.
 _DIRECT_IN_A_ROW = 16
 _DIRECT_PAUSE = 16
+# What has come before the end of a connection is read in at most so many steps.
+_MOST_READS = 1 << 12
 R = TypeVar("R", bound=m.Message)
 
 
@@ -59,6 +61,9 @@ class Channel:
         sock: a non-blocking socket, connected, whose handshake is complete.
         loop: the running loop.
         gone: the error message for when the server is gone.
+        life: which life of the server it is connected to; 0: that does not come back.
+        lost: called when the connection is lost to a server that comes back; whether somebody sees
+            to a new one, and calls :meth:`adopt`. None: nobody does.
     """
 
     def __init__(
@@ -66,13 +71,22 @@ class Channel:
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
         gone: str,
+        life: int = 0,
+        lost: Callable[[], bool] | None = None,
     ) -> None:
         self._sock = sock
         self.loop = loop
         self._thread = weakref.ref(threading.current_thread())
         self._gone_message = gone
         self._reader = FrameReader(m.MAX_FRAME)
-        self._pending: dict[int, tuple[asyncio.Future[m.Message], float | None]] = {}
+        self._pending: dict[
+            int, tuple[asyncio.Future[m.Message], float | None, m.Message | None]
+        ] = {}
+        self.life = life
+        self._on_loss = lost
+        self._is_down = False
+        # Messages without a reply that were sent while it was down.
+        self._postponed: list[m.Message] = []
         self._pages: dict[int, list[m.Message]] = {}  # of replies that are not complete yet
         self._limits: set[asyncio.Timeout] = set()
         self._unsent = bytearray()
@@ -83,10 +97,14 @@ class Channel:
         self._lost: TorchStoreError | None = None
         self._closed = False
         self._direct_calls_left = _DIRECT_IN_A_ROW
+        self._use(sock)
+
+    def _use(self, sock: socket.socket) -> None:
+        self._sock = sock
         # Blocking, with a short time-out. Everything but the direct receive passes MSG_DONTWAIT.
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
-        loop.add_reader(sock.fileno(), self._readable)
+        self.loop.add_reader(sock.fileno(), self._readable)
         # In a reference cycle `__del__` runs too late: the collector may already have called the
         # finalizer of the socket, which warns.
         weakref.finalize(self, sock.close).atexit = False
@@ -98,6 +116,11 @@ class Channel:
     def usable(self) -> bool:
         """Whether requests can be sent, from within its own loop."""
         return self._lost is None
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it waits for a new connection to a server that comes back."""
+        return self._is_down
 
     @property
     def unreachable(self) -> bool:
@@ -140,7 +163,9 @@ class Channel:
             direct = self._receive_directly(request_id)
             if type(direct) is expect:
                 return direct
-            reply = direct if direct is not None else await self._wait(request_id, timeout)
+            reply = direct
+            if reply is None:
+                reply = await self._wait(request_id, timeout, message, sent=True)
         else:
             self._direct_calls_left = (
                 min(self._direct_calls_left + 1, 0)
@@ -155,9 +180,9 @@ class Channel:
         raise ProtocolError(f"expected {expect.__name__}, the server sent {type(reply).__name__}")
 
     async def _wait(
-        self, request_id: int, timeout: float | None, message: m.Message | None = None
+        self, request_id: int, timeout: float | None, message: m.Message, *, sent: bool = False
     ) -> m.Message:
-        """Send ``message``, if there is one, and wait on the event loop for the reply."""
+        """Send ``message``, unless it is ``sent``, and wait on the event loop for the reply."""
         loop = self.loop
         future: asyncio.Future[m.Message] = loop.create_future()
         deadline = None
@@ -165,9 +190,9 @@ class Channel:
             deadline = loop.time() + timeout
             if self._timer is None or deadline < self._timer_at:
                 self._arm(deadline)
-        self._pending[request_id] = (future, deadline)
+        self._pending[request_id] = (future, deadline, message)
         try:
-            if message is not None:
+            if not sent:
                 self.send(message)
             return await future
         except BaseException:
@@ -190,7 +215,7 @@ class Channel:
             StoreClosedError: the server is gone.
         """
         number = self.next_id()
-        self._pending[number] = (done, None)
+        self._pending[number] = (done, None, None)
         try:
             await asyncio.wait([done], timeout=timeout)
         finally:
@@ -208,11 +233,15 @@ class Channel:
         must use the event loop.
         """
         self._direct_calls_left -= 1
+        if self._is_down:
+            return None
         try:
             while True:
                 data = self._receive_available(0)
                 if not data:
-                    self._fail(StoreClosedError(self._gone_message))
+                    self._lose(StoreClosedError(self._gone_message))
+                    if self._is_down:
+                        return None
                     raise self._lost_error()
                 found: m.Message | None = None
                 for body in self._reader.feed(data):
@@ -231,7 +260,9 @@ class Channel:
             self._direct_calls_left = -_DIRECT_PAUSE
             return None
         except OSError as error:
-            self._fail(StoreClosedError(f"{self._gone_message}: {error}"))
+            self._lose(StoreClosedError(f"{self._gone_message}: {error}"))
+            if self._is_down:
+                return None
             raise self._lost_error() from error
         except (ProtocolError, msgspec.DecodeError) as error:
             self._fail(ProtocolError(f"the server sent something unreadable: {error}"))
@@ -246,6 +277,10 @@ class Channel:
         """
         if self._lost is not None:
             raise self._lost_error()
+        if self._is_down:  # requests are sent again in any case
+            if not isinstance(message, m.Cancel) and getattr(message, "id", 0) == 0:
+                self._postponed.append(message)
+            return
         try:
             frame = encode(message)
         except UnicodeEncodeError as error:
@@ -264,9 +299,12 @@ class Channel:
             sent = 0
         except OSError as error:
             # A reply that arrived before the end, such as a refusal, explains more than this error.
-            self._readable()
-            if self._lost is None:
-                self._fail(StoreClosedError(f"{self._gone_message}: {error}"))
+            self._read_to_the_end()
+            if self._lost is None and not self._is_down:
+                self._lose(StoreClosedError(f"{self._gone_message}: {error}"))
+            if self._is_down:
+                self.send(message)
+                return
             raise self._lost_error() from error
         if sent < len(frame):
             self._unsent += memoryview(frame)[sent:]
@@ -331,10 +369,10 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            self._fail(StoreClosedError(f"{self._gone_message}: {error}"))
+            self._lose(StoreClosedError(f"{self._gone_message}: {error}"))
             return
         if not data:
-            self._fail(StoreClosedError(self._gone_message))
+            self._lose(StoreClosedError(self._gone_message))
             return
         try:
             for body in self._reader.feed(data):
@@ -371,11 +409,82 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            self._fail(StoreClosedError(f"{self._gone_message}: {error}"))
+            self._read_to_the_end()
+            if self._lost is None and not self._is_down:
+                self._lose(StoreClosedError(f"{self._gone_message}: {error}"))
             return
         del self._unsent[:sent]
         if not self._unsent:
             self.loop.remove_writer(self._sock.fileno())
+
+    def _read_to_the_end(self) -> None:
+        """The server has closed the connection: handle what it sent before that."""
+        for _ in range(_MOST_READS):
+            if self._lost is not None or self._is_down:
+                return
+            self._readable()
+
+    # ---- a server that comes back ---------------------------------------------------------
+
+    def _lose(self, error: TorchStoreError) -> None:
+        """The connection is lost. If the server comes back, calls go on waiting; else they fail."""
+        if self._closed or self._is_down:
+            return
+        if self._on_loss is None or self.loop.is_closed() or self._sock.fileno() < 0:
+            self._fail(error)
+            return
+        self._disconnect()
+        self._is_down = True
+        if not self._on_loss():
+            self._fail(error)
+
+    def _disconnect(self) -> None:
+        self.loop.remove_reader(self._sock.fileno())
+        self.loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        self._reader = FrameReader(m.MAX_FRAME)
+        self._unsent.clear()
+        self._pages.clear()
+
+    def adopt(self, sock: socket.socket, life: int) -> None:
+        """Go on with a new connection, to a later life of the server, and send again what has not
+        been answered. In the thread of the loop.
+        """
+        if self._lost is not None or life <= self.life:
+            sock.close()
+            return
+        self.life = life
+        if not self._is_down:  # replies that came before the end count
+            self._is_down = True
+            while True:
+                try:
+                    data = self._receive_available(_DONT_WAIT)
+                    if not data:
+                        break
+                    for body in self._reader.feed(data):
+                        self._dispatch(decode_reply(body))
+                except (OSError, ProtocolError, msgspec.DecodeError):
+                    break
+            if self._lost is not None:
+                sock.close()
+                return
+            self._disconnect()
+        self._is_down = False
+        self._use(sock)
+        postponed, self._postponed = self._postponed, []
+        for message in postponed:
+            self.send(message)
+        for future, _, request in list(self._pending.values()):
+            if request is not None and not future.done():
+                with suppress(TorchStoreError):  # then it has failed with the channel
+                    self.send(m.Again(request))  # type: ignore[arg-type]
+
+    def give_up(self) -> None:
+        """The server does not come back. In the thread of the loop."""
+        if self._is_down:
+            self._fail(StoreClosedError(self._gone_message))
+
+    # ---- ending ---------------------------------------------------------------------------
 
     def _fail(self, error: TorchStoreError) -> None:
         if self._closed:
@@ -384,10 +493,12 @@ class Channel:
         self._lost = self._lost or error
         # A closed loop, or a closed socket, means that the channel is collected along with its
         # loop.
-        if not (self.loop.is_closed() or self._sock.fileno() < 0):
-            self.loop.remove_reader(self._sock.fileno())
-            self.loop.remove_writer(self._sock.fileno())
-            for future, _ in list(self._pending.values()):
+        was_down, self._is_down = self._is_down, False
+        if was_down or not (self.loop.is_closed() or self._sock.fileno() < 0):
+            if not was_down:
+                self.loop.remove_reader(self._sock.fileno())
+                self.loop.remove_writer(self._sock.fileno())
+            for future, _, _ in list(self._pending.values()):
                 if not future.done():
                     future.set_exception(type(error)(error.message))
             for limit in self._limits:
@@ -407,7 +518,7 @@ class Channel:
         self._timer = None
         now = self.loop.time()
         soonest: float | None = None
-        for future, deadline in list(self._pending.values()):
+        for future, deadline, _ in list(self._pending.values()):
             if deadline is None or future.done():
                 continue
             if deadline <= now:

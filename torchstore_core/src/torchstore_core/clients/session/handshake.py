@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ __all__ = ["HANDSHAKE_S", "Ranks", "ask_volume", "client_facts", "handshake", "s
 #: Seconds in which a volume answers a handshake: a server half may start a process first.
 HANDSHAKE_S = 60.0
 _RECEIVE = 1 << 18
+# Between attempts when the server has closed the connection without an answer.
+_PAUSES_S = (0.01, 0.05, 0.1, 0.2)
 Ranks = tuple[int | None, int | None]  # global rank, local rank
 
 
@@ -69,7 +72,8 @@ def client_facts(
 async def handshake(
     address: str, token: bytes, facts: ClientFacts, here: topology.Topology, timeout: float | None
 ) -> tuple[socket.socket, m.Welcome]:
-    """Connect to a server and exchange hello and welcome; waits while the server is too busy.
+    """Connect to a server and exchange hello and welcome; waits while the server is too busy. If
+    the connection is lost meanwhile, this tries again: the server may be one that comes back.
 
     Returns:
         The socket, non-blocking, and the server's welcome.
@@ -79,6 +83,24 @@ async def handshake(
         ProtocolError: what listens there does not speak this protocol.
         StoreTimeoutError: there was no answer within ``timeout`` seconds.
     """
+    begun = time.monotonic()
+    for pause in _PAUSES_S:
+        used = time.monotonic() - begun
+        try:
+            left = None if timeout is None else max(0.0, timeout - used)
+            return await _handshake(address, token, facts, here, left)
+        except StoreClosedError as error:
+            if not isinstance(error.__cause__, ConnectionError) or isinstance(
+                error.__cause__, ConnectionRefusedError
+            ):
+                raise
+            await asyncio.sleep(pause)
+    return await _handshake(address, token, facts, here, timeout)
+
+
+async def _handshake(
+    address: str, token: bytes, facts: ClientFacts, here: topology.Topology, timeout: float | None
+) -> tuple[socket.socket, m.Welcome]:
     loop = asyncio.get_running_loop()
     path = socket_path(address)
     accepted = False
@@ -94,7 +116,7 @@ async def handshake(
                 while not bodies:
                     data = await loop.sock_recv(sock, _RECEIVE)
                     if not data:
-                        raise StoreClosedError(f"the server at {address} closed the connection")
+                        raise ConnectionResetError("the server closed the connection")
                     bodies = reader.feed(data)
             reply = decode_reply(bodies[0])
         except TimeoutError as error:

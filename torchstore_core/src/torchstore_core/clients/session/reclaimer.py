@@ -16,7 +16,7 @@ import threading
 import weakref
 from asyncio import Future
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import msgspec
@@ -51,6 +51,16 @@ class Owner(Protocol):
 
     def finish_if_idle(self) -> bool:
         """End the session if it was closed and nothing is in progress; return whether it has."""
+
+    def on_answer(self) -> None:
+        """The server has answered a :meth:`Reclaimer.probe`."""
+
+    def rejoin(
+        self, leases: Callable[[], list[tuple[int, list[int] | None]]]
+    ) -> tuple[socket.socket, FrameReader] | None:
+        """The liveness connection is lost: a new one to a server that comes back, and what has come
+        on it in part; None if there is none. ``leases``: what tensors hold.
+        """
 
     def on_end(self) -> None:
         """Called once, when the session has ended."""
@@ -88,6 +98,7 @@ class Reclaimer:
         self._waking = False
         self._waiting: deque[Waiting] = deque()
         self._flushes: dict[int, list[Waiting]] = {}  # by the id of the request
+        self._probes: set[int] = set()
         self._deferred: list[tuple[int, Held]] = []
         self._guards: list[_ForkGuard] = []
         self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
@@ -151,15 +162,51 @@ class Reclaimer:
 
     def _run(self) -> None:
         try:
-            while self._step():
+            while self._run_connected():
                 continue
-        except (OSError, ProtocolError, msgspec.DecodeError) as error:
-            log.debug("liveness connection: %s", error)
         finally:  # without this thread nothing would be released any more: the server must see that
             self._owner.on_end()
             _cancel([*self._waiting, *itertools.chain(*self._flushes.values())])
             for sock in (self._connection, self._wake_read, self._wake_write):
                 sock.close()
+
+    def _run_connected(self) -> bool:
+        """Work until the connection ends. Returns whether there is another one."""
+        try:
+            while self._step():
+                continue
+        except (OSError, ProtocolError, msgspec.DecodeError) as error:
+            log.debug("liveness connection: %s", error)
+        else:
+            return False
+        found = self._owner.rejoin(self._leases)
+        if found is None:
+            return False
+        self._connection.close()
+        self._connection, self._unread = found
+        self._waiting.extend(itertools.chain(*self._flushes.values()))
+        self._flushes.clear()
+        self._probes.clear()
+        self._waking = False
+        self.wake()
+        return True
+
+    def _leases(self) -> list[tuple[int, list[int] | None]]:
+        """What tensors hold, those included whose releases are still to be sent."""
+        found: dict[int, list[int] | None] = {}
+        waiting = [held for _, held in [*list(self._to_release), *self._deferred]]
+        for lease, positions in [*list(self._held.values()), *waiting]:
+            if positions is None:
+                found[lease] = None
+            elif (known := found.setdefault(lease, [])) is not None:
+                known += positions
+        return list(found.items())
+
+    def probe(self) -> None:
+        """Ask the server whether it lives. In the thread."""
+        probe = m.Exists(self._owner.next_id(), [])
+        self._probes.add(probe.id)
+        self._connection.sendall(encode(probe))
 
     def _step(self) -> bool:
         """Wait for work and do it. Returns False when the session has ended."""
@@ -192,16 +239,19 @@ class Reclaimer:
         )
 
     def _receive(self) -> bool:
-        """Handle what the server has sent. Returns False when it has closed the connection."""
+        """Handle what the server has sent. Returns False when it has ended the session."""
         data = self._connection.recv(1 << 16)
         if not data:
-            return False
+            raise ConnectionResetError("the server has closed it")
         for body in self._unread.feed(data):
             message = decode_reply(body)
             if isinstance(message, m.Failure):
                 log.warning("the server ends this session: %s", message.message)
                 return False
-            if isinstance(message, m.Flags):
+            if isinstance(message, m.Flags) and message.id in self._probes:
+                self._probes.discard(message.id)
+                self._owner.on_answer()
+            elif isinstance(message, m.Flags):
                 _cancel(self._flushes.pop(message.id, []))
             else:
                 self._owner.on_notification(message)

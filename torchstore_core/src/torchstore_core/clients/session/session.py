@@ -5,6 +5,7 @@ latest until the process dies. Torch-free.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -12,7 +13,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torchstore_core.clients.session.channel import Channel
 from torchstore_core.clients.session.handshake import (
@@ -24,13 +25,15 @@ from torchstore_core.clients.session.handshake import (
     socket_path,
 )
 from torchstore_core.clients.session.reclaimer import Reclaimer
+from torchstore_core.clients.session.rejoining import rejoin
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import StoreClosedError
+from torchstore_core.errors import StoreClosedError, TorchStoreError
 from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import FrameReader
 
 __all__ = ["Session"]
 
@@ -84,6 +87,9 @@ class Session:
         # Only atomic operations: finalizers change these in any thread and at any moment.
         self._uses: set[int] = set()  # calls in progress, by their id()
         self._unfinished: set[int] = set()  # puts that may outlast their call
+        #: Leases of calls in progress.
+        self.leases_in_use: set[int] = set()
+        self._channels_lost = False
         self._keeps_memory = False
         self._closing = False
         self._warm: list[tuple[int, int, int]] = list(welcome.warm)
@@ -194,7 +200,7 @@ class Session:
             raise StoreClosedError(self._gone_message)
         self._sweep()
         try:
-            sock, _ = await handshake(
+            sock, welcome = await handshake(
                 self.address, self.welcome.session, self.facts, self.here, timeout
             )
         except StoreClosedError as error:
@@ -205,7 +211,8 @@ class Session:
         if raced is not None:
             sock.close()
             return raced
-        channel = Channel(sock, loop, self._gone_message)
+        lost = functools.partial(_channel_lost, weakref.ref(self)) if welcome.life else None
+        channel = Channel(sock, loop, self._gone_message, welcome.life, lost)
         self._channels[id(loop)] = weakref.ref(channel)
         # Checked only now: another thread that closes the session may not have seen this channel.
         if self.lost or self._closing:
@@ -302,6 +309,9 @@ class Session:
 
     def after_wake_up(self) -> None:
         """Fill the page tables for memory that has become warm."""
+        if self._channels_lost:
+            self._channels_lost = False
+            self._reclaimer.probe()
         warm, self._warm = self._warm, []
         for volume, segment, nbytes in warm:
             if nbytes and volume < len(self.volumes) and not self.volumes[volume].lost:
@@ -309,6 +319,80 @@ class Session:
                     self.volumes[volume].warm(segment, nbytes)
                 except Exception as error:  # noqa: BLE001 - of a transport, whatever it raises
                     log.debug("page tables of volume %d: %r", volume, error)
+
+    def rejoin(
+        self, leases: Callable[[], list[tuple[int, list[int] | None]]]
+    ) -> tuple[socket.socket, FrameReader] | None:
+        """See ``reclaimer.Owner``. Then the channels are given new connections, too."""
+        if not self.welcome.life:
+            return None
+
+        def messages() -> list[m.Message]:
+            # In this order: what a call hands over to its tensors is in one of the two.
+            in_use: list[tuple[int, list[int] | None]] = [(x, None) for x in self.leases_in_use.copy()]
+            resume = m.Resume(2, list(self._unfinished.copy()), leases() + in_use)
+            keep = [m.Keep()] if self._keeps_memory else []
+            return [self._hello(returns=True), resume, *keep]
+
+        try:
+            found = rejoin(socket_path(self.address), messages, lambda: not self._is_idle)
+        except TorchStoreError as error:
+            log.info("%s: %s", self._gone_message, error.message)
+            return None
+        if found is None:
+            return None
+        sock, self.welcome, unread = found
+        for volume, info in zip(self.volumes, self.welcome.volumes, strict=True):
+            volume.renew(info)
+        self._reconnect_channels()
+        return sock, unread
+
+    def _hello(self, *, returns: bool = False) -> m.Hello:
+        token = self.welcome.session
+        return m.Hello(1, m.PROTOCOL_VERSION, token, self.here, self.facts, returns)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._closing and not (self._unfinished or self._uses)
+
+    def _reconnect_channels(self) -> None:
+        """Give every channel of an earlier life of the server a new connection."""
+        for channel in self._open_channels():
+            if channel.life >= self.welcome.life:
+                continue
+            try:
+                found = rejoin(
+                    socket_path(self.address),
+                    lambda: [self._hello()],
+                    lambda channel=channel: channel.usable and not channel.unreachable,
+                )
+            except TorchStoreError as error:
+                log.debug("a channel is not connected again: %s", error.message)
+                continue
+            if found is None:
+                continue
+            sock, welcome, _ = found
+            try:
+                channel.loop.call_soon_threadsafe(channel.adopt, sock, welcome.life)
+            except RuntimeError:  # its loop is closed
+                sock.close()
+
+    def on_answer(self) -> None:
+        """The server lives, so channels that are down now were closed by it, and stay closed."""
+        for channel in self._open_channels():
+            if channel.is_down and channel.life >= self.welcome.life:
+                with contextlib.suppress(RuntimeError):  # its loop is closed
+                    channel.loop.call_soon_threadsafe(channel.give_up)
+
+    def channel_lost(self) -> bool:
+        """A channel has lost its connection to a server that comes back; whether this session sees
+        to a new one, or to its end.
+        """
+        if self.lost:
+            return False
+        self._channels_lost = True
+        self._reclaimer.wake()
+        return True
 
     def finish_if_idle(self) -> bool:
         """If the session was closed and no call is in progress, close its connections; return
@@ -322,6 +406,9 @@ class Session:
     def on_end(self) -> None:
         """Called when the server is gone, or when it has ended this session."""
         self.lost = True
+        for channel in self._open_channels():
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                channel.loop.call_soon_threadsafe(channel.give_up)
         for volume in self.volumes:  # or the memory of a store that has ended would never be freed
             volume.close()
 
@@ -372,6 +459,11 @@ class Session:
             volume.close_in_child()
         self._reclaimer.after_fork_in_child(lost=self.lost)
         self.lost = True
+
+
+def _channel_lost(session: weakref.ref[Session]) -> bool:
+    here = session()
+    return here is not None and here.channel_lost()
 
 
 async def _handshake(

@@ -102,10 +102,10 @@ class VolumeLinks:
         handshake: Callable[[str, bytes], Awaitable[bytes]],
     ) -> None:
         self.info = info
+        self._rank = functools.partial(_ranking, registry, policy)
         self.context = LinkContext(here, info.topology, same_host, offered=False, control=control)
         self._handshake = handshake
-        self.ranking: Ranking = rank(registry.transports(), self.context, info.offers, policy)
-        self.ranking.refusals.update(registry.left_out("torchstore.transports"))
+        self.ranking = self._rank(self.context, info)
         self._links: dict[str, Link] = {}
         self._loop_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = (
             weakref.WeakKeyDictionary()
@@ -252,6 +252,18 @@ class VolumeLinks:
                 if isinstance(link, SupportsWindow):
                     link.window(segment)
                     link.prepare(segment, 0, nbytes, fresh=False)
+
+    def renew(self, info: m.VolumeInfo) -> None:
+        """The server has come back, with the same memory, and offers of this life. Links that need
+        nothing of the server go on; the others fail, and are connected again.
+        """
+        with self._lock:
+            if info.offers == self.info.offers:
+                return
+            self.info = info
+            self._backoffs.clear()
+            self._doubtful.clear()
+            self.ranking = self._rank(self.context, info)
 
     def mark_lost(self, why: str) -> None:
         """Record that the volume's memory is lost for good, and close its links as soon as no
@@ -444,6 +456,14 @@ class VolumeLinks:
     def _all_links(self) -> list[dict[str, Link]]:
         with self._lock:
             return [self._links, *self._loop_links.values()]
+
+
+def _ranking(
+    registry: Registry, policy: Policy, context: LinkContext, info: m.VolumeInfo
+) -> Ranking:
+    ranking = rank(registry.transports(), context, info.offers, policy)
+    ranking.refusals.update(registry.left_out("torchstore.transports"))
+    return ranking
 
 
 def _close(link: Link) -> None:

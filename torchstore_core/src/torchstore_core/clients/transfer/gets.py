@@ -183,6 +183,7 @@ class Leasing:
         self._count = 1
         self._mapped: set[int] = set()
         self.lease = self._session.next_id()
+        self._session.leases_in_use.add(self.lease)
 
     def granted(self, entries: Sequence[m.Entry | None], leased: bool) -> list[int]:
         """Record the reply; returns the position of each entry's first value in the lease."""
@@ -240,6 +241,7 @@ class Leasing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if self._leased and len(self._mapped) < self._count:
             _release(self._session, self._channel, self.lease, self._mapped, self._count)
+        self._session.leases_in_use.discard(self.lease)
         return isinstance(error, TransportError) and self._avoids(error)
 
     def _avoids(self, error: TransportError) -> bool:

@@ -5,11 +5,11 @@ It knows nothing of memory: every transition returns the values that nobody hold
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from torchstore_core.errors import KeyNotFoundError
 from torchstore_core.reports.stat import Pending
+from torchstore_core.server.index import moments
 from torchstore_core.server.index.errors import (
     entry_error,
     gone_error,
@@ -149,7 +149,7 @@ class Catalog:
         """Make each value the newest version of its key, all at once; the values of the versions
         before that nobody holds any more.
         """
-        now = time.time()
+        now = moments.wall()
         newest, histories = self.newest, self.histories
         fresh: list[str] = []
         freed: list[Value] = []
@@ -296,7 +296,7 @@ class Catalog:
         contribution.committed = True
         if generation.dropped:
             return Change(release(contribution.values))
-        now = time.time()
+        now = moments.wall()
         for value in contribution.values:
             value.created = now
         changes: list[Change] = []

@@ -11,7 +11,6 @@ Pure bookkeeping, which knows nothing of memory: values that nobody holds any mo
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -22,6 +21,7 @@ from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.reports.stat import Pending
+from torchstore_core.server.index import moments
 from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Manifest,
@@ -271,7 +271,7 @@ class Generation(msgspec.Struct, eq=False):
             inherit: that version is about to be dropped. Then the new one takes over what it shares
                 with it, so that a small put costs little however many entries there are.
         """
-        now = time.time()
+        now = moments.wall()
         tied = self._tied_and_empty()
         version = self.version
         entries: dict[str, Value | Shards] = {}

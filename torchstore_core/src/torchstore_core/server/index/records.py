@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -12,6 +11,7 @@ import msgspec
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.machine.topology import Topology
+from torchstore_core.server.index import moments
 from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
 
@@ -215,13 +215,13 @@ class SessionRecord(msgspec.Struct, eq=False):
     asking: int = 0  # what its handshakes that are under way weigh
     ending: bool = False
     meets: bool = True  # until it, or its process, has ended
-    opened: float = msgspec.field(default_factory=time.monotonic)
+    opened: float = msgspec.field(default_factory=lambda: moments.monotonic())
     closed: float | None = None
 
     def end(self) -> None:
         """Its process has ended, or left the store."""
         if self.closed is None:
-            self.closed = time.monotonic()
+            self.closed = moments.monotonic()
 
 
 class Waiter(msgspec.Struct, eq=False):

@@ -66,11 +66,11 @@ class SegmentMemory:
     server itself stays small.
     """
 
-    def __init__(self, name: str, nbytes: int) -> None:
+    def __init__(self, name: str, nbytes: int, fd: int | None = None) -> None:
         self.nbytes = nbytes
         #: Where what transports have registered ends: no page before it is given back.
         self.registered: Callable[[], int] = lambda: 0
-        self.fd = open_memory(name, nbytes)
+        self.fd = open_memory(name, nbytes) if fd is None else fd
         self._lock = threading.Lock()
         self._warm = 0
         self._target = 0

@@ -40,6 +40,7 @@ class Volume:
         capacity: bytes.
         registry: the plug-ins of this process.
         directory: a private one, for the sockets of transports.
+        fd: the memory, if there is some already; None: make it.
 
     Raises:
         ConfigurationError: the capacity is less than a page.
@@ -47,14 +48,20 @@ class Volume:
     """
 
     def __init__(
-        self, store_name: str, index: int, capacity: int, registry: Registry, directory: str
+        self,
+        store_name: str,
+        index: int,
+        capacity: int,
+        registry: Registry,
+        directory: str,
+        fd: int | None = None,
     ) -> None:
         if capacity < 4096:
             raise ConfigurationError(f"a capacity of {capacity} bytes a volume is too small")
         self.id = f"{store_name}-{index}"
         self.index = index
         self.capacity = capacity
-        self.memory = SegmentMemory(self.id, capacity)
+        self.memory = SegmentMemory(self.id, capacity, fd)
         self._registry = registry
         self._context = ServerContext(store_name, self.id, directory, topology.probe())
         self._halves: dict[str, TransportServer] = {}

@@ -25,7 +25,7 @@ class Connection(ClientSocket):
     def __init__(self, server: Server, pid: int) -> None:
         super().__init__(m.MAX_HELLO_FRAME, pid, server)
         self._server = server
-        self._conversation = Conversation(server, self.write, self.close)
+        self._conversation = Conversation(server, self.write, self.close, pid=pid)
         self._backlog: deque[bytes] = deque()
         self._paused = False
         self._hello_timer: asyncio.TimerHandle | None = None

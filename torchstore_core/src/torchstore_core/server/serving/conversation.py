@@ -46,6 +46,7 @@ class Conversation:
         write: sends a frame.
         end: closes the connection once everything is sent.
         via: where the relay is that carries it; None if none does.
+        pid: of the process at the other end, as the kernel tells it; 0: unknown.
         process: the client's, if a relay carries it and knows.
     """
 
@@ -56,8 +57,10 @@ class Conversation:
         end: Callable[[], None],
         via: Topology | None = None,
         process: Process | None = None,
+        pid: int = 0,
     ) -> None:
         self._server = server
+        self._pid = pid
         self._sender = Sender(write)
         self.send = self._sender.send
         self.pause = self._sender.pause
@@ -187,7 +190,7 @@ class Conversation:
         try:
             reply = self._answer(request, self._session)
         except StoreFullError as error:
-            if self._server.when_trimmed(lambda: self._again(request)):
+            if self._server.when_trimmed(lambda: self._retry(request)):
                 return
             self._server.refusals.refused(self._session, error)
             reply = _failure(request, error)
@@ -196,11 +199,11 @@ class Conversation:
         except Exception:
             log.exception("request failed: %s", type(request).__name__)
             text = f"the server failed on {type(request).__name__}; its log has the traceback"
-            reply = m.Failure(getattr(request, "id", 0), TorchStoreError.code, text)
+            reply = _failure(request, TorchStoreError(text))
         if reply is not None:
             self.send(reply)
 
-    def _again(self, request: m.Request) -> None:
+    def _retry(self, request: m.Request) -> None:
         """Answer a request that had to wait."""
         if self in self._server.conversations:
             try:
@@ -235,15 +238,51 @@ class Conversation:
         self.send(m.Done(attach.id))
 
     def _hello(self, hello: m.Hello, controller: Controller) -> None:
-        if hello.session:
+        returning = self._server.returning
+        if hello.session and hello.returns:
+            if returning is None:
+                raise StoreClosedError("this server has no sessions of an earlier one")
+            session = returning.take(hello.session)
+            self._liveness = True
+        elif hello.session:
+            if returning is not None and returning.hold_back(
+                hello.session, lambda: self._held_back(hello, controller)
+            ):
+                return
             session = controller.join_session(hello.session)
             session.lanes += 1
         else:
-            session = controller.open_session(hello.facts, hello.topology)
+            session = controller.open_session(hello.facts, hello.topology, self._pid)
             self._liveness = True
             self._server.joined(session)
         self._session = session
         self.send(self._server.welcome(hello.id, session.token, self._via))
+
+    def _held_back(self, hello: m.Hello, controller: Controller) -> None:
+        """Let a channel in whose session has come back."""
+        if self not in self._server.conversations:
+            return
+        try:
+            self._hello(hello, controller)
+        except TorchStoreError as error:
+            self.send(m.Failure(hello.id, error.code, error.message))
+            self.end()
+
+    def _again(self, request: m.Repeatable, session: SessionRecord) -> m.Reply | None:
+        """Answer a request that an earlier life of the server may have executed."""
+        returning = self._server.returning
+        before = None if returning is None else returning.again(session, request)
+        match before:
+            case None:
+                return self._answer(request, session)
+            case int():
+                return m.Deleted(request.id, before)
+            case list():
+                return m.Committed(request.id, before)
+            case versions, None:
+                return m.Committed(request.id, versions)
+            case _, grants:
+                return m.Granted(request.id, grants)
 
     def _answer(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
         controller = self._server.controller
@@ -268,7 +307,8 @@ class Conversation:
             case m.Keep():
                 session.keeps_memory = True
             case m.Delete():
-                return m.Deleted(request.id, controller.delete(request.keys, request.strict))
+                by = session, request.txn
+                return m.Deleted(request.id, controller.delete(request.keys, request.strict, by))
             case m.Exists():
                 return m.Flags(request.id, controller.exists(request.keys))
             case m.Keys():
@@ -303,6 +343,11 @@ class Conversation:
                 return m.StatusReply(request.id, self._server.status())
             case m.Shutdown():
                 return self._server.shutdown(request.id, session)
+            case m.Again():
+                return self._again(request.request, session)
+            case m.Resume():
+                self._server.resumed(session, request)
+                return m.Done(request.id)
         return None
 
     def _abort(self, session: SessionRecord, request: m.Abort) -> None:
@@ -332,5 +377,6 @@ def _nothing() -> None:
 
 
 def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:
-    number: int = getattr(request, "id", 0)
+    asked = request.request if isinstance(request, m.Again) else request
+    number: int = getattr(asked, "id", 0)
     return m.Failure(number, error.code, error.message, error.key, error.details)

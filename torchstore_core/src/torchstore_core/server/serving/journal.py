@@ -16,7 +16,7 @@ from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.memory.volume_record import VolumeRecord
 
 __all__ = ["LOG_LEVEL", "Refusals", "client_joined", "client_left", "journal", "log_to_stderr"]
-__all__ += ["more_than_memory", "process_died", "started", "stopped", "volume_lost"]
+__all__ += ["more_than_memory", "process_died", "restored", "started", "stopped", "volume_lost"]
 
 #: Its name does not change, so that a logging configuration can name it.
 journal = logging.getLogger("torchstore.server")
@@ -50,6 +50,14 @@ def started(store: str, address: str, strategy: str, volumes: Sequence[VolumeRec
         *(store, address, os.getpid(), len(volumes)),
         f"{sum(volume.info.capacity_bytes for volume in volumes):,}",
         strategy,
+    )
+
+
+def restored(keys: int, sessions: int, took_s: float) -> None:
+    """A server has taken over from one that has died."""
+    journal.info(
+        "restored: %d key(s), %d session(s), in %.3f s, from a server that has died",
+        *(keys, sessions, took_s),
     )
 
 

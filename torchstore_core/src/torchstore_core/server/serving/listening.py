@@ -53,15 +53,21 @@ class Listener:
         self._paused = False
         self._told = False  # that it had to pause: once, until it has been calm for a while
 
-    def open(self, path: str) -> None:
+    def open(self, path: str, fd: int | None = None) -> None:
         """Begin to listen at ``path``, on the running event loop. A socket that a killed server
-        left there is replaced.
+        left there is replaced, unless it is given: ``fd`` is one that listens there already.
 
         Raises:
             OSError: as ``bind`` does.
         """
         self._path = path
         self._loop = asyncio.get_running_loop()
+        if fd is not None:
+            listener = socket.socket(fileno=fd)
+            listener.setblocking(False)
+            self._socket = listener
+            self._loop.add_reader(fd, self._readable)
+            return
         _remove_stale(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -74,6 +80,10 @@ class Listener:
             raise
         self._socket = listener
         self._loop.add_reader(listener.fileno(), self._readable)
+
+    def fileno(self) -> int:
+        """The descriptor of the listening socket; -1 if it is closed."""
+        return -1 if self._socket is None else self._socket.fileno()
 
     def close(self) -> None:
         """Accept no more connections; those that are open stay. Idempotent."""

@@ -1,0 +1,100 @@
+"""Connecting again to a server that has come back, from a thread that may block. Torch-free."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from torchstore_core.errors import ProtocolError, StoreClosedError, from_wire
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import FrameReader, decode_reply, encode
+
+__all__ = ["rejoin"]
+
+# How long one attempt waits before it looks whether anybody still wants it; the server may need
+# longer, and the connection stays in its queue.
+_LOOK_S = 0.25
+_PAUSE_S = 0.02
+_RECEIVE = 1 << 18
+
+
+def rejoin(
+    path: str, messages: Callable[[], list[m.Message]], wanted: Callable[[], bool]
+) -> tuple[socket.socket, m.Welcome, FrameReader] | None:
+    """Connect, send messages, of which the first is a ``Hello``, and wait until all are answered.
+    As often as the connection is lost, this begins anew.
+
+    Args:
+        path: of the server's socket.
+        messages: makes them, for each attempt.
+        wanted: whether to go on.
+
+    Returns:
+        The socket, which blocks; the answer to the Hello; and what has come in part. None if it is
+        not wanted any more.
+
+    Raises:
+        StoreClosedError: nobody listens there any more, or the session has ended.
+        ProtocolError: the server answers what this does not understand.
+    """
+    while wanted():
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            found = _attempt(sock, path, messages(), wanted)
+        except BaseException:
+            sock.close()
+            raise
+        if found is not None:
+            return found
+        sock.close()
+        time.sleep(_PAUSE_S)  # between two lives of a server: a thread that nobody waits for
+    return None
+
+
+def _attempt(
+    sock: socket.socket, path: str, messages: list[m.Message], wanted: Callable[[], bool]
+) -> tuple[socket.socket, m.Welcome, FrameReader] | None:
+    """One attempt; None if the connection was lost, or is not wanted any more."""
+    sock.settimeout(_LOOK_S)
+    try:
+        sock.connect(path)
+    except (TimeoutError, BlockingIOError):  # more wait than its queue holds
+        return None
+    except OSError as error:
+        raise StoreClosedError(f"no store at {path}: {error}") from error
+    reader = FrameReader(m.MAX_FRAME)
+    welcome: m.Welcome | None = None
+    left = len(messages)
+    unsent = memoryview(b"".join(map(encode, messages)))
+    try:
+        while unsent:
+            unsent = unsent[sock.send(unsent) :]
+        while left:
+            try:
+                data = sock.recv(_RECEIVE)
+            except TimeoutError:
+                if wanted():
+                    continue
+                return None
+            if not data:
+                return None
+            for body in reader.feed(data):
+                reply = decode_reply(body)
+                if isinstance(reply, m.Failure):
+                    raise from_wire(reply.code, reply.message, reply.key, reply.details)
+                if isinstance(reply, m.Welcome):
+                    welcome = reply
+                    left -= 1
+                elif isinstance(reply, m.Done):
+                    left -= 1
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"{path} does not speak this protocol: {error}") from error
+    except OSError:
+        return None
+    if welcome is None:
+        raise ProtocolError(f"{path} did not answer a hello")
+    sock.settimeout(None)
+    return sock, welcome, reader

@@ -1,0 +1,89 @@
+"""The server's connection to its keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["KEEPER", "Given", "KeeperLink"]
+
+#: The program that keeps a server.
+KEEPER = str(Path(__file__).with_name("keeper.py"))
+
+_LARGEST = 1 << 12
+
+
+class Given(msgspec.Struct, frozen=True):
+    """What a keeper gives a server that it starts.
+
+    Args:
+        connection: a descriptor, of the socket to the keeper.
+        kept: descriptors that an earlier life of the server left with the keeper, by name.
+        facts: texts that it left there.
+        life: which one this is, from 1.
+        owner_ended: whether the process that started the keeper has ended.
+    """
+
+    connection: int
+    kept: dict[str, int]
+    facts: dict[str, str]
+    life: int
+    owner_ended: bool
+
+
+class KeeperLink:
+    """Leaves things with the keeper, for the next life of this server."""
+
+    def __init__(self, given: Given) -> None:
+        self.life = given.life
+        self.facts = given.facts
+        self._kept = given.kept
+        self._owner_ended = given.owner_ended
+        self._socket = socket.socket(fileno=given.connection)
+        self._socket.set_inheritable(False)
+
+    def kept(self, name: str) -> int | None:
+        """The descriptor of that name that an earlier life has left; from now on the caller's."""
+        return self._kept.pop(name, None)
+
+    def keep(self, name: str, fd: int, **facts: str) -> None:
+        """Have the keeper hold a copy of a descriptor, and ``facts``, in place of what it has under
+        that name. From then on it survives the server.
+        """
+        said = json.dumps({"keep": [name], "facts": facts}).encode()
+        socket.send_fds(self._socket, [said], [fd])
+
+    def ready(self) -> None:
+        """Clients can connect: from now on the server is started again if it dies."""
+        self._socket.send(json.dumps({"ready": True}).encode())
+
+    def watch(self, owner_ended: Callable[[], None], keeper_ended: Callable[[], None]) -> None:
+        """Call one of these, on the running event loop, when it has happened."""
+        loop = asyncio.get_running_loop()
+        self._socket.setblocking(False)
+
+        def readable() -> None:
+            try:
+                data = self._socket.recv(_LARGEST)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if data:
+                owner_ended()
+                return
+            loop.remove_reader(self._socket.fileno())
+            keeper_ended()
+
+        loop.add_reader(self._socket.fileno(), readable)
+        if self._owner_ended:
+            loop.call_soon(owner_ended)
+
+    def close(self) -> None:
+        """Hold the connection no more. Idempotent."""
+        self._socket.close()

@@ -1,0 +1,136 @@
+"""The log of a server: records in shared memory, which survive the process that writes them.
+
+Writing one is a copy into memory and nothing else: no system call, no message, no wait. The pages
+belong to a memfd of which the keeper has a descriptor, so they stay when the server is killed at
+whatever instruction. A record counts from the moment when the word at the head of the log says
+that the log reaches beyond it, which is one store to an aligned address.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchstore_core.errors import StoreClosedError, StoreFullError
+from torchstore_core.server.memory.segment import open_memory
+
+__all__ = ["Log", "Record"]
+
+_MAGIC = 0x31676F4C65726F54  # "ToreLog1"
+_HEAD = mmap.PAGESIZE
+# Of a record: bytes of its body, its kind, the session, and when it was written, twice.
+_RECORD = struct.Struct("<IHIdd")
+_AT = _RECORD.size
+_FIRST = 1 << 20
+_LARGEST_STEP = 256 << 20
+_MAGIC_WORD, _END_WORD = 0, 1
+
+
+class Record(NamedTuple):
+    """One record.
+
+    Args:
+        kind: what it is, see ``keeping.recorded``.
+        session: the serial number of the session that it is about.
+        wall, monotonic: when it was written, in seconds.
+        body: what its kind says.
+    """
+
+    kind: int
+    session: int
+    wall: float
+    monotonic: float
+    body: bytes
+
+
+class Log:
+    """A log, new or of an earlier life.
+
+    Args:
+        fd: of an earlier life's; None: begin a new one.
+
+    Attributes:
+        fd: of its memory.
+        count: records that were appended, or read, so far.
+
+    Raises:
+        StoreClosedError: ``fd`` is no log of this version.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = open_memory("log", _FIRST) if fd is None else fd
+        self.count = 0
+        self._map(os.fstat(self.fd).st_size)
+        if fd is None:
+            self._words[_MAGIC_WORD] = _MAGIC
+            self._words[_END_WORD] = _HEAD
+        elif self._words[_MAGIC_WORD] != _MAGIC:
+            raise StoreClosedError("what the server before has left is no log of this version")
+        self._end = self._words[_END_WORD]
+
+    def _map(self, size: int) -> None:
+        self._size = size
+        self._memory = mmap.mmap(self.fd, size)
+        self._words = memoryview(self._memory)[:_HEAD].cast("Q")
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is."""
+        return self._end - _HEAD
+
+    def append(
+        self, kind: int, session: int, wall: float, monotonic: float, body: bytes | bytearray
+    ) -> None:
+        """Append a record. When this returns, it is there for the next life.
+
+        Raises:
+            StoreFullError: the system does not give the log more memory. Nothing was appended.
+        """
+        start = self._end + _AT
+        end = start + len(body)
+        if end > self._size:
+            self._grow(end)
+        memory = self._memory
+        _RECORD.pack_into(memory, self._end, len(body), kind, session, wall, monotonic)
+        memory[start:end] = body
+        self._words[_END_WORD] = self._end = (end + 7) & -8
+        self.count += 1
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records, from the first."""
+        return self.records(_HEAD)
+
+    def records(self, start: int) -> Iterator[Record]:
+        """The records from a position on."""
+        memory = self._memory
+        while start < self._end:
+            nbytes, kind, session, wall, monotonic = _RECORD.unpack_from(memory, start)
+            begin = start + _AT
+            end = begin + nbytes
+            yield Record(kind, session, wall, monotonic, memory[begin:end])
+            start = (end + 7) & -8
+
+    def _grow(self, end: int) -> None:
+        size = self._size
+        while size < end + 8:
+            size += min(size, _LARGEST_STEP)
+        try:
+            os.ftruncate(self.fd, size)
+        except OSError as error:
+            raise StoreFullError(
+                f"the server's log cannot have {size} bytes: {error.strerror}"
+            ) from error
+        words, memory = self._words, self._memory
+        self._map(size)
+        words.release()
+        memory.close()
+
+    def close(self) -> None:
+        """Unmap it, and close its descriptor."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.fd)
+

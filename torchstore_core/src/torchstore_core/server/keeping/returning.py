@@ -1,0 +1,144 @@
+"""Sessions of an earlier life of the server, until their clients have come back.
+
+Nothing of such a session is given up before it is certain that nobody uses it: its client connects
+again and says what it still has, or its process has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.machine.processes import ProcessWatch, started
+from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from torchstore_core.server.keeping.recorded import RecordedController
+
+__all__ = ["Returning"]
+
+log = logging.getLogger(__name__)
+
+
+class Returning:
+    """The sessions that a controller has restored.
+
+    Args:
+        controller: of this server.
+        dead: called with each of them whose process has ended.
+    """
+
+    def __init__(
+        self, controller: RecordedController, dead: Callable[[SessionRecord], None]
+    ) -> None:
+        self._controller = controller
+        self._dead = dead
+        self._watches: dict[bytes, ProcessWatch] = {}
+        # Channels whose session has not come back yet, by its token.
+        self._waiting: dict[bytes, list[Callable[[], None]]] = {}
+
+    def begin(self) -> None:
+        """Wait for all of them. On the running event loop."""
+        for token, opened in list(self._controller.opened.items()):
+            self._waiting[token] = []
+            ended = self._ended_of(token)
+            # 0 is a process that this one cannot see: it may live as long as the store.
+            if opened.pid and opened.started != started(opened.pid):
+                ended()
+            else:
+                self._watches[token] = ProcessWatch(opened.pid, ended)
+
+    def _ended_of(self, token: bytes) -> Callable[[], None]:
+        def ended() -> None:
+            session = self._controller.sessions.get(token)
+            self._no_longer(token)
+            if session is not None:
+                self._dead(session)
+
+        return ended
+
+    def take(self, token: bytes) -> SessionRecord:
+        """The session of a client that has come back; it still has to say what it has.
+
+        Raises:
+            StoreClosedError: there is no such session that waits for its client.
+        """
+        if token not in self._waiting:
+            raise StoreClosedError("this session has ended; connect again")
+        watch = self._watches.pop(token, None)
+        if watch is not None:
+            watch.close()
+        return self._controller.join_session(token)
+
+    def resume(self, session: SessionRecord, resume: m.Resume) -> None:
+        """The client has said what it has: give the rest up, and let its channels in."""
+        controller = self._controller
+        txns = set(resume.txns)
+        controller.abort(session, [txn for txn in session.txns if txn not in txns])
+        held = {lease: None if at is None else set(at) for lease, at in resume.leases}
+        gone = [lease for lease in session.leases if lease not in held]
+        parts: list[tuple[int, list[int]]] = []
+        for lease, positions in held.items():
+            there = session.leases.get(lease)
+            if there is None or positions is None:
+                continue
+            rest = [i for i, one in enumerate(there) if one is not None and i not in positions]
+            if rest:
+                parts.append((lease, rest))
+        if gone or parts:
+            controller.release(session, gone, parts)
+        self._no_longer(session.token)
+
+    def _no_longer(self, token: bytes) -> None:
+        watch = self._watches.pop(token, None)
+        if watch is not None:
+            watch.close()
+        for call in self._waiting.pop(token, ()):
+            try:
+                call()
+            except TorchStoreError as error:
+                log.debug("a channel of a session that has ended: %s", error)
+
+    def hold_back(self, token: bytes, call: Callable[[], None]) -> bool:
+        """Call something when the session with this token has come back, or has ended. False, and
+        it is not called, if that has happened.
+        """
+        waiting = self._waiting.get(token)
+        if waiting is None:
+            return False
+        waiting.append(call)
+        return True
+
+    def again(
+        self, session: SessionRecord, request: m.Repeatable
+    ) -> tuple[list[int], list[m.Grant | None] | None] | list[int] | int | None:
+        """What a request gave in an earlier life, which its client asks for again: of a ``Put``, a
+        ``Commit`` or a ``Delete`` the result of the controller's method; None if it was not
+        executed, or does not change anything.
+
+        Raises:
+            TorchStoreError: what it raised.
+        """
+        controller = self._controller
+        if isinstance(request, m.Locate | m.Fetch):
+            if request.lease in session.leases:  # the client never learned what it holds
+                controller.release(session, [request.lease], [])
+            return None
+        if not isinstance(request, m.Put | m.Commit | m.Delete):
+            return None
+        found = controller.results.get((session.token, type(request), request.txn))
+        if found is None:
+            return None
+        if found.error is not None:
+            raise found.error
+        result: tuple[list[int], list[m.Grant | None] | None] | list[int] | int = found.result
+        return result
+
+    def close(self) -> None:
+        """Watch no process any more."""
+        for watch in self._watches.values():
+            watch.close()
+        self._watches.clear()
