@@ -26,6 +26,7 @@ from torchstore_core.plugins.strategy_data import decode_strategy
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.keeping.compaction import Compaction
 from torchstore_core.server.keeping.link import KeeperLink
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
@@ -106,6 +107,7 @@ class Server:
         self.options = options
         self._keeper = keeper
         self.returning: Returning | None = None
+        self._compaction: Compaction | None = None
         self.conversations: set[Conversation] = set()
         self.connections: set[Connection] = set()
         self.topology = topology.probe()
@@ -222,6 +224,9 @@ class Server:
         controller.restore()
         self.returning = Returning(controller, self._died_meanwhile)
         self.returning.begin()
+        self._compaction = Compaction(controller, functools.partial(keeper.keep, "log"))
+        if keeper.life > 1 and self._compaction.is_due:
+            self._compaction.begin()
         if keeper.life > 1:
             took_s = time.monotonic() - begun
             journal.restored(len(controller.catalog.newest), len(controller.sessions), took_s)
@@ -260,6 +265,8 @@ class Server:
         self._watcher.close()
         if self.returning is not None:
             self.returning.close()
+        if self._compaction is not None:
+            self._compaction.close()
         self._listener.close()
         for connection in list(self.connections):
             connection.close()
@@ -457,6 +464,8 @@ class Server:
         total = sum(self.controller.operations.values())
         self._rate = (total - count) / max(now - then, 1e-9)
         self._rate_sample = (now, total)
+        if self._compaction is not None and self._compaction.is_due:
+            self._compaction.begin()
         self.controller.trim(self.options.trim_after, self._keep)
         self._loop.call_later(1.0, self._sample_rate)
 

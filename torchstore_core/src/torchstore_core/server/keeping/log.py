@@ -81,6 +81,27 @@ class Log:
         """How long it is."""
         return self._end - _HEAD
 
+    @property
+    def end(self) -> int:
+        """Where the next record begins."""
+        return self._end
+
+    def refresh(self) -> None:
+        """Another process, which has ended, has written to it."""
+        self._words.release()
+        self._memory.close()
+        self._map(os.fstat(self.fd).st_size)
+        self._end = self._words[_END_WORD]
+
+    def append_from(self, other: Log, start: int) -> None:
+        """Append the records of another log from a position on."""
+        nbytes = other.end - start
+        end = self._end + nbytes
+        if end > self._size:
+            self._grow(end)
+        self._memory[self._end : end] = other._memory[start : other.end]
+        self._words[_END_WORD] = self._end = end
+
     def append(
         self, kind: int, session: int, wall: float, monotonic: float, body: bytes | bytearray
     ) -> None:

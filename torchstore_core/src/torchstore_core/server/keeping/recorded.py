@@ -9,9 +9,8 @@ and is told what the repetition gave.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -23,13 +22,14 @@ from torchstore_core.server.controller import Controller
 from torchstore_core.server.index import moments
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.log import Log, Record
+from torchstore_core.server.keeping.state import StateReader, written
 from torchstore_core.wire import messages as m
 
 __all__ = ["Opened", "RecordedController", "Repeated"]
 
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
-_SERIALS = struct.Struct("<I")
+_VALUES, _STATE = 8, 9
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(m.Put | m.Commit | m.Delete | m.Locate | m.Fetch).decode
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
@@ -70,6 +70,7 @@ class RecordedController(Controller):
         args, options: of the controller.
 
     Attributes:
+        log: the one that it writes.
         opened: the sessions that are open, by token, with their processes.
         results: of requests that were repeated, by token and by the id of the put (``Put``), of the
             put (``Commit``), or of the deletion.
@@ -77,7 +78,7 @@ class RecordedController(Controller):
 
     def __init__(self, log: Log, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._log = log
+        self.log = log
         self._serials: dict[bytes, int] = {}
         self._next_serial = 1
         self._silent = False  # what happens now is part of something that is recorded
@@ -86,7 +87,7 @@ class RecordedController(Controller):
 
     def _record(self, kind: int, session: SessionRecord | None, body: bytes) -> None:
         serial = 0 if session is None else self._serials.get(session.token, 0)
-        self._log.append(kind, serial, moments.wall(), moments.monotonic(), body)
+        self.log.append(kind, serial, moments.wall(), moments.monotonic(), body)
 
     # ---- what is recorded -----------------------------------------------------------------
 
@@ -183,79 +184,104 @@ class RecordedController(Controller):
 
     # ---- coming back ----------------------------------------------------------------------
 
+    def write_state(self, log: Log) -> None:
+        """Write the present state into a log that is empty."""
+        more = {"opened": list(self.opened.values()), "serials": self._serials}
+        for is_rest, body in written(self, more):
+            kind = _STATE if is_rest else _VALUES
+            log.append(kind, self._next_serial, moments.wall(), moments.monotonic(), body)
+
     def restore(self) -> None:
-        """Repeat what an earlier life has recorded."""
-        sessions: dict[int, SessionRecord] = {}
+        """Repeat what an earlier life has recorded, from the state that the log begins with."""
+        self._restoring = StateReader(self)
+        self._known: dict[int, SessionRecord] = {}
         prefault, self._prefault = self._prefault, False
         self._silent = True
         try:
             with moments.then() as show:
-                for record in self._log:
+                for record in self.log:
                     show(record.wall, record.monotonic)
-                    self._repeat(record, sessions)
+                    self._repeat[record.kind](self, record)
         finally:
             self._silent = False
             self._prefault = prefault
+            del self._restoring, self._known
 
-    def _repeat(self, record: Record, sessions: dict[int, SessionRecord]) -> None:
-        if record.kind == _OPEN:
-            opened = _decode_opened(record.body)
-            session = SessionRecord(
-                opened.token, opened.facts, opened.topology, peer=opened.peer, opened=opened.opened
-            )
-            sessions[record.session] = self.sessions[opened.token] = session
-            self._next_serial = record.session
-            self._enter(opened)
+    def _values_again(self, record: Record) -> None:
+        self._restoring.add_values(record.body)
+
+    def _state_again(self, record: Record) -> None:
+        sessions, more = self._restoring.finish(record.body)
+        self._next_serial = record.session
+        self._serials = more["serials"]
+        self.opened = {opened.token: opened for opened in more["opened"]}
+        for session in sessions:
+            self._known[self._serials[session.token]] = session
+
+    def _open_again(self, record: Record) -> None:
+        opened = _decode_opened(record.body)
+        session = SessionRecord(
+            opened.token, opened.facts, opened.topology, peer=opened.peer, opened=opened.opened
+        )
+        self._known[record.session] = self.sessions[opened.token] = session
+        self._next_serial = record.session
+        self._enter(opened)
+
+    def _close_again(self, record: Record) -> None:
+        session = self._known.pop(record.session, None)
+        if session is not None:
+            Controller.close_session(self, session)
+            del self._serials[session.token], self.opened[session.token]
+
+    def _end_again(self, record: Record) -> None:
+        if (session := self._known.get(record.session)) is not None:
+            Controller.end_session(self, session)
+
+    def _request_again(self, record: Record) -> None:
+        request = _decode(record.body)
+        session = self._known.get(record.session)
+        if session is None and not isinstance(request, m.Delete):
             return
-        if record.kind == _REQUEST:
-            request = _decode(record.body)
-            if isinstance(request, m.Delete):
-                whose = sessions.get(record.session)
-                token = b"" if whose is None else whose.token
-                work = lambda: Controller.delete(self, request.keys, request.strict)  # noqa: E731
-                self.results[token, m.Delete, request.txn] = _tried(work)
-                return
-        known = sessions.get(record.session)
-        if known is None:
-            return
-        session = known
-        match record.kind:
-            case 1:
-                Controller.close_session(self, session)
-                del sessions[record.session]
-                del self._serials[session.token], self.opened[session.token]
-            case 2:
-                Controller.end_session(self, session)
-            case 3:
-                self._repeat_request(session, request)
-            case 4 | 5:
-                ids = _decode_ids(record.body)
-                Controller.abort(self, session, ids, remember=record.kind == _ABORT_EARLY)
-            case _:
-                leases, parts = _decode_release(record.body)
-                early = record.kind == _RELEASE_EARLY
-                Controller.release(self, session, leases, parts, remember=early)
+        done = self._tried(session, request)
+        if session is not None and not isinstance(request, m.Locate | m.Fetch):
+            self.results[session.token, type(request), request.txn] = done
 
-    def _repeat_request(
-        self, session: SessionRecord, request: m.Put | m.Commit | m.Locate | m.Fetch | m.Delete
-    ) -> None:
-        token = session.token
-        match request:
-            case m.Put():
-                put = _tried(lambda: Controller.put(self, session, request))
-                self.results[token, m.Put, request.txn] = put
-            case m.Commit():
-                done = _tried(lambda: Controller.commit(self, session, request.txn))
-                self.results[token, m.Commit, request.txn] = done
-            case m.Locate():
-                _tried(lambda: Controller.locate(self, session, request))
-            case m.Fetch():
-                _tried(lambda: Controller.fetch(self, session, request))
+    def _tried(self, session: Any, request: Any) -> Repeated:
+        """What a request gives; an error is part of that, as it was the first time."""
+        try:
+            match request:
+                case m.Put():
+                    return Repeated(Controller.put(self, session, request))
+                case m.Commit():
+                    return Repeated(Controller.commit(self, session, request.txn))
+                case m.Delete():
+                    return Repeated(Controller.delete(self, request.keys, request.strict))
+                case m.Locate():
+                    return Repeated(Controller.locate(self, session, request))
+            return Repeated(Controller.fetch(self, session, request))
+        except TorchStoreError as error:
+            return Repeated(None, error)
 
+    def _abort_again(self, record: Record) -> None:
+        if (session := self._known.get(record.session)) is not None:
+            early = record.kind == _ABORT_EARLY
+            Controller.abort(self, session, _decode_ids(record.body), remember=early)
 
-def _tried(work: Any) -> Repeated:
-    """What a request gives; an error is part of that, as it was the first time."""
-    try:
-        return Repeated(work())
-    except TorchStoreError as error:
-        return Repeated(None, error)
+    def _release_again(self, record: Record) -> None:
+        if (session := self._known.get(record.session)) is not None:
+            leases, parts = _decode_release(record.body)
+            early = record.kind == _RELEASE_EARLY
+            Controller.release(self, session, leases, parts, remember=early)
+
+    _repeat: ClassVar[dict[int, Callable[[RecordedController, Record], None]]] = {
+        _OPEN: _open_again,
+        _CLOSE: _close_again,
+        _END: _end_again,
+        _REQUEST: _request_again,
+        _ABORT: _abort_again,
+        _ABORT_EARLY: _abort_again,
+        _RELEASE: _release_again,
+        _RELEASE_EARLY: _release_again,
+        _VALUES: _values_again,
+        _STATE: _state_again,
+    }

@@ -50,6 +50,23 @@ class Allocator:
         if self.capacity:
             self._insert(0, self.capacity)
 
+    @classmethod
+    def with_free(
+        cls, capacity: int, free: Iterable[tuple[int, int]], high_water: int
+    ) -> Allocator:
+        """An allocator of which only these ranges (offset, size) are free.
+
+        >>> Allocator.with_free(256, [(64, 128)], 192).allocate(1)
+        64
+        """
+        made = cls(0)
+        made.capacity = made.used = capacity & -ALIGNMENT
+        made.high_water = high_water
+        for start, size in free:
+            made.used -= size
+            made._insert(start, size)
+        return made
+
     @property
     def free_bytes(self) -> int:
         """Bytes that are not allocated (possibly fragmented)."""

@@ -1,0 +1,90 @@
+"""What the state of a controller consists of: written into a log, and set from one.
+
+With this at its beginning a log needs nothing of what led to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.index.records import SessionRecord, Stored, Value
+from torchstore_core.server.keeping.graph import Reader, Writer
+from torchstore_core.server.memory.allocator import Allocator
+from torchstore_core.server.memory.volume_record import VolumeRecord
+
+__all__ = ["CATALOG", "StateReader", "written"]
+
+#: The attributes of a catalog that are state, besides the newest versions.
+CATALOG = ("histories", "unsettled", "_deleted", "_version_floor")
+
+
+def written(controller: Controller, more: dict[str, Any]) -> Iterator[tuple[bool, bytes]]:
+    """The state in pieces, see ``Writer.write``; and whatever ``more`` there is."""
+    catalog = controller.catalog
+    writer = Writer()
+    plain: list[Value] = []
+    others: list[Stored] = []
+    for stored in catalog.newest.values():
+        if type(stored) is Value:
+            plain.append(stored)
+        else:
+            others.append(stored)
+    writer.number(plain)
+    state = {
+        "plain": len(plain),
+        "others": others,
+        "catalog": {name: getattr(catalog, name) for name in CATALOG},
+        "sessions": list(controller.sessions.values()),
+        "volumes": [_volume_state(volume) for volume in controller.volumes],
+        "more": more,
+    }
+    return writer.write(state)
+
+
+class StateReader:
+    """Sets the state of a controller that has none yet."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._reader = Reader()
+        self.add_values = self._reader.add_values
+
+    def finish(self, body: bytes) -> tuple[list[SessionRecord], dict[str, Any]]:
+        """Set it, when all values are added; the sessions, in order, and what else was written."""
+        controller, catalog = self._controller, self._controller.catalog
+        state = self._reader.read(body)
+        plain = self._reader.values[: state["plain"]]
+        catalog.newest.update(zip([value.key for value in plain], plain, strict=True))
+        catalog.newest.update([(stored.key, stored) for stored in state["others"]])
+        catalog.names.add(list(catalog.newest))
+        for name, value in state["catalog"].items():
+            setattr(catalog, name, value)
+        sessions: list[SessionRecord] = state["sessions"]
+        controller.sessions.update([(session.token, session) for session in sessions])
+        for volume, kept in zip(controller.volumes, state["volumes"], strict=True):
+            _set_volume_state(volume, *kept)
+        more: dict[str, Any] = state["more"]
+        return sessions, more
+
+
+def _volume_state(volume: VolumeRecord) -> tuple[Any, ...]:
+    allocator = volume.allocator
+    ranges = allocator.free_ranges()
+    accounts = volume.inline, volume.leased, volume.unfinished
+    return (*accounts, ranges, allocator.high_water, volume.memory.warm)
+
+
+def _set_volume_state(
+    volume: VolumeRecord,
+    inline: int,
+    leased: int,
+    unfinished: int,
+    free: list[tuple[int, int]],
+    high_water: int,
+    warm: int,
+) -> None:
+    volume.inline, volume.leased, volume.unfinished = inline, leased, unfinished
+    volume.allocator = Allocator.with_free(volume.info.capacity_bytes, free, high_water)
+    volume.memory.touched(warm)
