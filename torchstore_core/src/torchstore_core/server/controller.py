@@ -89,9 +89,7 @@ class Controller:
 
     # ---- sessions -------------------------------------------------------------------------
 
-    def open_session(
-        self, facts: ClientFacts, topology: Topology, pid: int = 0
-    ) -> SessionRecord:
+    def open_session(self, facts: ClientFacts, topology: Topology, pid: int = 0) -> SessionRecord:
         """Open a new session with a fresh secret token. ``pid``: of the process that it is of, as
         the kernel tells it to this process; 0: unknown.
         """

@@ -51,7 +51,9 @@ class KeyOperations(ClientBase):
             return 0
         session, channel = self._here(clock) or await self._join(clock)
         request = m.Delete(channel.next_id(), keys, strict, session.next_id())
-        return (await channel.call(request, m.Deleted, clock.left(), quick=clock.name in QUICK)).count
+        return (
+            await channel.call(request, m.Deleted, clock.left(), quick=clock.name in QUICK)
+        ).count
 
     async def exists(self, key: str, *, timeout: float | None = None) -> bool:
         """Whether a key, or an entry of a state dict, has a complete version that can be read.

@@ -329,7 +329,9 @@ class Session:
 
         def messages() -> list[m.Message]:
             # In this order: what a call hands over to its tensors is in one of the two.
-            in_use: list[tuple[int, list[int] | None]] = [(x, None) for x in self.leases_in_use.copy()]
+            in_use: list[tuple[int, list[int] | None]] = [
+                (x, None) for x in self.leases_in_use.copy()
+            ]
             resume = m.Resume(2, list(self._unfinished.copy()), leases() + in_use)
             keep = [m.Keep()] if self._keeps_memory else []
             return [self._hello(returns=True), resume, *keep]

@@ -154,4 +154,3 @@ class Log:
         self._words.release()
         self._memory.close()
         os.close(self.fd)
-

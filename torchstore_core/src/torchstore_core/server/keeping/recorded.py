@@ -91,9 +91,7 @@ class RecordedController(Controller):
 
     # ---- what is recorded -----------------------------------------------------------------
 
-    def open_session(
-        self, facts: ClientFacts, topology: Topology, pid: int = 0
-    ) -> SessionRecord:
+    def open_session(self, facts: ClientFacts, topology: Topology, pid: int = 0) -> SessionRecord:
         session = super().open_session(facts, topology, pid)
         opened = Opened(
             session.token, session.peer, facts, topology, session.opened, pid, started(pid)

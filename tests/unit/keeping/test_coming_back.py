@@ -1,0 +1,157 @@
+"""A controller that is made again from its log, at any moment, goes on as if nothing had happened.
+
+The same requests in any order as in ``test_joint_puts``, against the same model; but from time to
+time the controller is lost, and another one takes its place that has nothing of it but its log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule
+from tests.unit.server.test_joint_puts import JointPuts
+
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.keeping.log import Log
+from torchstore_core.server.keeping.recorded import RecordedController
+from torchstore_core.server.keeping.state import CATALOG
+from torchstore_core.server.memory.volume_record import VolumeRecord
+
+#: What a controller and a catalog have that is no state, or that a log says in another way.
+WIRING = {
+    *("volumes", "strategy", "detached", "_holders", "catalog", "operations", "_prefault"),
+    *("_warmed", "_last_put", "lost_volumes", "waiting", "_leases", "sessions"),
+}
+INDEX = {"_sessions", "newest", "names"}
+
+
+def state_of(controller: Controller) -> Any:
+    """All of its state as plain data; of what several refer to, where it came first."""
+    catalog = controller.catalog
+    accounts = [(v.allocator.free_ranges(), v.allocator.used) for v in controller.volumes]
+    accounts += [(v.inline, v.leased, v.unfinished) for v in controller.volumes]
+    roots = [dict(sorted(catalog.newest.items())), *(getattr(catalog, name) for name in CATALOG)]
+    return plain([*roots, dict(sorted(controller.sessions.items())), accounts], {})
+
+
+def plain(one: Any, seen: dict[int, int]) -> Any:
+    if isinstance(one, msgspec.Struct) and one.__struct_config__.frozen:
+        return one
+    if isinstance(one, msgspec.Struct | dict | list | set):
+        if id(one) in seen:
+            return ("as", seen[id(one)])
+        seen[id(one)] = len(seen)
+    if isinstance(one, msgspec.Struct):
+        names = [name for name in one.__struct_fields__ if name not in ("created", "closed")]
+        return (type(one), [plain(getattr(one, name), seen) for name in names])
+    if isinstance(one, dict):
+        return [(key, plain(value, seen)) for key, value in one.items()]
+    if isinstance(one, set):
+        return sorted(one)
+    if isinstance(one, list | tuple):
+        return [plain(child, seen) for child in one]
+    return one
+
+
+class ComingBack(JointPuts):
+    """Requests, and controllers that are lost."""
+
+    @initialize(mixed=st.booleans())
+    def start(self, mixed: bool) -> None:
+        super().start(mixed)
+        for client in self.clients:
+            self.controller.close_session(client.record)
+        self.logs = [Log()]
+        volumes = self.controller.volumes
+        self.use(RecordedController(self.logs[-1], volumes, Strategy(), prefault=False))
+        self.clients = [self.new_client() for _ in range(3)]
+
+    def use(self, controller: RecordedController) -> None:
+        self.controller = self.recorded = controller
+        self.catalog = controller.catalog
+        self.model.controller, self.model.catalog = controller, controller.catalog
+
+    @rule(anew=st.booleans())
+    def lose_the_controller(self, anew: bool) -> None:
+        """``anew``: its log was written anew before."""
+        log, lost = self.logs[-1], self.recorded
+        if anew:
+            log = Log()
+            self.logs.append(log)
+            lost.write_state(log)
+        before = state_of(lost)
+        volumes = [VolumeRecord(v.info, v.memory, v.halves) for v in lost.volumes]
+        made = RecordedController(log, volumes, Strategy(), prefault=False)
+        made.restore()
+        assert state_of(made) == before
+        assert made.opened == lost.opened
+        self.use(made)
+        for client in self.clients + self.forked:
+            client.record = made.sessions[client.record.token]
+        waits, self.waits = self.waits, []
+        for _, name, least, fired in waits:  # which their clients send again
+            waiter = made.waiting.add([name], least, fired.append)
+            assert waiter is not None
+            self.waits.append((waiter, name, least, fired))
+
+    @invariant()
+    def nothing_is_state_that_the_log_does_not_know(self) -> None:
+        if hasattr(self, "recorded"):
+            plain = Controller(self.recorded.volumes, Strategy())
+            assert set(vars(plain)) == WIRING
+            assert set(vars(self.catalog)) == {*CATALOG, *INDEX}
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            for log in getattr(self, "logs", ()):
+                log.close()
+
+
+TestComingBack = pytest.mark.timeout(600)(ComingBack.TestCase)
+
+
+def test_every_attribute_of_a_catalog_is_state_or_wiring() -> None:
+    assert set(vars(Catalog({}))) == {*CATALOG, *INDEX}
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    made = Log()
+    yield made
+    made.close()
+
+
+def test_a_log_grows_and_is_read_by_another(log: Log) -> None:
+    bodies = [bytes([n % 251]) * (n * 997 % 70_000) for n in range(400)]
+    for n, body in enumerate(bodies):
+        log.append(n % 9, n, n / 2, n / 4, body)
+    assert log.nbytes > sum(map(len, bodies)) > 1 << 22
+    read = Log(log.fd)
+    found = list(read)
+    assert [record.body for record in found] == bodies
+    assert found[7][:4] == (7, 7, 3.5, 1.75)
+
+
+def test_a_record_that_was_not_written_to_its_end_does_not_count(log: Log) -> None:
+    log.append(1, 1, 0.0, 0.0, b"whole")
+    log._memory[log.end : log.end + 64] = b"\x40" + bytes(63)  # a head, but the end was not moved
+    assert [record.body for record in Log(log.fd)] == [b"whole"]
+
+
+def test_records_are_copied_behind_a_state(log: Log) -> None:
+    log.append(1, 1, 0.0, 0.0, b"before")
+    mark = log.end
+    log.append(2, 1, 0.0, 0.0, b"x" * (3 << 20))
+    new = Log()
+    new.append(9, 1, 0.0, 0.0, b"state")
+    new.append_from(log, mark)
+    assert [record.kind for record in Log(new.fd)] == [9, 2]
+    new.close()
