@@ -108,7 +108,8 @@ async def initialize(
 
     Raises:
         ConfigurationError: an argument is invalid or names a plug-in that is not installed, the
-            runtime has no keeper, or this process already has such a store: :func:`connect_or_initialize` returns that one.
+            runtime has no keeper, or this process already has such a store:
+            :func:`connect_or_initialize` returns that one.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not provide enough address space for a volume.
         StoreTimeoutError, StoreClosedError: the server did not start.
@@ -122,7 +123,8 @@ async def initialize(
         host = starting.runtime(registry, runtime, mesh)
         if keeper and not host.keeps:
             raise ConfigurationError(
-                f"{type(host).__name__} cannot start its server again when it dies; leave out keeper="
+                f"{type(host).__name__} cannot start its server again when it dies: it takes no "
+                "keeper"
             )
         if not host.shared:  # otherwise its engine refuses a second one
             await starting.warn_of_another(store_name)
@@ -297,7 +299,8 @@ async def connect_or_initialize(
     belongs to, and the store that ``TORCHSTORE_ADDRESS`` names. A store whose server has ended does
     not count. An existing store is joined as by :func:`connect`, unchanged:
     ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity``, ``prefault`` and
-    ``keeper`` apply only to a new store, which is then owned by this process, as with :func:`initialize`.
+    ``keeper`` apply only to a new store, which is then owned by this process, as with
+    :func:`initialize`.
 
     Threads and tasks of this process may call this at the same time: one of them starts the store
     and the others join it. If two processes call it before either has a store, however, each may

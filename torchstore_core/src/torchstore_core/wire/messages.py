@@ -389,8 +389,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``:
     where the relay is that carries it; None: there is none. ``owner``: pid of the process that the
-    store ends with; 0: none. ``life``: which one of the server's this is, from 1; 0: it does not come
-    back when it dies.
+    store ends with; 0: none. ``life``: which one of the server's lives this is, from 1; 0: it does
+    not come back when it dies.
     """
 
     id: int

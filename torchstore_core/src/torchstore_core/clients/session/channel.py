@@ -83,6 +83,8 @@ class Channel:
             int, tuple[asyncio.Future[m.Message], float | None, m.Message | None]
         ] = {}
         self.life = life
+        #: The life to which a connection is on its way to :meth:`adopt`.
+        self.next_life = life
         self._on_loss = lost
         self._is_down = False
         # Messages without a reply that were sent while it was down.
@@ -239,8 +241,7 @@ class Channel:
             while True:
                 data = self._receive_available(0)
                 if not data:
-                    self._lose(StoreClosedError(self._gone_message))
-                    if self._is_down:
+                    if self._lose(StoreClosedError(self._gone_message)):
                         return None
                     raise self._lost_error()
                 found: m.Message | None = None
@@ -260,8 +261,7 @@ class Channel:
             self._direct_calls_left = -_DIRECT_PAUSE
             return None
         except OSError as error:
-            self._lose(StoreClosedError(f"{self._gone_message}: {error}"))
-            if self._is_down:
+            if self._lose(StoreClosedError(f"{self._gone_message}: {error}")):
                 return None
             raise self._lost_error() from error
         except (ProtocolError, msgspec.DecodeError) as error:
@@ -299,10 +299,7 @@ class Channel:
             sent = 0
         except OSError as error:
             # A reply that arrived before the end, such as a refusal, explains more than this error.
-            self._read_to_the_end()
-            if self._lost is None and not self._is_down:
-                self._lose(StoreClosedError(f"{self._gone_message}: {error}"))
-            if self._is_down:
+            if self._lose_when_read(StoreClosedError(f"{self._gone_message}: {error}")):
                 self.send(message)
                 return
             raise self._lost_error() from error
@@ -409,34 +406,36 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            self._read_to_the_end()
-            if self._lost is None and not self._is_down:
-                self._lose(StoreClosedError(f"{self._gone_message}: {error}"))
+            self._lose_when_read(StoreClosedError(f"{self._gone_message}: {error}"))
             return
         del self._unsent[:sent]
         if not self._unsent:
             self.loop.remove_writer(self._sock.fileno())
 
-    def _read_to_the_end(self) -> None:
-        """The server has closed the connection: handle what it sent before that."""
-        for _ in range(_MOST_READS):
-            if self._lost is not None or self._is_down:
-                return
-            self._readable()
-
     # ---- a server that comes back ---------------------------------------------------------
 
-    def _lose(self, error: TorchStoreError) -> None:
-        """The connection is lost. If the server comes back, calls go on waiting; else they fail."""
+    def _lose(self, error: TorchStoreError) -> bool:
+        """The connection is lost. If the server comes back, which is returned, calls go on waiting;
+        else they fail.
+        """
         if self._closed or self._is_down:
-            return
+            return self._is_down
         if self._on_loss is None or self.loop.is_closed() or self._sock.fileno() < 0:
             self._fail(error)
-            return
+            return False
         self._disconnect()
         self._is_down = True
         if not self._on_loss():
             self._fail(error)
+        return self.is_down
+
+    def _lose_when_read(self, error: TorchStoreError) -> bool:
+        """The server has closed the connection: handle what it sent before that. See _lose."""
+        for _ in range(_MOST_READS):
+            if self._lost is not None or self._is_down:
+                break
+            self._readable()
+        return self._lost is None and self._lose(error)
 
     def _disconnect(self) -> None:
         self.loop.remove_reader(self._sock.fileno())
@@ -455,20 +454,10 @@ class Channel:
             return
         self.life = life
         if not self._is_down:  # replies that came before the end count
-            self._is_down = True
-            while True:
-                try:
-                    data = self._receive_available(_DONT_WAIT)
-                    if not data:
-                        break
-                    for body in self._reader.feed(data):
-                        self._dispatch(decode_reply(body))
-                except (OSError, ProtocolError, msgspec.DecodeError):
-                    break
-            if self._lost is not None:
+            self._lose_when_read(StoreClosedError(self._gone_message))
+            if not self.is_down:
                 sock.close()
                 return
-            self._disconnect()
         self._is_down = False
         self._use(sock)
         postponed, self._postponed = self._postponed, []

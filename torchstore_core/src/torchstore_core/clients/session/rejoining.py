@@ -12,7 +12,7 @@ from torchstore_core.errors import ProtocolError, StoreClosedError, from_wire
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
-__all__ = ["rejoin"]
+__all__ = ["has_ended", "rejoin"]
 
 # How long one attempt waits before it looks whether anybody still wants it; the server may need
 # longer, and the connection stays in its queue.
@@ -22,7 +22,11 @@ _RECEIVE = 1 << 18
 
 
 def rejoin(
-    path: str, messages: Callable[[], list[m.Message]], wanted: Callable[[], bool]
+    path: str,
+    messages: Callable[[], list[m.Message]],
+    wanted: Callable[[], bool],
+    *,
+    once: bool = False,
 ) -> tuple[socket.socket, m.Welcome, FrameReader] | None:
     """Connect, send messages, of which the first is a ``Hello``, and wait until all are answered.
     As often as the connection is lost, this begins anew.
@@ -31,10 +35,11 @@ def rejoin(
         path: of the server's socket.
         messages: makes them, for each attempt.
         wanted: whether to go on.
+        once: do not begin anew.
 
     Returns:
         The socket, which blocks; the answer to the Hello; and what has come in part. None if it is
-        not wanted any more.
+        not wanted any more, or was lost ``once``.
 
     Raises:
         StoreClosedError: nobody listens there any more, or the session has ended.
@@ -50,8 +55,20 @@ def rejoin(
         if found is not None:
             return found
         sock.close()
+        if once:
+            return None
         time.sleep(_PAUSE_S)  # between two lives of a server: a thread that nobody waits for
     return None
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the other end of a connection has closed it."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _attempt(
@@ -67,7 +84,7 @@ def _attempt(
         raise StoreClosedError(f"no store at {path}: {error}") from error
     reader = FrameReader(m.MAX_FRAME)
     welcome: m.Welcome | None = None
-    left = len(messages)
+    left = sum(getattr(message, "id", 0) > 0 for message in messages)
     unsent = memoryview(b"".join(map(encode, messages)))
     try:
         while unsent:

@@ -25,7 +25,7 @@ from torchstore_core.clients.session.handshake import (
     socket_path,
 )
 from torchstore_core.clients.session.reclaimer import Reclaimer
-from torchstore_core.clients.session.rejoining import rejoin
+from torchstore_core.clients.session.rejoining import has_ended, rejoin
 from torchstore_core.clients.session.volume_links import VolumeLinks
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import StoreClosedError, TorchStoreError
@@ -346,7 +346,7 @@ class Session:
         sock, self.welcome, unread = found
         for volume, info in zip(self.volumes, self.welcome.volumes, strict=True):
             volume.renew(info)
-        self._reconnect_channels()
+        self._reconnect_channels(sock)
         return sock, unread
 
     def _hello(self, *, returns: bool = False) -> m.Hello:
@@ -357,23 +357,28 @@ class Session:
     def _is_idle(self) -> bool:
         return self._closing and not (self._unfinished or self._uses)
 
-    def _reconnect_channels(self) -> None:
-        """Give every channel of an earlier life of the server a new connection."""
+    def _reconnect_channels(self, liveness: socket.socket) -> None:
+        """Give every channel of an earlier life of the server a new connection, as long as this
+        life lasts: in the next one the session has to come back first.
+        """
         for channel in self._open_channels():
-            if channel.life >= self.welcome.life:
+            if channel.life >= self.welcome.life or channel.unreachable:
                 continue
             try:
                 found = rejoin(
                     socket_path(self.address),
                     lambda: [self._hello()],
-                    lambda channel=channel: channel.usable and not channel.unreachable,
+                    lambda: not (self._is_idle or has_ended(liveness)),
+                    once=True,
                 )
             except TorchStoreError as error:
                 log.debug("a channel is not connected again: %s", error.message)
-                continue
+                found = None
             if found is None:
+                self._channels_lost = True
                 continue
             sock, welcome, _ = found
+            channel.next_life = welcome.life
             try:
                 channel.loop.call_soon_threadsafe(channel.adopt, sock, welcome.life)
             except RuntimeError:  # its loop is closed
@@ -382,7 +387,7 @@ class Session:
     def on_answer(self) -> None:
         """The server lives, so channels that are down now were closed by it, and stay closed."""
         for channel in self._open_channels():
-            if channel.is_down and channel.life >= self.welcome.life:
+            if channel.is_down and channel.next_life <= channel.life:
                 with contextlib.suppress(RuntimeError):  # its loop is closed
                     channel.loop.call_soon_threadsafe(channel.give_up)
 

@@ -56,7 +56,7 @@ _decode_nodes = msgspec.msgpack.Decoder(list[list[Any]]).decode
 
 
 class Writer:
-    """Turns objects into bytes. A reference is ``[i]``: node ``i``, or for ``i < 0`` value ``~i``."""
+    """Turns objects into bytes. A reference is ``[i]``: node ``i``; below zero, value ``~i``."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}

@@ -3,8 +3,8 @@
 The controller is a state machine, so its requests are enough: a server that comes back repeats them
 and has the same state, whatever that consists of. A request is recorded before it is executed. What
 others may have seen of its effects is therefore always in the log, and one that was recorded but
-not answered has been executed as far as anybody can tell; its client asks again (``messages.Again``)
-and is told what the repetition gave.
+not answered has been executed as far as anybody can tell; its client asks again
+(``messages.Again``), and is told what the repetition gave.
 """
 
 from __future__ import annotations

@@ -272,17 +272,16 @@ class Conversation:
         """Answer a request that an earlier life of the server may have executed."""
         returning = self._server.returning
         before = None if returning is None else returning.again(session, request)
-        match before:
-            case None:
-                return self._answer(request, session)
-            case int():
-                return m.Deleted(request.id, before)
-            case list():
-                return m.Committed(request.id, before)
-            case versions, None:
-                return m.Committed(request.id, versions)
-            case _, grants:
-                return m.Granted(request.id, grants)
+        if before is None:
+            return self._answer(request, session)
+        if isinstance(before, int):
+            return m.Deleted(request.id, before)
+        if isinstance(before, list):
+            return m.Committed(request.id, before)
+        versions, grants = before
+        if grants is None:
+            return m.Committed(request.id, versions)
+        return m.Granted(request.id, grants)
 
     def _answer(self, request: m.Request, session: SessionRecord) -> m.Reply | None:
         controller = self._server.controller
