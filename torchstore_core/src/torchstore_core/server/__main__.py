@@ -86,6 +86,8 @@ async def _main(
         address = await server.start()
     except (TorchStoreError, OSError) as error:
         code = error.code if isinstance(error, TorchStoreError) else "error"
+        if keeper is not None and keeper.life > 1:  # nobody reads what it says
+            logging.getLogger(__name__).error("cannot start again: %s: %s", code, error)
         say({"error": code, "message": str(error)})
         return 1
     try:

@@ -22,9 +22,9 @@ import socket
 import sys
 import time
 
-# A server that dies so soon after it was ready, or before, so often in a row, is not started again.
-_SOON_S = 0.25
-_MOST_IN_A_ROW = 8
+# A server may die so often, and once more for each of so many seconds; then it is not started again.
+_MOST_DEATHS = 30.0
+_SECONDS_A_DEATH = 0.5
 # How long a server may take to end when it is told to.
 _END_S = 2.0
 _LARGEST = 1 << 16
@@ -46,7 +46,7 @@ class Keeper:
         self._owner_ended = False
         self._kept: dict[str, int] = {}
         self._facts: dict[str, str] = {}
-        self._ready = 0.0  # when it was; 0: not yet
+        self._ready = False
         self._stopping = False
         self._pid = 0
         self._lives = 0
@@ -66,21 +66,22 @@ class Keeper:
     def _run(self) -> int:
         with contextlib.suppress(ProcessLookupError):
             self._owner_fd = os.pidfd_open(self._owner)
-        in_a_row = 0
+        deaths, then = 0.0, time.monotonic()
         while True:
             status = self._live()
             if status == 0 or self._stopping or not (self._lives > 1 or self._ready):
                 return 0 if self._stopping else status
-            soon = not self._ready or time.monotonic() - self._ready < _SOON_S
-            in_a_row = in_a_row + 1 if soon else 0
-            if in_a_row >= _MOST_IN_A_ROW:
-                _say(f"the server has died {in_a_row} times in a row; it is not started again")
+            now = time.monotonic()
+            deaths = max(0.0, deaths - (now - then) / _SECONDS_A_DEATH) + 1
+            then = now
+            if deaths >= _MOST_DEATHS:
+                _say(f"the server {_ended(status)}, as too often before; it is not started again")
                 return 1
             _say(f"the server {_ended(status)}; starting it again")
 
     def _live(self) -> int:
         """One life of the server; its exit status, negative for a signal."""
-        self._ready = 0.0
+        self._ready = False
         self._lives += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
@@ -166,7 +167,7 @@ class Keeper:
             self._kept[name] = fd
         self._facts.update(said.get("facts", {}))
         if said.get("ready"):
-            self._ready = time.monotonic()
+            self._ready = True
             if self._lives == 1:  # so that its reader sees the end of it
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, 1)

@@ -6,6 +6,7 @@ again and says what it still has, or its process has ended.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ class Returning:
             ended = self._ended_of(token)
             # 0 is a process that this one cannot see: it may live as long as the store.
             if opened.pid and opened.started != started(opened.pid):
-                ended()
+                asyncio.get_running_loop().call_soon(ended)
             else:
                 self._watches[token] = ProcessWatch(opened.pid, ended)
 

@@ -1,0 +1,271 @@
+"""A server that is killed comes back, with everything that it had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.reliability.comebacks import loads
+from tests.reliability.harness import (
+    MB,
+    Child,
+    account,
+    children_of,
+    directory_of,
+    fds,
+    is_running,
+    kill,
+)
+from tests.support import running_store, until
+
+import torchstore_core as ts
+
+PAUSE_S = 5.0  # on a busy machine; see benchmarks for what it takes
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[ts.Client]:
+    async with running_store(keeper=True, timeout=30) as client:
+        yield client
+
+
+async def server_pid() -> int:
+    return (await ts.status()).controller_pid
+
+
+async def lose_the_server() -> int:
+    """Kill it; its pid."""
+    pid = await server_pid()
+    kill(pid)
+    return pid
+
+
+def keeper_of(server: int) -> int:
+    """The parent of a server."""
+    return int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def test_everything_acknowledged_is_there_again(store: ts.Client) -> None:
+    small, large = torch.arange(8.0), torch.arange(float(MB))
+    await ts.put("small", small)
+    await ts.put("small", small + 1)
+    await ts.put_batch({"large": large, "object": {"a": [1, 2]}})
+    for step in (1, 2, 3):
+        entries = {"w": large + step, "b": [small, step]}
+        await ts.put_state_dict(entries, "model", keep=2, version=10 * step)
+    await ts.put("deleted", 1)
+    await ts.delete("deleted")
+    mapped = await ts.get("large")
+    before, keys = await account(), await ts.keys()
+    for _ in range(2):
+        pid = await lose_the_server()
+        begun = time.monotonic()
+        assert await ts.keys() == keys
+        assert time.monotonic() - begun < PAUSE_S
+        assert await server_pid() != pid
+        assert await account() == before
+        assert torch.equal(await ts.get("small"), small + 1)
+        assert torch.equal(mapped, large)
+        assert torch.equal(await ts.get("large", torch.empty(MB)), large)
+        assert await ts.get("object") == {"a": [1, 2]}
+        assert await ts.versions("model") == [20, 30]
+        got = await ts.get_state_dict("model", version=20)
+        assert torch.equal(got["w"], large + 2) and got["b"][1] == 2
+        del got
+        gc.collect()
+        await until(lambda: _equal(before))
+    assert (await ts.put("small", small)).version == 3
+    assert (await ts.put("deleted", 1)).version == 2
+    del mapped
+    gc.collect()
+    await until(lambda: _leased(0))
+
+
+async def _equal(expected: Any) -> bool:
+    return await account() == expected
+
+
+async def _leased(nbytes: int) -> bool:
+    return (await account()).leased == nbytes
+
+
+CALLS: dict[str, Callable[[], Awaitable[Any]]] = {
+    "put inline": lambda: ts.put("a", 1),
+    "put": lambda: ts.put("a", torch.zeros(MB)),
+    "put_batch": lambda: ts.put_batch({"a": 1, "b": torch.zeros(MB)}),
+    "put_state_dict": lambda: ts.put_state_dict({"x": torch.zeros(MB), "y": 1}, "sd"),
+    "get": lambda: ts.get("large"),
+    "get in place": lambda: ts.get("large", torch.empty(MB)),
+    "get_batch": lambda: ts.get_batch(["small", "large"]),
+    "exists": lambda: ts.exists("small"),
+    "keys": lambda: ts.keys(),
+    "delete": lambda: ts.delete("small"),
+    "delete_batch": lambda: ts.delete_batch(["small"]),
+    "stat": lambda: ts.stat("small"),
+    "status": lambda: ts.status(),
+}
+
+
+async def test_every_call_goes_on_that_finds_the_server_dead(store: ts.Client) -> None:
+    """Those that are sent when it is dead already, and those that it was sent before it died."""
+    for stopped in (False, True):
+        await ts.put_batch({"small": 1, "large": torch.zeros(MB)})
+        for name, call in CALLS.items():
+            await ts.put("small", 1)
+            pid = await server_pid()
+            if stopped:
+                os.kill(pid, 19)  # it receives the request, and never answers
+                task = asyncio.ensure_future(call())
+                await asyncio.sleep(0)
+                kill(pid)
+                await task
+            else:
+                kill(pid)
+                await call()
+            assert await server_pid() != pid, name
+    assert (await account()).unfinished == 0
+
+
+async def test_a_wait_is_met_by_a_put_after_the_server_has_come_back(store: ts.Client) -> None:
+    waits = [asyncio.ensure_future(ts.wait(f"k{n}", min_version=2)) for n in range(3)]
+    await ts.put("k0", 0)
+    await lose_the_server()
+    for n in range(3):
+        await ts.put(f"k{n}", 1)
+    for n in range(3):
+        await ts.put(f"k{n}", 2)
+    assert [list(one.values())[0].version for one in await asyncio.gather(*waits)] == [2, 2, 2]
+
+
+async def test_a_put_that_is_being_written_is_finished(store: ts.Client) -> None:
+    """Its memory is kept for it, and nobody else is given it."""
+    value = torch.arange(float(4 * MB))
+    puts = [asyncio.ensure_future(ts.put(f"k{n}", value + n)) for n in range(6)]
+    await until(lambda: _unfinished())
+    await lose_the_server()
+    refs = await asyncio.gather(*puts)
+    assert [ref.version for ref in refs] == [1] * 6
+    for n in range(6):
+        assert torch.equal(await ts.get(f"k{n}"), value + n)
+
+
+async def _unfinished() -> bool:
+    return (await account()).unfinished > 0
+
+
+async def test_what_dead_processes_held_is_free_again(store: ts.Client) -> None:
+    """They die while there is no server that could see it."""
+    await ts.put("large", torch.zeros(MB))
+    with Child(loads.holding, store.address) as child:
+        assert await child.said() == "holds"
+        before = await account()
+        assert before.leased > 0 and before.sessions == 2
+        os.kill((pid := await server_pid()), 19)
+        child.kill()
+        kill(pid)
+        await until(lambda: _leased(0))
+        assert (await account()).sessions == 1
+
+
+async def test_it_ends_with_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
+    with Child(loads.owning) as child:
+        address, server = await child.said()
+        keeper = next(iter(children_of(child.pid)))
+        assert children_of(keeper) == {server}
+        kill(server)
+        await until(lambda: children_of(keeper) not in ({server}, set()), 10)
+        child.kill()
+        await until(lambda: not is_running(keeper), 10)
+        assert not directory_of(address).exists()
+
+
+async def test_keeper_and_server_killed_together_is_a_typed_error() -> None:
+    async with running_store(keeper=True, timeout=30) as store:
+        await ts.put("k", torch.zeros(MB))
+        mapped = await ts.get("k")
+        pid = await server_pid()
+        keeper = keeper_of(pid)
+        waiting = asyncio.ensure_future(ts.wait("never"))
+        await asyncio.sleep(0)
+        os.kill(keeper, 19)
+        kill(pid)
+        kill(keeper)
+        with pytest.raises(ts.StoreClosedError, match="is gone"):
+            await ts.get("k")
+        with pytest.raises(ts.StoreClosedError, match="is gone"):
+            await waiting
+        assert mapped.sum() == 0
+        directory = directory_of(store.address)
+    assert not directory.exists()
+
+
+async def test_a_server_that_dies_at_once_again_and_again_is_given_up(store: ts.Client) -> None:
+    keeper = keeper_of(await server_pid())
+
+    async def kill_again() -> None:
+        while is_running(keeper):
+            for pid in children_of(keeper):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid)
+            await asyncio.sleep(0.005)
+
+    await ts.put("k", 1)
+    await asyncio.wait_for(kill_again(), 30)
+    with pytest.raises(ts.StoreClosedError):
+        await ts.get("k")
+
+
+@pytest.mark.parametrize(
+    ("processes", "kills"),
+    [
+        pytest.param(3, 8, marks=pytest.mark.thorough),
+        pytest.param(8, 200, marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
+    ],
+)
+async def test_mixed_load_while_it_is_killed(processes: int, kills: int) -> None:
+    """Every put happens once, every get gives what was put last, whoever waits goes on; and in the
+    end there is as much memory, and as many descriptors, as if nothing had happened.
+    """
+    seed = random.randrange(1 << 30)
+    chance = random.Random(seed)
+    async with running_store(keeper=True, capacity=1 << 30, timeout=60) as store:
+        with contextlib.ExitStack() as stack:
+            loading = [
+                stack.enter_context(Child(loads.mixed, store.address, n, seed))
+                for n in range(processes)
+            ]
+            for child in loading:
+                assert await child.said() == "ready"
+            for _ in range(kills):
+                await asyncio.sleep(chance.uniform(0.3, 0.8))  # how long it may work
+                await lose_the_server()
+                for child in loading:
+                    assert not child.has_said(), await child.said()
+            for child in loading:
+                child.tell("stop")
+            counts = [await child.said(60) for child in loading]
+            assert all(calls > kills for calls, _ in counts), (seed, counts)
+            there = await account()
+            assert there.unfinished == there.leased == 0, (seed, there)
+            assert await ts.keys("last/") == [f"last/{n}" for n in range(processes)]
+            for child in loading:
+                child.tell("end")
+        await until(lambda: _alone())
+        await ts.delete_batch([key for key in await ts.keys() if not key.count("/model/")])
+        assert (await account()).used == 0
+        pid = await server_pid()
+        assert fds(pid) < 40
+        assert fds(keeper_of(pid)) < 15
+
+
+async def _alone() -> bool:
+    return (await account()).sessions == 1
