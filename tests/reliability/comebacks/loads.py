@@ -65,7 +65,8 @@ async def one(pipe: Connection, index: int, number: int, seed: int) -> tuple[int
             assert ref.version == versions.get("model", 0) + 1
             versions["model"] = ref.version
             got = await ts.get_state_dict(f"{mine}/model")
-            assert (got["a"] == calls).all() and (got["b"] == calls).all()
+            assert (got["a"] == calls).all()
+            assert (got["b"] == calls).all()
         else:
             await ts.put("shared", torch.full((LARGE,), float(index)))
             version = await ts.latest_version("shared")

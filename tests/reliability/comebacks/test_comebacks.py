@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import random
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -79,7 +80,8 @@ async def test_everything_acknowledged_is_there_again(store: ts.Client) -> None:
         assert await ts.get("object") == {"a": [1, 2]}
         assert await ts.versions("model") == [20, 30]
         got = await ts.get_state_dict("model", version=20)
-        assert torch.equal(got["w"], large + 2) and got["b"][1] == 2
+        assert torch.equal(got["w"], large + 2)
+        assert got["b"][1] == 2
         del got
         gc.collect()
         await until(lambda: _equal(before))
@@ -123,7 +125,7 @@ async def test_every_call_goes_on_that_finds_the_server_dead(store: ts.Client) -
             await ts.put("small", 1)
             pid = await server_pid()
             if stopped:
-                os.kill(pid, 19)  # it receives the request, and never answers
+                os.kill(pid, signal.SIGSTOP)  # it receives the request, and never answers
                 task = asyncio.ensure_future(call())
                 await asyncio.sleep(0)
                 kill(pid)
@@ -143,14 +145,14 @@ async def test_a_wait_is_met_by_a_put_after_the_server_has_come_back(store: ts.C
         await ts.put(f"k{n}", 1)
     for n in range(3):
         await ts.put(f"k{n}", 2)
-    assert [list(one.values())[0].version for one in await asyncio.gather(*waits)] == [2, 2, 2]
+    assert [next(iter(one.values())).version for one in await asyncio.gather(*waits)] == [2, 2, 2]
 
 
 async def test_a_put_that_is_being_written_is_finished(store: ts.Client) -> None:
     """Its memory is kept for it, and nobody else is given it."""
     value = torch.arange(float(4 * MB))
     puts = [asyncio.ensure_future(ts.put(f"k{n}", value + n)) for n in range(6)]
-    await until(lambda: _unfinished())
+    await until(_unfinished)
     await lose_the_server()
     refs = await asyncio.gather(*puts)
     assert [ref.version for ref in refs] == [1] * 6
@@ -168,8 +170,9 @@ async def test_what_dead_processes_held_is_free_again(store: ts.Client) -> None:
     with Child(loads.holding, store.address) as child:
         assert await child.said() == "holds"
         before = await account()
-        assert before.leased > 0 and before.sessions == 2
-        os.kill((pid := await server_pid()), 19)
+        assert before.leased > 0
+        assert before.sessions == 2
+        os.kill((pid := await server_pid()), signal.SIGSTOP)
         child.kill()
         kill(pid)
         await until(lambda: _leased(0))
@@ -196,7 +199,7 @@ async def test_keeper_and_server_killed_together_is_a_typed_error() -> None:
         keeper = keeper_of(pid)
         waiting = asyncio.ensure_future(ts.wait("never"))
         await asyncio.sleep(0)
-        os.kill(keeper, 19)
+        os.kill(keeper, signal.SIGSTOP)
         kill(pid)
         kill(keeper)
         with pytest.raises(ts.StoreClosedError, match="is gone"):
@@ -259,7 +262,7 @@ async def test_mixed_load_while_it_is_killed(processes: int, kills: int) -> None
             assert await ts.keys("last/") == [f"last/{n}" for n in range(processes)]
             for child in loading:
                 child.tell("end")
-        await until(lambda: _alone())
+        await until(_alone)
         await ts.delete_batch([key for key in await ts.keys() if not key.count("/model/")])
         assert (await account()).used == 0
         pid = await server_pid()

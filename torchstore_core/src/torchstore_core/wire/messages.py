@@ -337,9 +337,10 @@ Repeatable = (
 
 class Again(Message, frozen=True, tag="again"):
     """A request that was sent to an earlier life of the server, and to which no reply has come. It
-    is answered as it was then, or executed now if it was not then. The reply has its id.
+    is answered as it was then, or executed now if it was not then. ``id`` is the request's.
     """
 
+    id: int
     request: Repeatable
 
 

@@ -466,7 +466,8 @@ class Channel:
         for future, _, request in list(self._pending.values()):
             if request is not None and not future.done():
                 with suppress(TorchStoreError):  # then it has failed with the channel
-                    self.send(m.Again(request))  # type: ignore[arg-type]
+                    number: int = request.id  # type: ignore[attr-defined]
+                    self.send(m.Again(number, request))  # type: ignore[arg-type]
 
     def give_up(self) -> None:
         """The server does not come back. In the thread of the loop."""

@@ -52,9 +52,6 @@ class Owner(Protocol):
     def finish_if_idle(self) -> bool:
         """End the session if it was closed and nothing is in progress; return whether it has."""
 
-    def on_answer(self) -> None:
-        """The server has answered a :meth:`Reclaimer.probe`."""
-
     def rejoin(
         self, leases: Callable[[], list[tuple[int, list[int] | None]]]
     ) -> tuple[socket.socket, FrameReader] | None:
@@ -98,7 +95,7 @@ class Reclaimer:
         self._waking = False
         self._waiting: deque[Waiting] = deque()
         self._flushes: dict[int, list[Waiting]] = {}  # by the id of the request
-        self._probes: set[int] = set()
+        self._probes: dict[int, Callable[[], None]] = {}
         self._deferred: list[tuple[int, Held]] = []
         self._guards: list[_ForkGuard] = []
         self._fork_pipe: tuple[int, int, frozenset[int]] | None = None
@@ -202,10 +199,10 @@ class Reclaimer:
                 known += positions
         return list(found.items())
 
-    def probe(self) -> None:
-        """Ask the server whether it lives. In the thread."""
+    def probe(self, alive: Callable[[], None]) -> None:
+        """Ask the server whether it lives, and call ``alive`` if it answers. In the thread."""
         probe = m.Exists(self._owner.next_id(), [])
-        self._probes.add(probe.id)
+        self._probes[probe.id] = alive
         self._connection.sendall(encode(probe))
 
     def _step(self) -> bool:
@@ -249,8 +246,7 @@ class Reclaimer:
                 log.warning("the server ends this session: %s", message.message)
                 return False
             if isinstance(message, m.Flags) and message.id in self._probes:
-                self._probes.discard(message.id)
-                self._owner.on_answer()
+                self._probes.pop(message.id)()
             elif isinstance(message, m.Flags):
                 _cancel(self._flushes.pop(message.id, []))
             else:

@@ -311,7 +311,7 @@ class Session:
         """Fill the page tables for memory that has become warm."""
         if self._channels_lost:
             self._channels_lost = False
-            self._reclaimer.probe()
+            self._doubt_channels()
         warm, self._warm = self._warm, []
         for volume, segment, nbytes in warm:
             if nbytes and volume < len(self.volumes) and not self.volumes[volume].lost:
@@ -384,12 +384,20 @@ class Session:
             except RuntimeError:  # its loop is closed
                 sock.close()
 
-    def on_answer(self) -> None:
-        """The server lives, so channels that are down now were closed by it, and stay closed."""
-        for channel in self._open_channels():
-            if channel.is_down and channel.next_life <= channel.life:
-                with contextlib.suppress(RuntimeError):  # its loop is closed
-                    channel.loop.call_soon_threadsafe(channel.give_up)
+    def _doubt_channels(self) -> None:
+        """Channels are down. If the server still answers, it has not died, but has closed them, and
+        closed they stay.
+        """
+        there = [weakref.ref(one) for one in self._open_channels() if _is_left_alone(one)]
+
+        def alive() -> None:
+            for known in there:
+                channel = known()
+                if channel is not None and _is_left_alone(channel):
+                    with contextlib.suppress(RuntimeError):  # its loop is closed
+                        channel.loop.call_soon_threadsafe(channel.give_up)
+
+        self._reclaimer.probe(alive)
 
     def channel_lost(self) -> bool:
         """A channel has lost its connection to a server that comes back; whether this session sees
@@ -466,6 +474,11 @@ class Session:
             volume.close_in_child()
         self._reclaimer.after_fork_in_child(lost=self.lost)
         self.lost = True
+
+
+def _is_left_alone(channel: Channel) -> bool:
+    """Whether a channel is down, and no new connection is on its way to it."""
+    return channel.is_down and channel.next_life <= channel.life
 
 
 def _channel_lost(session: weakref.ref[Session]) -> bool:

@@ -19,16 +19,17 @@ monotonic: Callable[[], float] = time.monotonic
 
 
 @contextmanager
-def then() -> Iterator[Callable[[float, float], None]]:
-    """Within this, the clock shows what the function that it gives was told last."""
+def then() -> Iterator[Callable[[float], None]]:
+    """Within this, the clocks show the time, of the monotonic one, that the function is told."""
     global wall, monotonic
-    walls = monotonics = 0.0
+    ahead = time.time() - time.monotonic()
+    shown = 0.0
 
-    def show(wall_s: float, monotonic_s: float) -> None:
-        nonlocal walls, monotonics
-        walls, monotonics = wall_s, monotonic_s
+    def show(at: float) -> None:
+        nonlocal shown
+        shown = at
 
-    wall, monotonic = lambda: walls, lambda: monotonics
+    wall, monotonic = lambda: shown + ahead, lambda: shown
     try:
         yield show
     finally:

@@ -208,6 +208,7 @@ class SessionRecord(msgspec.Struct, eq=False):
     #: another, slower connection.
     given_back: set[int] = set()
     keeps_memory: bool = False  # see messages.Keep
+    serial: int = 0  # of the session in a log, see server.keeping
     lanes: int = 0
     #: What transports know the client as, and the volumes whose server halves know it.
     peer: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(8))

@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 
-# A server may die so often, and once more for each of so many seconds; then it is not started again.
+# How often a server may die, and in how many seconds once more, before it is given up.
 _MOST_DEATHS = 30.0
 _SECONDS_A_DEATH = 0.5
 # How long a server may take to end when it is told to.

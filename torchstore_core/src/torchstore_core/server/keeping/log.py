@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,9 +22,11 @@ __all__ = ["Log", "Record"]
 
 _MAGIC = 0x31676F4C65726F54  # "ToreLog1"
 _HEAD = mmap.PAGESIZE
-# Of a record: bytes of its body, its kind, the session, and when it was written, twice.
-_RECORD = struct.Struct("<IHIdd")
+# Of a record: bytes of its body, its kind, the session, and when it was written.
+_RECORD = struct.Struct("<IHId")
 _AT = _RECORD.size
+_pack_into = _RECORD.pack_into
+_monotonic = time.monotonic
 _FIRST = 1 << 20
 _LARGEST_STEP = 256 << 20
 _MAGIC_WORD, _END_WORD = 0, 1
@@ -35,14 +38,13 @@ class Record(NamedTuple):
     Args:
         kind: what it is, see ``keeping.recorded``.
         session: the serial number of the session that it is about.
-        wall, monotonic: when it was written, in seconds.
+        at: when it was written, by the monotonic clock of this host, in seconds.
         body: what its kind says.
     """
 
     kind: int
     session: int
-    wall: float
-    monotonic: float
+    at: float
     body: bytes
 
 
@@ -102,9 +104,7 @@ class Log:
         self._memory[self._end : end] = other._memory[start : other.end]
         self._words[_END_WORD] = self._end = end
 
-    def append(
-        self, kind: int, session: int, wall: float, monotonic: float, body: bytes | bytearray
-    ) -> None:
+    def append(self, kind: int, session: int, body: bytes | bytearray) -> None:
         """Append a record. When this returns, it is there for the next life.
 
         Raises:
@@ -115,7 +115,7 @@ class Log:
         if end > self._size:
             self._grow(end)
         memory = self._memory
-        _RECORD.pack_into(memory, self._end, len(body), kind, session, wall, monotonic)
+        _pack_into(memory, self._end, len(body), kind, session, _monotonic())
         memory[start:end] = body
         self._words[_END_WORD] = self._end = (end + 7) & -8
         self.count += 1
@@ -128,10 +128,10 @@ class Log:
         """The records from a position on."""
         memory = self._memory
         while start < self._end:
-            nbytes, kind, session, wall, monotonic = _RECORD.unpack_from(memory, start)
+            nbytes, kind, session, at = _RECORD.unpack_from(memory, start)
             begin = start + _AT
             end = begin + nbytes
-            yield Record(kind, session, wall, monotonic, memory[begin:end])
+            yield Record(kind, session, at, memory[begin:end])
             start = (end + 7) & -8
 
     def _grow(self, end: int) -> None:

@@ -24,6 +24,7 @@ from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.keeping.log import Log, Record
 from torchstore_core.server.keeping.state import StateReader, written
 from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import portable
 
 __all__ = ["Opened", "RecordedController", "Repeated"]
 
@@ -56,10 +57,10 @@ _decode_opened = msgspec.msgpack.Decoder(Opened).decode
 
 
 class Repeated(NamedTuple):
-    """What repeating a request has given: a result, or an error."""
+    """What repeating a request has given: a result, or an error, as it is sent."""
 
     result: Any
-    error: TorchStoreError | None = None
+    error: tuple[str, str, str | None, dict[str, Any]] | None = None
 
 
 class RecordedController(Controller):
@@ -72,22 +73,17 @@ class RecordedController(Controller):
     Attributes:
         log: the one that it writes.
         opened: the sessions that are open, by token, with their processes.
-        results: of requests that were repeated, by token and by the id of the put (``Put``), of the
-            put (``Commit``), or of the deletion.
+        results: of requests that were repeated, by token, and by the class of the request and its
+            ``txn``. Of puts, commits and deletions.
     """
 
     def __init__(self, log: Log, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.log = log
-        self._serials: dict[bytes, int] = {}
         self._next_serial = 1
         self._silent = False  # what happens now is part of something that is recorded
         self.opened: dict[bytes, Opened] = {}
-        self.results: dict[tuple[bytes, type[m.Message], int], Repeated] = {}
-
-    def _record(self, kind: int, session: SessionRecord | None, body: bytes) -> None:
-        serial = 0 if session is None else self._serials.get(session.token, 0)
-        self.log.append(kind, serial, moments.wall(), moments.monotonic(), body)
+        self.results: dict[bytes, dict[tuple[str, int], Repeated]] = {}
 
     # ---- what is recorded -----------------------------------------------------------------
 
@@ -96,26 +92,30 @@ class RecordedController(Controller):
         opened = Opened(
             session.token, session.peer, facts, topology, session.opened, pid, started(pid)
         )
-        self._enter(opened)
-        self._record(_OPEN, session, _encode(opened))
+        self._enter(session, opened)
+        self.log.append(_OPEN, session.serial, _encode(opened))
         return session
 
-    def _enter(self, opened: Opened) -> None:
+    def _enter(self, session: SessionRecord, opened: Opened) -> None:
         self.opened[opened.token] = opened
-        self._serials[opened.token] = self._next_serial
+        session.serial = self._next_serial
         self._next_serial += 1
 
     def close_session(self, session: SessionRecord) -> None:
         if session.token in self.sessions:
-            self._record(_CLOSE, session, b"")
+            self.log.append(_CLOSE, session.serial, b"")
             self._silently(super().close_session, session)
-            del self._serials[session.token], self.opened[session.token]
+            self._forget(session.token)
+
+    def _forget(self, token: bytes) -> None:
+        del self.opened[token]
+        self.results.pop(token, None)
 
     def end_session(self, session: SessionRecord) -> None:
         if self._silent:
             super().end_session(session)
         else:
-            self._record(_END, session, b"")
+            self.log.append(_END, session.serial, b"")
             self._silently(super().end_session, session)
 
     def _silently(self, change: Any, session: SessionRecord) -> None:
@@ -128,11 +128,11 @@ class RecordedController(Controller):
     def put(
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
-        self._record(_REQUEST, session, _encode(request))
-        return super().put(session, request)
+        self.log.append(_REQUEST, session.serial, _encode(request))
+        return Controller.put(self, session, request)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
-        self._record(_REQUEST, session, _encode(m.Commit(0, txn_id)))
+        self.log.append(_REQUEST, session.serial, _encode(m.Commit(0, txn_id)))
         self._silent = True  # it may abort
         try:
             return super().commit(session, txn_id)
@@ -144,19 +144,19 @@ class RecordedController(Controller):
     ) -> None:
         if not self._silent:
             txn_ids = list(txn_ids)
-            self._record(_ABORT_EARLY if remember else _ABORT, session, _encode(txn_ids))
+            self.log.append(_ABORT_EARLY if remember else _ABORT, session.serial, _encode(txn_ids))
         super().abort(session, txn_ids, remember=remember)
 
     def locate(self, session: SessionRecord, request: m.Locate) -> tuple[list[m.Entry], bool]:
         entries, leased = super().locate(session, request)
         if leased:  # nobody knows of the lease before it is answered
-            self._record(_REQUEST, session, _encode(request))
+            self.log.append(_REQUEST, session.serial, _encode(request))
         return entries, leased
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
         fetched = super().fetch(session, request)
         if fetched.leased:
-            self._record(_REQUEST, session, _encode(request))
+            self.log.append(_REQUEST, session.serial, _encode(request))
         return fetched
 
     def release(
@@ -170,24 +170,27 @@ class RecordedController(Controller):
         if not self._silent:
             leases, parts = list(leases), list(parts)
             kind = _RELEASE_EARLY if remember else _RELEASE
-            self._record(kind, session, _encode((leases, parts)))
+            self.log.append(kind, session.serial, _encode((leases, parts)))
         super().release(session, leases, parts, remember=remember)
 
     def delete(
         self, keys: Sequence[str], strict: bool, by: tuple[SessionRecord, int] | None = None
     ) -> int:
-        session, number = by or (None, 0)
-        self._record(_REQUEST, session, _encode(m.Delete(0, list(keys), strict, number)))
+        serial, number = (0, 0) if by is None else (by[0].serial, by[1])
+        self.log.append(_REQUEST, serial, _encode(m.Delete(0, list(keys), strict, number)))
         return super().delete(keys, strict)
 
     # ---- coming back ----------------------------------------------------------------------
 
     def write_state(self, log: Log) -> None:
         """Write the present state into a log that is empty."""
-        more = {"opened": list(self.opened.values()), "serials": self._serials}
+        more = {
+            "opened": list(self.opened.values()),
+            "results": self.results,
+        }
         for is_rest, body in written(self, more):
             kind = _STATE if is_rest else _VALUES
-            log.append(kind, self._next_serial, moments.wall(), moments.monotonic(), body)
+            log.append(kind, self._next_serial, body)
 
     def restore(self) -> None:
         """Repeat what an earlier life has recorded, from the state that the log begins with."""
@@ -198,7 +201,7 @@ class RecordedController(Controller):
         try:
             with moments.then() as show:
                 for record in self.log:
-                    show(record.wall, record.monotonic)
+                    show(record.at)
                     self._repeat[record.kind](self, record)
         finally:
             self._silent = False
@@ -211,10 +214,10 @@ class RecordedController(Controller):
     def _state_again(self, record: Record) -> None:
         sessions, more = self._restoring.finish(record.body)
         self._next_serial = record.session
-        self._serials = more["serials"]
+        self.results = more["results"]
         self.opened = {opened.token: opened for opened in more["opened"]}
         for session in sessions:
-            self._known[self._serials[session.token]] = session
+            self._known[session.serial] = session
 
     def _open_again(self, record: Record) -> None:
         opened = _decode_opened(record.body)
@@ -223,13 +226,13 @@ class RecordedController(Controller):
         )
         self._known[record.session] = self.sessions[opened.token] = session
         self._next_serial = record.session
-        self._enter(opened)
+        self._enter(session, opened)
 
     def _close_again(self, record: Record) -> None:
         session = self._known.pop(record.session, None)
         if session is not None:
             Controller.close_session(self, session)
-            del self._serials[session.token], self.opened[session.token]
+            self._forget(session.token)
 
     def _end_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:
@@ -242,7 +245,8 @@ class RecordedController(Controller):
             return
         done = self._tried(session, request)
         if session is not None and not isinstance(request, m.Locate | m.Fetch):
-            self.results[session.token, type(request), request.txn] = done
+            mine = self.results.setdefault(session.token, {})
+            mine[type(request).__name__, request.txn] = done
 
     def _tried(self, session: Any, request: Any) -> Repeated:
         """What a request gives; an error is part of that, as it was the first time."""
@@ -258,7 +262,7 @@ class RecordedController(Controller):
                     return Repeated(Controller.locate(self, session, request))
             return Repeated(Controller.fetch(self, session, request))
         except TorchStoreError as error:
-            return Repeated(None, error)
+            return Repeated(None, (error.code, error.message, error.key, portable(error)[1]))
 
     def _abort_again(self, record: Record) -> None:
         if (session := self._known.get(record.session)) is not None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchstore_core.errors import StoreClosedError, TorchStoreError
+from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
 from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.wire import messages as m
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torchstore_core.server.keeping.recorded import RecordedController
 
 __all__ = ["Returning"]
+
+# How long after a client has come back its channels may still ask for what they were not answered.
+_ASKS_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +95,8 @@ class Returning:
         if gone or parts:
             controller.release(session, gone, parts)
         self._no_longer(session.token)
+        forget = self._controller.results.pop
+        asyncio.get_running_loop().call_later(_ASKS_S, forget, session.token, None)
 
     def _no_longer(self, token: bytes) -> None:
         watch = self._watches.pop(token, None)
@@ -130,11 +135,12 @@ class Returning:
             return None
         if not isinstance(request, m.Put | m.Commit | m.Delete):
             return None
-        found = controller.results.get((session.token, type(request), request.txn))
+        known = controller.results.get(session.token, {})
+        found = known.get((type(request).__name__, request.txn))
         if found is None:
             return None
         if found.error is not None:
-            raise found.error
+            raise from_wire(*found.error)
         result: tuple[list[int], list[m.Grant | None] | None] | list[int] | int = found.result
         return result
 

@@ -376,6 +376,5 @@ def _nothing() -> None:
 
 
 def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:
-    asked = request.request if isinstance(request, m.Again) else request
-    number: int = getattr(asked, "id", 0)
+    number: int = getattr(request, "id", 0)
     return m.Failure(number, error.code, error.message, error.key, error.details)
