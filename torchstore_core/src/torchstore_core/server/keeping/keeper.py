@@ -191,6 +191,9 @@ def _ended(status: int) -> str:
 
 
 def _say(text: str) -> None:
+    """Warn people, unless they want to see errors alone (see ``serving.journal.LOG_LEVEL``)."""
+    if os.environ.get("TORCHSTORE_LOG_LEVEL", "").upper() in ("ERROR", "CRITICAL", "FATAL"):
+        return
     with contextlib.suppress(OSError):
         sys.stderr.write(f"torchstore keeper {os.getpid()}: {text}\n")
         sys.stderr.flush()
