@@ -84,18 +84,17 @@ async def handshake(
         StoreTimeoutError: there was no answer within ``timeout`` seconds.
     """
     begun = time.monotonic()
+    left = timeout
     for pause in _PAUSES_S:
-        used = time.monotonic() - begun
         try:
-            left = None if timeout is None else max(0.0, timeout - used)
             return await _handshake(address, token, facts, here, left)
         except StoreClosedError as error:
-            if not isinstance(error.__cause__, ConnectionError) or isinstance(
-                error.__cause__, ConnectionRefusedError
-            ):
+            if not isinstance(error.__cause__, ConnectionResetError | BrokenPipeError):
                 raise
-            await asyncio.sleep(pause)
-    return await _handshake(address, token, facts, here, timeout)
+        await asyncio.sleep(pause)
+        if timeout is not None:
+            left = max(0.0, timeout - (time.monotonic() - begun))
+    return await _handshake(address, token, facts, here, left)
 
 
 async def _handshake(
