@@ -21,12 +21,12 @@ __all__ = ["Compaction"]
 
 log = logging.getLogger(__name__)
 
-# A log is written anew when it has so many records, or bytes, more than after the last time.
-_RECORDS = 10_000
+# A log is written anew when it has grown by so much since the last time: some 50 ms to repeat.
+_WEIGHT = 20_000
 _BYTES = 16 << 20
 # Of a large store, so many times the state: writing that takes time, too.
-_KEYS_A_RECORD = 8
-_STATE_SHARE = 2
+_KEYS_A_RECORD = 4
+_STATE_SHARE = 1
 _FIRST_OTHER_FD = 3
 
 
@@ -46,15 +46,16 @@ class Compaction:
         self._new: Log | None = None
         self._mark = 0
         self._state_bytes = 0
-        self._records = 0  # that were there after the last time
+        self._begun = 0  # the weight when the child was forked
+        self._before = 0  # the weight that is not worth another attempt
 
     @property
     def is_due(self) -> bool:
         """Whether the log has become long."""
         there = self._controller.log
-        records = _RECORDS + len(self._controller.catalog.newest) // _KEYS_A_RECORD
+        weight = _WEIGHT + len(self._controller.catalog.newest) // _KEYS_A_RECORD
         nbytes = self._state_bytes + _BYTES + self._state_bytes * _STATE_SHARE
-        return there.count - self._records > records or there.nbytes > nbytes
+        return there.weight - self._before > weight or there.nbytes > nbytes
 
     @property
     def is_running(self) -> bool:
@@ -70,7 +71,7 @@ class Compaction:
         except OSError as error:
             log.warning("the log stays as long as it is: %s", error)
             return
-        self._mark = self._controller.log.end
+        self._mark, self._begun = self._controller.log.end, self._controller.log.weight
         try:
             child = os.fork()
         except OSError as error:
@@ -106,7 +107,7 @@ class Compaction:
             return
         if status:
             new.close()
-            self._records = self._controller.log.count  # try again, but not at once
+            self._before = self._controller.log.weight  # try again, but not at once
             return
         new.refresh()
         self._state_bytes = new.nbytes
@@ -114,7 +115,7 @@ class Compaction:
         new.append_from(old, self._mark)
         self._keep(new.fd)
         self._controller.log = new
-        self._records = new.count = 0
+        new.weight, self._before = old.weight - self._begun, 0
         old.close()
 
     def close(self) -> None:

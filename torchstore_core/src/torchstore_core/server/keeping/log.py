@@ -56,7 +56,7 @@ class Log:
 
     Attributes:
         fd: of its memory.
-        count: records that were appended, or read, so far.
+        weight: how long its records take to repeat: one for each, and what is added to that.
 
     Raises:
         StoreClosedError: ``fd`` is no log of this version.
@@ -64,7 +64,7 @@ class Log:
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = open_memory("log", _FIRST) if fd is None else fd
-        self.count = 0
+        self.weight = 0
         self._map(os.fstat(self.fd).st_size)
         if fd is None:
             self._words[_MAGIC_WORD] = _MAGIC
@@ -118,7 +118,7 @@ class Log:
         _pack_into(memory, self._end, len(body), kind, session, _monotonic())
         memory[start:end] = body
         self._words[_END_WORD] = self._end = (end + 7) & -8
-        self.count += 1
+        self.weight += 1
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first."""
