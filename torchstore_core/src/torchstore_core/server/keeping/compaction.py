@@ -21,12 +21,10 @@ __all__ = ["Compaction"]
 
 log = logging.getLogger(__name__)
 
-# A log is written anew when it has grown by so much since the last time: some 50 ms to repeat.
-_WEIGHT = 20_000
-_BYTES = 16 << 20
-# Of a large store, so many times the state: writing that takes time, too.
-_KEYS_A_RECORD = 4
-_STATE_SHARE = 1
+# A log is written anew when so much has come behind the state that it begins with: a tenth of a
+# second to repeat. Writing a large state takes longer, and is worth more.
+_BYTES = 8 << 20
+_STATES = 8
 _FIRST_OTHER_FD = 3
 
 
@@ -45,17 +43,15 @@ class Compaction:
         self._child = 0
         self._new: Log | None = None
         self._mark = 0
-        self._state_bytes = 0
-        self._begun = 0  # the weight when the child was forked
-        self._before = 0  # the weight that is not worth another attempt
+        # Of the state that the log begins with, and of what had come behind it when one failed.
+        self._state_bytes = self._in_vain = 0
+        self._spare: Log | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether the log has become long."""
-        there = self._controller.log
-        weight = _WEIGHT + len(self._controller.catalog.newest) // _KEYS_A_RECORD
-        nbytes = self._state_bytes + _BYTES + self._state_bytes * _STATE_SHARE
-        return there.weight - self._before > weight or there.nbytes > nbytes
+        behind = self._controller.log.nbytes - self._state_bytes
+        return behind - self._in_vain > _BYTES + self._state_bytes // _STATES
 
     @property
     def is_running(self) -> bool:
@@ -66,17 +62,14 @@ class Compaction:
         """Have a child write the state, unless one does already. On the running event loop."""
         if self._new is not None:
             return
-        try:
-            new = Log()
-        except OSError as error:
-            log.warning("the log stays as long as it is: %s", error)
-            return
-        self._mark, self._begun = self._controller.log.end, self._controller.log.weight
+        # Two logs take turns: writing to memory for the first time would cost a put most.
+        new, self._spare = self._spare or Log(), None
+        self._mark = self._controller.log.end
         try:
             child = os.fork()
         except OSError as error:
             log.warning("the log stays as long as it is: %s", error)
-            new.close()
+            self._spare = new
             return
         if not child:
             self._write(new)  # which does not return
@@ -107,7 +100,7 @@ class Compaction:
             return
         if status:
             new.close()
-            self._before = self._controller.log.weight  # try again, but not at once
+            self._in_vain = self._controller.log.nbytes - self._state_bytes
             return
         new.refresh()
         self._state_bytes = new.nbytes
@@ -115,8 +108,9 @@ class Compaction:
         new.append_from(old, self._mark)
         self._keep(new.fd)
         self._controller.log = new
-        new.weight, self._before = old.weight - self._begun, 0
-        old.close()
+        self._in_vain = 0
+        old.clear()
+        self._spare = old
 
     def close(self) -> None:
         """The server ends; a child that is still writing does so in vain."""

@@ -29,6 +29,7 @@ _pack_into = _RECORD.pack_into
 _monotonic = time.monotonic
 _FIRST = 1 << 20
 _LARGEST_STEP = 256 << 20
+_SPARE = 4
 _MAGIC_WORD, _END_WORD = 0, 1
 
 
@@ -56,7 +57,6 @@ class Log:
 
     Attributes:
         fd: of its memory.
-        weight: how long its records take to repeat: one for each, and what is added to that.
 
     Raises:
         StoreClosedError: ``fd`` is no log of this version.
@@ -64,7 +64,6 @@ class Log:
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = open_memory("log", _FIRST) if fd is None else fd
-        self.weight = 0
         self._map(os.fstat(self.fd).st_size)
         if fd is None:
             self._words[_MAGIC_WORD] = _MAGIC
@@ -90,10 +89,25 @@ class Log:
 
     def refresh(self) -> None:
         """Another process, which has ended, has written to it."""
-        self._words.release()
-        self._memory.close()
-        self._map(os.fstat(self.fd).st_size)
+        size = os.fstat(self.fd).st_size
+        if size != self._size:
+            self._words.release()
+            self._memory.close()
+            self._map(size)
         self._end = self._words[_END_WORD]
+
+    def clear(self) -> None:
+        """Forget all records. The memory stays, so that writing to it again is cheap; unless it is
+        far more than they took.
+        """
+        if self._size > _SPARE * self.nbytes + _LARGEST_STEP:
+            self._words.release()
+            self._memory.close()
+            os.ftruncate(self.fd, 0)
+            os.ftruncate(self.fd, _FIRST)
+            self._map(_FIRST)
+            self._words[_MAGIC_WORD] = _MAGIC
+        self._words[_END_WORD] = self._end = _HEAD
 
     def append_from(self, other: Log, start: int) -> None:
         """Append the records of another log from a position on."""
@@ -118,7 +132,6 @@ class Log:
         _pack_into(memory, self._end, len(body), kind, session, _monotonic())
         memory[start:end] = body
         self._words[_END_WORD] = self._end = (end + 7) & -8
-        self.weight += 1
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first."""

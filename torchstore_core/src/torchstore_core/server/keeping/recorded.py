@@ -129,7 +129,6 @@ class RecordedController(Controller):
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         self.log.append(_REQUEST, session.serial, _encode(request))
-        self.log.weight += len(request.items)
         return Controller.put(self, session, request)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
@@ -204,7 +203,6 @@ class RecordedController(Controller):
                 for record in self.log:
                     show(record.at)
                     self._repeat[record.kind](self, record)
-                    self.log.weight += 1
         finally:
             self._silent = False
             self._prefault = prefault
@@ -245,8 +243,6 @@ class RecordedController(Controller):
         session = self._known.get(record.session)
         if session is None and not isinstance(request, m.Delete):
             return
-        if isinstance(request, m.Put):
-            self.log.weight += len(request.items)
         done = self._tried(session, request)
         if session is not None and not isinstance(request, m.Locate | m.Fetch):
             mine = self.results.setdefault(session.token, {})
