@@ -11,7 +11,6 @@ import msgspec
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
 from torchstore_core.plugins.strategy_data import encode_strategy
-from torchstore_core.server.remote.relay_server import EXPIRE_S
 
 __all__ = [
     "ErrorData",
@@ -100,7 +99,6 @@ class Placement(msgspec.Struct, frozen=True):
         control: Unix socket to attach volumes to; empty: open a relay, and use that.
         volumes: to start here.
         own: the agent's process was made for the store, and ends with it.
-        expire_s: how long its relay may be silent before it is taken for dead.
     """
 
     store_name: str
@@ -109,7 +107,6 @@ class Placement(msgspec.Struct, frozen=True):
     block: tuple[str, ...]
     timeout: float
     own: bool = False
-    expire_s: float = EXPIRE_S
 
 
 class ErrorData(msgspec.Struct, frozen=True):

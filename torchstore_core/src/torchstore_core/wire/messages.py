@@ -300,7 +300,7 @@ class Settle(Message, frozen=True, tag="settle"):
 
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """End the server. Reply :class:`Done`, then every connection closes. From a member, see
-    ``server.members``: leave. Reply :class:`Flags`, one: whether the server ends with it.
+    ``server.serving.members``: leave. Reply :class:`Flags`, one: whether the server ends with it.
     """
 
     id: int

@@ -101,9 +101,9 @@ class ControllerActor(Actor):
     # ---- the server's end of the relays ---------------------------------------------------
 
     @concurrent_endpoint
-    async def open_uplink(self, here: bytes, expire_s: float) -> tuple[bytes, bytes | None]:
+    async def open_uplink(self, here: bytes) -> tuple[bytes, bytes | None]:
         """See ``RelayServer.open``."""
-        return await outcome(self._open_uplink(here, expire_s))
+        return await outcome(self._open_uplink(here))
 
     @concurrent_endpoint
     async def agent_failed(self) -> None:
@@ -145,9 +145,9 @@ class ControllerActor(Actor):
         core, relay_server = self._started()
         return await core.run(relay_server.poll(token))
 
-    async def _open_uplink(self, here: bytes, expire_s: float) -> bytes:
+    async def _open_uplink(self, here: bytes) -> bytes:
         core, relay_server = self._started()
-        return await core.call(relay_server.open, here, expire_s)
+        return await core.call(relay_server.open, here)
 
     def _started(self) -> tuple[CoreThread, RelayServer]:
         if self._core is None or self._relay_server is None:

@@ -25,7 +25,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.machine.topology import Topology
-from torchstore_core.server.remote.relay_server import EXPIRE_S
 from torchstore_monarch.actors.controller import ControllerActor
 from torchstore_monarch.actors.host import HostActor
 from torchstore_monarch.actors.placing import spread
@@ -51,9 +50,6 @@ _SETTLING, _CLOSING, _LEAVING, _STOPPING = 0.2, 0.3, 0.2, 0.2
 _CANCEL_S = 1.0
 _TELL_S = 5.0
 _POLL_S = 0.02
-# Nothing else runs in the processes that are made for agents, so silence says more there. But a
-# cable that was pulled for 5 s is silent for up to 10: that is how long TCP waits to try again.
-_OWN_EXPIRE_S = 15.0
 
 
 class _Store:
@@ -247,7 +243,6 @@ class Directory(Actor):
                 request.block,
                 request.timeout,
                 store.own_agents,
-                _OWN_EXPIRE_S if store.own_agents else EXPIRE_S,
             )
             data = msgspec.msgpack.encode(wanted)
             return result(await agents[at].begin.call_one(data, store.controller))

@@ -99,7 +99,7 @@ class HostActor(Actor):
     async def _place(self, wanted: Placement) -> str:
         if self._directory is None:
             self._directory = SweptDirectory()
-        control = wanted.control or await self._start_relay(wanted.expire_s)
+        control = wanted.control or await self._start_relay()
         path = control.partition(":")[2]
         registry = Registry(block=wanted.block)
         for plan in wanted.volumes:
@@ -133,12 +133,12 @@ class HostActor(Actor):
         await self._close()
         os._exit(0)
 
-    async def _start_relay(self, expire_s: float) -> str:
+    async def _start_relay(self) -> str:
         if self._directory is None:
             raise StoreClosedError("this agent has ended")
         here = msgspec.msgpack.encode(topology.probe())
         try:
-            token = result(await self._controller.open_uplink.call_one(here, expire_s))
+            token = result(await self._controller.open_uplink.call_one(here))
         except TorchStoreError:
             raise
         except Exception as error:  # whatever the engine raises for one that is dead
@@ -148,7 +148,7 @@ class HostActor(Actor):
         uplink = _Uplink(self._controller, token)
         directory = self._directory.path
         private = PrivateDirectory(directory)
-        relay = Relay(uplink, private, lost=self._server_gone, expire_s=expire_s)
+        relay = Relay(uplink, private, lost=self._server_gone)
         forwarder = Forwarder(directory, lambda: relay.valid)
         relay.before_close = forwarder.idle
         self._relay, self._forwarder = relay, forwarder

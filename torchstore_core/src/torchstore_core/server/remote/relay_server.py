@@ -33,7 +33,8 @@ __all__ = ["EXPIRE_S", "RelayReplies", "RelayReply", "RelayRequest", "RelayReque
 
 log = logging.getLogger(__name__)
 
-#: After so many seconds of silence a relay is taken for dead.
+#: After this many seconds of silence a relay is taken for dead. A cable that was pulled for 5 s is
+#: silent for up to 10: that is how long TCP waits before it tries again.
 EXPIRE_S = 15.0
 # A poll waits for this part of it, so several in a row may be late.
 _POLL = 2 / 15
@@ -167,18 +168,15 @@ class RelayServer:
         self._timer: asyncio.TimerHandle | None = None
         self._check()
 
-    def open(self, topology: bytes, expire_s: float | None = None) -> bytes:
+    def open(self, topology: bytes) -> bytes:
         """A relay announces itself, with its host's encoded Topology; the token of its uplink.
-
-        Args:
-            expire_s: its own limit of silence; None: the one of all relays.
 
         Raises:
             msgspec.DecodeError: that is no Topology.
         """
         there = msgspec.msgpack.decode(topology, type=Topology)
         token = secrets.token_bytes(16)
-        self._relays[token] = _RemoteRelay(self._server, there, expire_s or self._expire_s)
+        self._relays[token] = _RemoteRelay(self._server, there, self._expire_s)
         return token
 
     def exchange(self, token: bytes, requests: bytes) -> bytes:
