@@ -350,8 +350,8 @@ def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
     stores = failed.details.get("stores")
     if isinstance(stores, list):
         for store in stores:
-            who = store["error"] or f"{store['store_name']} (pid {store['pid']})"
-            click.echo(f"  {store['address']}  {who}", err=True)
+            description = store["error"] or f"{store['store_name']} (pid {store['pid']})"
+            click.echo(f"  {store['address']}  {description}", err=True)
     return status
 
 

@@ -121,7 +121,7 @@ def launcher_hosts(env: SPMDEnv) -> bool:
 async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float) -> None:
     """Else torch would write every failed attempt to standard error."""
     poll = _FIRST_POLL_S
-    said: OSError | None = None
+    failure: OSError | None = None
     while (left := deadline - time.monotonic()) > 0:
         try:
             async with asyncio.timeout(left):
@@ -129,7 +129,7 @@ async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float)
         except TimeoutError:
             break
         except OSError as error:
-            said = error
+            failure = error
         else:
             writer.close()
             return
@@ -138,7 +138,7 @@ async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float)
     raise StoreTimeoutError(
         f"nobody listens at MASTER_ADDR:MASTER_PORT {env.master_addr}:{env.master_port} within "
         f"{in_seconds(timeout)}: rank 0 has not called initialize_spmd, or the address is wrong"
-        + (f" ({said})" if said is not None else ""),
+        + (f" ({failure})" if failure is not None else ""),
         details={"missing_ranks": [0], "timeout": timeout},
     )
 

@@ -36,8 +36,8 @@ def pending_text(p: Pending) -> str:
     text = f"not whole yet: done {done}, writing {len(p.writing)}"
     if p.missing_participants:
         more = len(p.missing_participants) - MOST_SHOWN
-        who = ", ".join(p.missing_participants[:MOST_SHOWN]) + (f" and {more} more" * (more > 0))
-        text += f", nothing from {who}"
+        names = ", ".join(p.missing_participants[:MOST_SHOWN]) + (f" and {more} more" * (more > 0))
+        text += f", nothing from {names}"
     if p.missing:
         name, offset, shape = p.missing[0]
         text += f", boxes missing {len(p.missing)} (the first: {name}{list(offset)}+{list(shape)})"

@@ -180,7 +180,7 @@ class Controller:
         self,
         session: SessionRecord,
         items: Sequence[m.PutItem],
-        joint: CollectivePut | None,
+        collective: CollectivePut | None,
         placed: int,
         inline: int,
         sizes: list[int],
@@ -188,10 +188,10 @@ class Controller:
         """Place the values of a put, which holds them. Returns the values, and the bytes granted
         for them per volume.
         """
-        runs = self._place(session.facts, items, placed, inline, sizes, joint)
+        runs = self._place(session.facts, items, placed, inline, sizes, collective)
         values, granted = values_in_runs(items, session.facts, runs)
-        if joint is not None:
-            for value, box in zip(values, joint.boxes, strict=True):
+        if collective is not None:
+            for value, box in zip(values, collective.boxes, strict=True):
                 if box is not None:
                     value.box = box
         return values, granted
@@ -209,7 +209,7 @@ class Controller:
         placed: int,
         inline: int,
         sizes: list[int],
-        joint: CollectivePut | None,
+        collective: CollectivePut | None,
     ) -> list[Run]:
         """Find places for the items. If there is no room, stalled generations are dropped (see
         ``Catalog.reclaim``).
@@ -217,14 +217,14 @@ class Controller:
         Raises:
             StoreFullError: there is no room.
         """
-        prefix = "" if joint is None else joint.prefix
+        prefix = "" if collective is None else collective.prefix
         while True:
             sought = facts, items, prefix, placed, inline, sizes
             runs = find_place(self.strategy, self.volumes, *sought)
             if runs is not None:
                 return runs
-            keys = () if joint is None else joint.keys
-            kept = () if joint is None else joint.generations
+            keys = () if collective is None else collective.keys
+            kept = () if collective is None else collective.generations
             most = most_bytes(self.strategy, self.volumes)
             freed = None if placed + inline > most else self.catalog.reclaim(keys, kept)
             if freed is None:

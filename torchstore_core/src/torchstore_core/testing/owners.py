@@ -60,18 +60,18 @@ def start_owner(
             MARK: mark,
         },
     )
-    said = b""
+    line = b""
     if owner.stdin is not None and owner.stdout is not None:
         owner.stdin.write(msgspec.json.encode([factory, options]) + b"\n")
         owner.stdin.flush()
         timer = threading.Timer(timeout, owner.kill)
         timer.start()
-        said = owner.stdout.readline()
+        line = owner.stdout.readline()
         timer.cancel()
-    if said != b"ready\n":
+    if line != b"ready\n":
         owner.kill()
         owner.communicate()
         pytest.fail(
-            f"another process could not start the store; its standard error says why: {said!r}"
+            f"another process could not start the store; its standard error says why: {line!r}"
         )
     return owner

@@ -23,7 +23,7 @@ from torchstore_transports.pairs.addresses import meeting_addresses
 from torchstore_transports.pairs.threads import in_thread
 
 if TYPE_CHECKING:
-    from torchstore_transports.pairs.line import Line
+    from torchstore_transports.pairs.connection import PairConnection
     from torchstore_transports.pairs.rendezvous import Board
 
 __all__ = ["PairServer"]
@@ -39,7 +39,9 @@ _MAX_PAIRS = 16
 class _Served:
     """The server half's end of one pair."""
 
-    def __init__(self, peer: bytes, link: bytes, board: Board, making: asyncio.Future[Line]):
+    def __init__(
+        self, peer: bytes, link: bytes, board: Board, making: asyncio.Future[PairConnection]
+    ):
         self.peer = peer
         self.link = link
         self.board = board
@@ -53,7 +55,7 @@ class _Served:
         Raises:
             TransportError: the pair could not be made, or was given up.
         """
-        line = await self._line()
+        connection = await self._connection()
         if self._last is not None:
             await asyncio.wait([self._last], timeout=_WAIT_S)
             if not self._last.done():
@@ -64,12 +66,12 @@ class _Served:
         def work() -> None:
             try:
                 if into:
-                    line.take(runs)
+                    connection.take(runs)
                 else:
-                    line.serve(runs)
+                    connection.serve(runs)
             except TransportError as error:
                 log.info("a batch over a pair failed: %s", error)
-                line.kill()
+                connection.kill()
 
         self._last = in_thread(work)
 
@@ -82,7 +84,7 @@ class _Served:
         elif not self.making.cancelled() and not self.making.exception():
             await in_thread(self.making.result().kill)
 
-    async def _line(self) -> Line:
+    async def _connection(self) -> PairConnection:
         await asyncio.wait([self.making], timeout=_WAIT_S)
         if not self.making.done():
             raise TransportNotReadyError(f"the pair was not made within {_WAIT_S:g} s")
@@ -92,8 +94,8 @@ class _Served:
             raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
 
 
-def _kill(made: asyncio.Future[Line]) -> None:
-    """A line that nobody wants any more."""
+def _kill(made: asyncio.Future[PairConnection]) -> None:
+    """End a connection that is not wanted any more."""
     if not made.cancelled() and made.exception() is None:
         in_thread(made.result().kill)
 
@@ -204,20 +206,20 @@ class PairServer(TransportServer):
         return runs
 
 
-def _load(factory: str) -> Callable[[str], tuple[Board, Callable[[], Line]]]:
+def _load(factory: str) -> Callable[[str], tuple[Board, Callable[[], PairConnection]]]:
     """Import torch and the library; blocks for seconds.
 
     Returns:
         A function that is given an address of this host, and returns a board and the call that
-        makes the line that meets its other end there.
+        makes the connection that meets its other end there.
     """
-    from torchstore_transports.pairs.line import Line
+    from torchstore_transports.pairs.connection import PairConnection
     from torchstore_transports.pairs.rendezvous import Board, LocalStore
 
     make = pkgutil.resolve_name(factory)
 
-    def prepare(address: str) -> tuple[Board, Callable[[], Line]]:
+    def prepare(address: str) -> tuple[Board, Callable[[], PairConnection]]:
         board = Board()
-        return board, lambda: Line(make(LocalStore(board), 0, address))
+        return board, lambda: PairConnection(make(LocalStore(board), 0, address))
 
     return prepare

@@ -114,7 +114,7 @@ class ControllerActor(Actor):
             await self._core.call(self._relay_server.close_silent, _SILENT)
 
     @endpoint(explicit_response_port=True)
-    async def exchange(self, port: Any, token: bytes, said: bytes) -> None:
+    async def exchange(self, port: Any, token: bytes, requests: bytes) -> None:
         """See ``RelayServer.exchange``. It is part of every call of a client on another host, so
         the server's thread replies itself: coming back to this event loop would take longer than
         the reply.
@@ -125,7 +125,7 @@ class ControllerActor(Actor):
             try:
                 if relay_server is None:
                     raise StoreClosedError(_ENDED)
-                port.send((b"", relay_server.exchange(token, said)))
+                port.send((b"", relay_server.exchange(token, requests)))
             except Exception as error:  # noqa: BLE001 - the caller has it
                 port.send((encoded_error(error), None))
 

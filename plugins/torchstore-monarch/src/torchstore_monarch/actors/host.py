@@ -39,8 +39,8 @@ class _Uplink:
         self._controller = controller
         self._token = token
 
-    async def exchange(self, said: bytes) -> bytes:
-        return result(await self._controller.exchange.call_one(self._token, said))
+    async def exchange(self, requests: bytes) -> bytes:
+        return result(await self._controller.exchange.call_one(self._token, requests))
 
     async def poll(self) -> bytes:
         return result(await self._controller.poll.call_one(self._token))

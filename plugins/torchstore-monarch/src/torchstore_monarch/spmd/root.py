@@ -85,14 +85,14 @@ async def _connect(found: FoundStore) -> Channel:
 
 async def _until_ended(channel: Channel, controller: Any, starter_gone: asyncio.Event) -> None:
     """Wait until the server has ended, as it does with its last member."""
-    told = False
+    reported = False
     try:
         while True:
             await channel.call(m.Status(channel.next_id()), m.StatusReply, _END_S)
             if starter_gone.is_set():
-                if not told:  # it ends now if rank 0 did not come to be a member, nor others
+                if not reported:  # it ends now if rank 0 did not come to be a member, nor others
                     await controller.starter_ended.call_one()
-                    told = True
+                    reported = True
                 await asyncio.sleep(_LOOK_S)
             else:
                 with contextlib.suppress(TimeoutError):

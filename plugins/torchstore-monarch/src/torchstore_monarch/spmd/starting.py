@@ -219,17 +219,17 @@ def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
     """Its next line; what there is of it when it ends, or after ``timeout`` seconds."""
     if process.stdout is None:
         return b""
-    fd, said = process.stdout.fileno(), b""
+    fd, line = process.stdout.fileno(), b""
     deadline = time.monotonic() + timeout
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while not said.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
+    while not line.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
         if poll.poll(1000 * left):
             read = os.read(fd, 65536)
             if not read:
                 break
-            said += read
-    return said
+            line += read
+    return line
 
 
 def _leave(process: subprocess.Popen[bytes], timeout: float, wait: bool) -> None:
@@ -284,8 +284,8 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 start_new_session=True,
             )
-            said = _line(process, left).strip()
-            if said == b"ready":
+            line = _line(process, left).strip()
+            if line == b"ready":
                 if process.stdout is not None:
                     process.stdout.close()
                 self._process = process

@@ -180,11 +180,11 @@ class DescriptorTests(TransportKit):
         if spec.probe is None:
             pytest.skip("it has no probe")
         began = time.perf_counter()
-        said = spec.probe()
+        reason = spec.probe()
         took = time.perf_counter() - began
-        words = said is None or bool(str(said).strip())
-        check(words, f"its probe returned {said!r}: neither None nor a reason")
-        check(said == spec.probe(), f"its probe returned {said!r}, and then something else")
+        words = reason is None or bool(str(reason).strip())
+        check(words, f"its probe returned {reason!r}: neither None nor a reason")
+        check(reason == spec.probe(), f"its probe returned {reason!r}, and then something else")
         check(took < _PROBE_S, f"its probe took {took:.1f} s")
 
     def _offer(self) -> bytes:

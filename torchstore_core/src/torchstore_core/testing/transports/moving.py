@@ -201,8 +201,8 @@ class MovingTests(TransportKit):
                 for client, at in zip(clients, order, strict=True):
                     client.tell(Errand(what, at, offsets[at], (2 << 20) + at))
                 for client in clients:
-                    said = client.answer()
-                    check(said == "ok", f"{what} in another process: {said}")
+                    answer = client.answer()
+                    check(answer == "ok", f"{what} in another process: {answer}")
             for at, offset in enumerate(offsets):
                 found = endpoints.look(offset, (2 << 20) + at)
                 check(found == pattern(at, (2 << 20) + at), "another process wrote other bytes")
@@ -242,8 +242,8 @@ class MovingTests(TransportKit):
                 client = Client(volume_there.reach, other.wrapper, hosts[1])
                 for what in ("write", "read"):
                     client.tell(Errand(what, 3, 4097, 5_000_001))
-                    said = client.answer()
-                    check(said == "ok", f"{what} from another host: {said}")
+                    answer = client.answer()
+                    check(answer == "ok", f"{what} from another host: {answer}")
                 found = volume_there.look(4097, 5_000_001)
                 check(found == pattern(3, 5_000_001), "the other host wrote other bytes")
             finally:

@@ -148,8 +148,8 @@ class StoppingTests(TransportKit):
         try:
             offset = endpoints.take(_TRANSFER)
             client.tell(Errand("flood", 1, offset, _TRANSFER))
-            said = client.answer()
-            check(said == "ok", f"a client process cannot write: {said}")
+            answer = client.answer()
+            check(answer == "ok", f"a client process cannot write: {answer}")
             first = pattern(1, _TRANSFER)
             deadline = time.monotonic() + _PATIENCE_S
             while endpoints.look(offset, _TRANSFER) == first:

@@ -81,8 +81,8 @@ def answer(
         RefusedError: the other end is no client that has been let in.
         OSError: the connection broke, or the time is over.
     """
-    said = _receive(sock, len(_MAGIC) + TICKET_BYTES + _NONCE_BYTES, deadline)
-    magic, rest = said[: len(_MAGIC)], said[len(_MAGIC) :]
+    hello = _receive(sock, len(_MAGIC) + TICKET_BYTES + _NONCE_BYTES, deadline)
+    magic, rest = hello[: len(_MAGIC)], hello[len(_MAGIC) :]
     ticket, theirs = rest[:TICKET_BYTES], rest[TICKET_BYTES:]
     if magic != _MAGIC:
         raise RefusedError("it does not speak this protocol")

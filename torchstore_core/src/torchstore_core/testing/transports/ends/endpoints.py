@@ -146,11 +146,11 @@ class Endpoints:
             stdout=subprocess.PIPE,
             env=tool_environment(extra),
         )
-        said = self._process.stdout.readline() if self._process.stdout is not None else b""
+        line = self._process.stdout.readline() if self._process.stdout is not None else b""
         try:
-            return msgspec.json.decode(said, type=Opened)
+            return msgspec.json.decode(line, type=Opened)
         except msgspec.DecodeError as error:
-            why = said.decode().strip() or "its standard error says why"
+            why = line.decode().strip() or "its standard error says why"
             raise PluginError(f"a process cannot host the server half: {why}") from error
 
     def _end(self) -> None:

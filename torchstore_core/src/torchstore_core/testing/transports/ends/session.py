@@ -32,7 +32,7 @@ class Reach(msgspec.Struct, frozen=True):
     offer: bytes
 
 
-class _Line:
+class _HostConnection:
     """A connection to a host; it belongs to one event loop."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -109,7 +109,7 @@ class Session:
         self.spec: TransportSpec = reach.plugin.spec()
         self.requests: list[bytes] = []
         self._reach = reach
-        self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
+        self._connections: dict[asyncio.AbstractEventLoop, _HostConnection] = {}
         self._links: list[Link] = []
         self.context = LinkContext(
             topology.probe(),
@@ -163,14 +163,14 @@ class Session:
 
     async def leave_loop(self) -> None:
         """Close the connection that the running event loop has."""
-        line = self._lines.pop(asyncio.get_running_loop(), None)
-        if line is not None:
-            await line.close()
+        connection = self._connections.pop(asyncio.get_running_loop(), None)
+        if connection is not None:
+            await connection.close()
 
     async def _ask(self, method: str, data: bytes = b"") -> Answer:
         loop = asyncio.get_running_loop()
-        line = self._lines.get(loop)
-        if line is None:
+        connection = self._connections.get(loop)
+        if connection is None:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.setblocking(False)
             try:
@@ -178,5 +178,5 @@ class Session:
             except OSError as error:
                 sock.close()
                 raise _gone() from error
-            line = self._lines[loop] = _Line(sock)
-        return await line.ask(method, self.peer, data)
+            connection = self._connections[loop] = _HostConnection(sock)
+        return await connection.ask(method, self.peer, data)

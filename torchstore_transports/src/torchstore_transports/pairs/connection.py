@@ -15,7 +15,7 @@ from torchstore_core.machine.copying import copy_pieces
 from torchstore_transports.pairs.batches import MESSAGE_MAX, Message, Run, groups, messages
 from torchstore_transports.pairs.pair import Pair, Wait, memory_at
 
-__all__ = ["Line"]
+__all__ = ["PairConnection"]
 
 # Messages, and groups of them, under way at a time: one moves while the next is being prepared.
 _WINDOW = 8
@@ -45,13 +45,13 @@ class _Received(_Sent):
         self.is_last = False
 
 
-class Line:
+class PairConnection:
     """A pair, with the memory to stage small pieces in. One batch moves over it at a time.
 
     A message that is one run of host memory is sent from there, and received there, directly. This
     is safe although a thread that waits for a message cannot be interrupted: :meth:`kill` ends the
     pair, and a pair that has ended touches no memory. Small pieces are gathered in staging memory
-    of the line, and copied only as long as it has not been killed.
+    of the connection, and copied only as long as it has not been killed.
     """
 
     def __init__(self, pair: Pair) -> None:
@@ -127,8 +127,8 @@ class Line:
             self._finish(*acknowledged)
 
     def kill(self) -> None:
-        """End the pair. When this returns, no memory that was given to the line is touched any
-        more; threads that are in its other methods raise, though maybe not at once. Idempotent.
+        """End the pair. When this returns, no memory that was given to it is touched any more;
+        threads that are in its other methods raise, though maybe not at once. Idempotent.
         """
         self._pair.kill()
         with self._lock:
@@ -200,7 +200,7 @@ class Line:
 
 
 class _Ended(Pair):
-    """What a line has after its pair."""
+    """What a connection has after its pair."""
 
     def send(self, tensor: torch.Tensor) -> Wait:
         """See ``Pair``."""
