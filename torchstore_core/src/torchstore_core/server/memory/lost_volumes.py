@@ -61,7 +61,7 @@ class LostVolumes:
             raise self._error(key, gone, stored.version)
 
     def check_put(self, txn: Txn) -> None:
-        """Raise ObjectLostError if values of a put, or a generation that it belongs to, are lost."""
+        """Raise ObjectLostError if values of a put, or a generation that it joined, are lost."""
         gone = self._first_lost(txn.values)
         if gone is not None:
             raise self._error(gone.key, gone, 0)

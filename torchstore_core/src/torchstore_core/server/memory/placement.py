@@ -127,7 +127,7 @@ def find_place(
         if not any(not known[at].lost for at in group.order):
             raise all_lost_error(strategy, volumes, group.order)
     copies = strategy_calls.copies(strategy)
-    limits: dict[int, int] = {}  # by fragmented volume: the smallest size that does not fit
+    limits: dict[int, int] = {}  # by fragmented volume: the value size from which it has no room
     while True:
         assigned = _assign(groups, known, copies, limits)
         if assigned is None:

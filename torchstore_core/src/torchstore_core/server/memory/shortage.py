@@ -48,8 +48,7 @@ def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
 def _fits_spread(
     requested: int, volumes: Sequence[VolumeRecord], items: Sequence[m.PutItem]
 ) -> bool:
-    """Return whether a put fits on no single volume, but would if its keys were placed separately.
-    """
+    """Return whether a put fits no single volume, but would fit if its keys were placed apart."""
     rooms = [v.info.capacity_bytes - v.used for v in volumes]
     keys: dict[str, int] = {}
     for item in items:

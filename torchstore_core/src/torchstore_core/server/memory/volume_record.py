@@ -26,7 +26,9 @@ class SegmentView(Protocol):
         """Record that the memory up to ``end`` has been written to."""
 
     def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Warm the first ``target`` bytes in the background, then call ``done``."""
+        """Warm the first ``target`` bytes in the background; memory of this process calls ``done``
+        when that has ended.
+        """
 
     def trim(self, start: int) -> int:
         """Return the pages from ``start`` on to the system; returns the number of bytes."""
