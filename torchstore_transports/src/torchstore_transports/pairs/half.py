@@ -1,4 +1,4 @@
-"""The server half of a transport over pairs. It imports torch with the first client."""
+"""The server half of a transport over pairs. It imports torch when its first client arrives."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["PairServer"]
 
 log = logging.getLogger(__name__)
 
-# How long a transfer that was announced waits for the pair to be made, and for the one before it.
+# How long an announced transfer waits for its pair to be made, and for the one before it to end.
 _WAIT_S = 20.0
-# Of one client. More are left over only from links that were closed.
+# Limit for one client. Additional pairs are left over only from links that were closed.
 _MAX_PAIRS = 16
 
 
@@ -76,10 +76,10 @@ class _Served:
         self._last = in_thread(work)
 
     async def give_up(self) -> None:
-        """End the pair. No byte of it reaches a segment once this returns."""
+        """End the pair. When this returns, no byte of it reaches a segment any more."""
         self.given_up = True
         self.board.close()
-        if not self.making.done():  # and nothing has been given to it
+        if not self.making.done():  # so no memory has been given to it yet
             self.making.add_done_callback(_kill)
         elif not self.making.cancelled() and not self.making.exception():
             await in_thread(self.making.result().kill)
@@ -95,7 +95,7 @@ class _Served:
 
 
 def _kill(made: asyncio.Future[PairConnection]) -> None:
-    """End a connection that is not wanted any more."""
+    """Kill a connection, if it was made, that is not wanted any more."""
     if not made.cancelled() and made.exception() is None:
         in_thread(made.result().kill)
 
@@ -103,11 +103,11 @@ def _kill(made: asyncio.Future[PairConnection]) -> None:
 class PairServer(TransportServer):
     """Makes an end of a pair for each link, and moves the batches that links announce.
 
-    The segments are mapped, and messages are received into them and sent from them directly. What
-    a client announces is checked against the segments before anything moves.
+    Messages are received directly into the mapped segments, and sent directly from them. What a
+    client announces is checked against the segments before anything moves.
 
     Attributes:
-        factory: ``"module:function"`` of the library's :data:`~.pair.PairFactory`.
+        factory: the library's :data:`~.pair.PairFactory`, as ``"module:function"``.
     """
 
     factory: ClassVar[str]
@@ -115,7 +115,7 @@ class PairServer(TransportServer):
     def __init__(self) -> None:
         self._segments: dict[int, tuple[int, int]] = {}
         self._served: dict[int, _Served] = {}
-        self._ending: dict[asyncio.Future[None], bytes] = {}  # pairs that end, by their client
+        self._ending: dict[asyncio.Future[None], bytes] = {}  # pairs being ended, by client
         self._numbers = itertools.count(1)
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
@@ -148,11 +148,11 @@ class PairServer(TransportServer):
 
     async def disconnect(self, peer: bytes) -> None:
         """See ``contracts.transport``."""
-        # Meanwhile a pair may be made that was asked for before.
+        # In the meantime, a pair may be made that was requested before.
         while numbers := [number for number, one in self._served.items() if one.peer == peer]:
             await self._give_up(numbers)
         if ending := [one for one, whose in self._ending.items() if whose == peer]:
-            await asyncio.wait(ending)  # those that it has given up itself
+            await asyncio.wait(ending)  # pairs that the client has given up itself
 
     async def close(self) -> None:
         """See ``contracts.transport``."""
@@ -178,7 +178,7 @@ class PairServer(TransportServer):
         return p.encode(p.Welcome(number, other))
 
     async def _give_up(self, numbers: Sequence[int]) -> None:
-        """End pairs. They end also if whoever waits for that is cancelled."""
+        """End pairs, and wait for that. They also end if the caller is cancelled."""
         given_up = [one for number in numbers if (one := self._served.pop(number, None))]
         ending: list[asyncio.Future[None]] = []
         for one in given_up:
@@ -193,7 +193,7 @@ class PairServer(TransportServer):
         """Return the addresses of extents.
 
         Raises:
-            TransportError: one is not inside of its segment.
+            TransportError: an extent is not inside its segment.
         """
         runs: list[tuple[int, int]] = []
         for number, offset, nbytes in extents:
@@ -207,11 +207,11 @@ class PairServer(TransportServer):
 
 
 def _load(factory: str) -> Callable[[str], tuple[Board, Callable[[], PairConnection]]]:
-    """Import torch and the library; blocks for seconds.
+    """Import torch and the library, which blocks for seconds.
 
     Returns:
-        A function that is given an address of this host, and returns a board and the call that
-        makes the connection that meets its other end there.
+        A function that takes an address of this host, and returns a board, and a call that makes
+        the connection, whose other end reaches this one at that address.
     """
     from torchstore_transports.pairs.connection import PairConnection
     from torchstore_transports.pairs.rendezvous import Board, LocalStore

@@ -35,27 +35,27 @@ from torchstore_transports.pairs.threads import Turns, in_thread
 
 __all__ = ["PairLink"]
 
-# A batch is announced in parts of at most so many copies and bytes. A handshake has room for about
-# 50,000 copies, and only whole parts are known to have arrived when a later one fails.
+# A batch is announced in parts of at most this many copies and bytes. A handshake has room for
+# about 50,000 copies, and if a part fails, only the parts before it are known to have arrived.
 _PART_COPIES = 8192
 _PART_BYTES = 1 << 30
-# A cancelled call has to end within a second.
+# How long a cancelled call may settle; it has to end within a second.
 _SETTLE_S = 0.6
-# A pair that was idle may be dead without anybody having noticed. A batch that finds this out soon
-# is moved over a new one.
+# An idle pair may have died unnoticed. A batch that fails within this time, over a pair that was
+# not new, is moved over a new pair.
 _STALE_S = 5.0
 
 
 class PairLink(Link):
     """Announces each part of a batch in a handshake, and moves it over a pair at the same time.
 
-    Batches take turns, those of all event loops. The pair is made when the link is connected, and
-    made anew when it was lost. A cancelled call ends the pair: it cannot be interrupted otherwise.
-    The server half is then asked to end its side of it, so that a cancelled write usually has a
-    certain outcome, and other calls carry on with a new pair.
+    Batches of all event loops take turns. The pair is made when the link connects, and made anew
+    after it was lost. A cancelled call ends the pair, because nothing else interrupts it. Then
+    the server half is asked to end its side, so that a cancelled write usually has a certain
+    outcome, and later calls use a new pair.
 
     Attributes:
-        factory: ``"module:function"`` of the library's :data:`~.pair.PairFactory`.
+        factory: the library's :data:`~.pair.PairFactory`, as ``"module:function"``.
     """
 
     factory: ClassVar[str]
@@ -135,14 +135,14 @@ class PairLink(Link):
             await self._give_up(connection, pair, asking, into=into)
             raise
         finally:
-            # Otherwise an error would keep them, and they the error.
+            # Otherwise an error would keep these alive, and they the error.
             del moving, asking, both, connection
 
     async def _give_up(
         self, connection: PairConnection, pair: int, asking: asyncio.Future[bytes], *, into: bool
     ) -> None:
-        """End a pair. Returns when nothing of it moves at this end, and, if it wrote, at the other
-        end; or else with ``unsettled``.
+        """End a pair. When this returns, nothing of it moves at this end, nor, if it wrote, at the
+        other end, unless ``unsettled`` is set.
         """
         cancelled = await wait_ended(in_thread(connection.kill))
         cancelled |= await wait_ended(asking, _SETTLE_S)
@@ -159,7 +159,7 @@ class PairLink(Link):
         """Return the pair and its number; make one if there is none.
 
         Raises:
-            TransportNotReadyError: the two ends have not met within the time.
+            TransportNotReadyError: the two ends have not met in time.
             TransportError: the server half refuses, or the link is closed.
         """
         if self._closed:
@@ -195,10 +195,10 @@ class PairLink(Link):
         return self._connection
 
     async def _stop(self, pair: int) -> bool:
-        """Have the server half end its side of a pair. Whether it has, within the time.
+        """Ask the server half to end its side of a pair, and return whether it has done so in time.
 
         Raises:
-            CancelledError: the caller was cancelled meanwhile; then it may not have.
+            CancelledError: the caller was cancelled meanwhile; the outcome is unknown.
         """
         stopping = asyncio.ensure_future(self._handshake(encode(Stop(pair))))
         cancelled = await wait_ended(stopping, _SETTLE_S)
@@ -210,7 +210,7 @@ class PairLink(Link):
 
 
 def _kill(made: asyncio.Future[PairConnection]) -> None:
-    """End a connection that is not wanted any more."""
+    """Kill a connection, if it was made, that is not wanted any more."""
     if not made.cancelled() and made.exception() is None:
         in_thread(made.result().kill)
 
