@@ -41,7 +41,7 @@ class AbilityTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_mapping_is_private_and_outlives_its_link(self) -> None:
-        """Writing to a mapping does not change the segment; it can still be used after ``close``."""
+        """Writing to a mapping does not change the segment; it is usable after ``close``."""
         endpoints = self.anywhere()
 
         async def work(_: Session, link: Link) -> None:
