@@ -90,7 +90,7 @@ def _installed() -> Iterator[metadata.EntryPoint]:
 
 
 def _name_of(distribution: metadata.Distribution) -> str:
-    """Return its name. To parse all metadata of every package would take five times as long."""
+    """Return the name. Parsing all metadata would take five times as long as everything else."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     found = _NAME.search(text)
     return found[1] if found is not None else str(distribution.metadata["Name"] or "")

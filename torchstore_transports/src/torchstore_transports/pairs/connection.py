@@ -30,7 +30,7 @@ class _Sent:
         self.staged = staged
 
     def wait(self) -> None:
-        """Wait until the message has been sent; libraries allow to wait only once."""
+        """Wait until the message has been moved; libraries allow only one such wait."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
@@ -153,7 +153,7 @@ class PairConnection:
         return _Received(self._pair.receive(tensor), staged, message)
 
     def _tensor(self, message: Message | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a message's memory, and its staging memory, or None if it needs none."""
+        """Return the tensor to send or receive, and the staging memory that it lies in, if any."""
         if message is None:
             return torch.zeros(1, dtype=torch.uint8, device=self._pair.device), None
         if len(message.runs) == 1 and self._pair.device.type == "cpu":
