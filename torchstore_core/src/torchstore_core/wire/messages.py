@@ -39,7 +39,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
@@ -125,6 +125,12 @@ class Put(Message, frozen=True, tag="put"):
     group: Publication | None = None
 
 
+class Rewind(Put, frozen=True, tag="rewind"):
+    """A put that goes back to ``version``: when that is whole, all that was as new or newer of
+    these keys is gone.
+    """
+
+
 class Commit(Message, frozen=True, tag="commit"):
     """Switch all keys of a put to their new versions in one step. Reply :class:`Committed`."""
 
@@ -170,6 +176,12 @@ class Locate(Message, frozen=True, tag="locate"):
     avoid: list[int] = []
 
 
+class LocateRefs(Locate, frozen=True, tag="locate-refs"):
+    """A Locate of the versions that refs name. ``timelines``: one for each want; -1: any."""
+
+    timelines: list[int] = []
+
+
 class Fetch(Message, frozen=True, tag="fetch"):
     """Find a state dict, and lease entries of it under ``lease``. Reply :class:`Fetched`.
 
@@ -185,6 +197,12 @@ class Fetch(Message, frozen=True, tag="fetch"):
     wants: list[Want] | None
     inline_max: int
     avoid: list[int] = []
+
+
+class FetchRef(Fetch, frozen=True, tag="fetch-ref"):
+    """A Fetch of exactly the version that a ref names."""
+
+    timeline: int = 0
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -234,6 +252,14 @@ class Wait(Message, frozen=True, tag="wait"):
     id: int
     keys: list[str]
     min_version: int
+
+
+class WaitAfter(Wait, frozen=True, tag="wait-after"):
+    """A Wait for what follows the version ``min_version - 1`` of one key, as a ref names it.
+    A Failure once that is no longer in the history of the key, because it was rewound.
+    """
+
+    timeline: int = 0
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -317,16 +343,20 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
 Request = (
     Hello
     | Put
+    | Rewind
     | Commit
     | Abort
     | Locate
+    | LocateRefs
     | Fetch
+    | FetchRef
     | Release
     | Keep
     | Delete
     | Exists
     | Keys
     | Wait
+    | WaitAfter
     | Cancel
     | Unmet
     | Versions
@@ -350,7 +380,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``: the
     topology of the relay that carries the connection; None: there is no relay. ``owner``: the pid
-    of the process with which the store ends; 0: none.
+    of the process with which the store ends; 0: none. ``incarnation``: of the store's memory;
+    see ``ServerOptions``.
     """
 
     id: int
@@ -363,6 +394,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     transport: str | tuple[str, ...] | None = None
     via: Topology | None = None
     owner: int = 0
+    incarnation: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -394,6 +426,12 @@ class Committed(Message, frozen=True, tag="committed"):
 
     id: int
     versions: list[int]
+
+
+class CommittedIn(Committed, frozen=True, tag="committed-in"):
+    """A Committed, and the timeline of each of its versions. Sent once a key was rewound."""
+
+    timelines: list[int] = []
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -441,6 +479,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
             otherwise the names (and no paths) of the entries that were not requested.
         same_as: pairs ``[i, j]``: entry ``i`` shares its bytes with the earlier entry ``j``.
         leased: whether the values are leased.
+        timeline: that of the version.
     """
 
     id: int
@@ -451,6 +490,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
     same_as: list[tuple[int, int]]
     leased: bool
     continued: bool = False
+    timeline: int = 0
 
 
 class Handshaken(Message, frozen=True, tag="handshaken"):
@@ -547,6 +587,7 @@ Reply = (
     Welcome
     | Granted
     | Committed
+    | CommittedIn
     | Located
     | Fetched
     | Handshaken
