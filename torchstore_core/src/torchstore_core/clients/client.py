@@ -328,7 +328,8 @@ class Client(KeyOperations):
                 same step it becomes the newest, every version from it on of before is gone, and so
                 is what was unfinished of them. Older versions that are kept stay. Refs to what is
                 gone raise VersionGoneError, although its numbers are used again. Every participant
-                passes it, for the first version that the run puts.
+                passes it, for the first version that the run puts, and all of them live at the same
+                time: a process that ended before another joined the store is of an earlier run.
             participants: how many puts make up a version; None: the number of ranks in the meshes
                 of the DTensors, and in the meshes that these were sliced from. If ranks hold
                 different entries (pipeline stages, experts), they must pass it.
