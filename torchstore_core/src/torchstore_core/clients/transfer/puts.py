@@ -67,7 +67,7 @@ class Putting:
         clock: Clock,
         version: int,
         group: m.Publication | None,
-        rewind: bool,
+        rewind: bool = False,
     ) -> None:
         self._session = session
         self._channel = channel
