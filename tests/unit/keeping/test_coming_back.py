@@ -27,9 +27,9 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 #: What a controller and a catalog have that is no state, or that a log says in another way.
 WIRING = {
     *("volumes", "strategy", "detached", "_holders", "catalog", "operations", "_prefault"),
-    *("_warmed", "_last_put", "lost_volumes", "waiting", "_leases", "sessions"),
+    *("_warmed", "_last_put", "lost_volumes", "waiting", "_leases", "sessions", "incarnation"),
 }
-INDEX = {"_sessions", "newest", "names"}
+INDEX = {"_sessions", "newest", "names", "timelines"}
 
 
 def state_of(controller: Controller) -> Any:
@@ -37,7 +37,11 @@ def state_of(controller: Controller) -> Any:
     catalog = controller.catalog
     accounts = [(v.allocator.free_ranges(), v.allocator.used) for v in controller.volumes]
     accounts += [(v.inline, v.leased, v.unfinished) for v in controller.volumes]
-    roots = [dict(sorted(catalog.newest.items())), *(getattr(catalog, name) for name in CATALOG)]
+    roots = [
+        dict(sorted(catalog.newest.items())),
+        vars(catalog.timelines),
+        *(getattr(catalog, name) for name in CATALOG),
+    ]
     return plain([*roots, dict(sorted(controller.sessions.items())), accounts], {})
 
 

@@ -126,7 +126,7 @@ async def initialize(
                 f"{type(host).__name__} cannot start its server again when it dies: it takes no "
                 "keeper"
             )
-        if not host.shared:  # otherwise its engine refuses a second one
+        if not host.shared:  # an engine that keeps track of stores refuses a second one itself
             await starting.warn_of_another(store_name)
         return await starting.start(
             StoreOptions(
@@ -166,8 +166,8 @@ async def initialize_spmd(
     On a single host, rank 0 starts the server. No rank owns the store: it ends when the last rank
     has shut it down or has ended, however it ended. If there are ranks on several hosts, the
     package of a distributed engine is needed as well; the error names one. This function needs the
-    package ``torchstore-spmd``. ``torch.distributed`` need not be initialised; if it is, that makes
-    no difference.
+    package ``torchstore-spmd``. It makes no difference whether ``torch.distributed`` is
+    initialised.
 
     If the environment names a store that is already running, this call starts a second one, and the
     first rank of each host issues a RuntimeWarning; :func:`connect_or_initialize`, called by all
@@ -186,7 +186,7 @@ async def initialize_spmd(
     Raises:
         ConfigurationError: the environment is not that of a rank (the error lists everything that
             is wrong with it), an argument is invalid, or this process already has such a store.
-        StoreTimeoutError: a rank did not join in time; ``details["missing_ranks"]`` lists these.
+        StoreTimeoutError: ranks did not join in time; ``details["missing_ranks"]`` lists them.
         PluginError: ``torchstore-spmd`` is not installed, or, with ranks on several hosts, no
             engine that spans them; or the strategy is unknown.
         TorchStoreError: the error that kept another rank from joining, raised by every rank.
@@ -219,7 +219,7 @@ async def initialize_spmd(
                 await _leave(ended, _STOP_TIMEOUT_S)
             if place.local_rank == 0:  # once per host is enough
                 await starting.warn_of_another(store_name)
-        except (TorchStoreError, RuntimeWarning) as error:  # others would wait for this rank
+        except (TorchStoreError, RuntimeWarning) as error:  # the others must not wait for this rank
             await host.withdraw(store_name, error)
             raise
         options = StoreOptions(
@@ -371,7 +371,7 @@ async def connect_or_initialize(
                 keeper=keeper,
             )
         except ConfigurationError as error:
-            # Another thread or task was faster.
+            # If another thread or task has started the store meanwhile, join that one.
             if "taken" not in error.details and table.known(store_name) is before:
                 raise
 
@@ -410,7 +410,8 @@ async def _leave(store: JoinedStore, limit: float) -> None:
 
 
 async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:
-    """The address that other processes pass to :func:`connect` (or find in ``TORCHSTORE_ADDRESS``).
+    """Return the address that other processes pass to :func:`connect`, or find in
+    ``TORCHSTORE_ADDRESS``.
 
     Raises:
         StoreClosedError: this process knows no such store.
@@ -420,7 +421,7 @@ async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = Non
 
 
 async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> Client:
-    """A connected client of a store.
+    """Return a connected client of a store.
 
     Raises:
         StoreClosedError: this process knows no such store, or its server is gone.
@@ -457,6 +458,7 @@ async def put(
     tensor_slice_spec: TensorSlice | None = None,
     *,
     version: int | None = None,
+    rewind: bool = False,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
@@ -467,6 +469,7 @@ async def put(
         value,
         tensor_slice_spec,
         version=version,
+        rewind=rewind,
         timeout=timeout,
         allow_pickle=allow_pickle,
     )
@@ -476,13 +479,15 @@ async def put_batch(
     items: Mapping[str, Any],
     *,
     version: int | None = None,
+    rewind: bool = False,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> dict[str, ObjectRef]:
     """See :meth:`Client.put_batch`; raises the same."""
-    made = _client(store_name)
-    return await made.put_batch(items, version=version, timeout=timeout, allow_pickle=allow_pickle)
+    return await _client(store_name).put_batch(
+        items, version=version, rewind=rewind, timeout=timeout, allow_pickle=allow_pickle
+    )
 
 
 async def get(
@@ -517,6 +522,7 @@ async def put_state_dict(
     key: str,
     *,
     version: int | None = None,
+    rewind: bool = False,
     participants: int | None = None,
     participant: str | int | None = None,
     transfer_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
@@ -532,6 +538,7 @@ async def put_state_dict(
         state_dict,
         key,
         version=version,
+        rewind=rewind,
         participants=participants,
         participant=participant,
         transfer_dtype=transfer_dtype,
@@ -550,6 +557,7 @@ async def get_state_dict(
     *,
     version: int | None = None,
     min_version: int | None = None,
+    after: ObjectRef | None = None,
     cast: bool = False,
     report: StateDictReport | None = None,
     store_name: str = DEFAULT_NAME,
@@ -563,6 +571,7 @@ async def get_state_dict(
         strict,
         version=version,
         min_version=min_version,
+        after=after,
         cast=cast,
         report=report,
         timeout=timeout,
@@ -612,11 +621,13 @@ async def wait(
     keys: str | Iterable[str],
     *,
     min_version: int | None = None,
+    after: ObjectRef | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
 ) -> dict[str, ObjectRef]:
     """See :meth:`Client.wait`; raises the same."""
-    return await _client(store_name).wait(keys, min_version=min_version, timeout=timeout)
+    made = _client(store_name)
+    return await made.wait(keys, min_version=min_version, after=after, timeout=timeout)
 
 
 async def stat(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> Found:

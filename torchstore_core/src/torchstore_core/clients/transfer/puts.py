@@ -9,12 +9,14 @@ from typing import TypeVar
 import msgspec
 
 from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.calls.incarnations import refs_of
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import PutBatch, put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes
 from torchstore_core.errors import StoreFullError, TorchStoreError
+from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
 __all__ = ["Putting", "put_sources"]
@@ -31,22 +33,24 @@ async def put_sources(
     *,
     version: int = 0,
     group: m.Publication | None = None,
-) -> list[int]:
+    rewind: bool = False,
+) -> m.Committed:
     """Put with one message if it is small; otherwise begin, write and commit. If anything fails,
     the put is undone.
 
     Returns:
-        The version of each source; for a state dict, a single one.
+        The reply, with the version of each source; for a state dict, a single one.
     """
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [source.item(inline_bytes(source)) for source in sources]
-        put = m.Put(channel.next_id(), session.next_id(), items, version, group)
+        kind = m.Rewind if rewind else m.Put
+        put = kind(channel.next_id(), session.next_id(), items, version, group)
         reply = await _begin(session, channel, put, m.Committed, clock)
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
-        return reply.versions
-    with Putting(session, channel, sources, clock, version, group) as putting:
+        return reply
+    with Putting(session, channel, sources, clock, version, group, rewind) as putting:
         await putting.begin()
         await putting.write()
         return await putting.commit()
@@ -63,6 +67,7 @@ class Putting:
         clock: Clock,
         version: int,
         group: m.Publication | None,
+        rewind: bool = False,
     ) -> None:
         self._session = session
         self._channel = channel
@@ -70,6 +75,7 @@ class Putting:
         self.clock = clock
         self._version = version
         self._group = group
+        self._rewind = rewind
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
@@ -86,7 +92,8 @@ class Putting:
             else source.item(None if source.nbytes else b"")
             for source in self._sources
         ]
-        put = m.Put(self._channel.next_id(), self._txn, items, self._version, self._group)
+        kind = m.Rewind if self._rewind else m.Put
+        put = kind(self._channel.next_id(), self._txn, items, self._version, self._group)
         granted = await _begin(self._session, self._channel, put, m.Granted, self.clock)
         self._grants = granted.grants
         self.clock.phase("plan")
@@ -106,14 +113,18 @@ class Putting:
         self._sources = self._batches = ()
         self.clock.phase("copy")
 
-    async def commit(self) -> list[int]:
-        """Make the values visible to readers; returns their versions."""
+    async def commit(self) -> m.Committed:
+        """Make the values visible to readers; returns the reply, with their versions."""
         commit = m.Commit(self._channel.next_id(), self._txn)
         quick = len(self._grants) <= QUICK_ENTRIES
         done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")
-        return done.versions
+        return done
+
+    def refs(self, keys: Sequence[str], reply: m.Committed) -> list[ObjectRef]:
+        """The refs of what was committed, one for each key."""
+        return refs_of(keys, reply, self._session.welcome.incarnation)
 
     def undo_with(self, owner: object) -> None:
         """Undo the put when ``owner`` is collected: the task of a closed event loop never ends."""

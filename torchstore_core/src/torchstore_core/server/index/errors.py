@@ -1,4 +1,4 @@
-"""The errors of keys and versions, in words that say what to do."""
+"""Errors about keys and versions, with messages that say what to do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torchstore_core.errors import (
 )
 from torchstore_core.reports.stat import Pending
 
-__all__ = ["entry_error", "gone_error", "missing_error", "no_base_error", "partial_error"]
-__all__ += ["used_error", "version_lost_error"]
+__all__ = ["entry_error", "fenced_error", "gone_error", "in_vain_error", "missing_error"]
+__all__ += ["no_base_error", "partial_error", "rewound_error", "used_error", "version_lost_error"]
 
 
 def missing_error(keys: list[str]) -> KeyNotFoundError:
@@ -22,7 +22,7 @@ def missing_error(keys: list[str]) -> KeyNotFoundError:
 
 
 def entry_error(key: str, keys: list[str]) -> KeyNotFoundError:
-    """The error for an entry of a state dict, among ``keys`` that are to be deleted."""
+    """The error for deleting ``keys`` of which ``key`` is only an entry of a state dict."""
     return KeyNotFoundError(
         f"{key!r} is an entry of a state dict, no key of its own; the state dict is "
         "deleted as a whole",
@@ -32,7 +32,7 @@ def entry_error(key: str, keys: list[str]) -> KeyNotFoundError:
 
 
 def no_base_error(key: str) -> KeyNotFoundError:
-    """The error for a partial put that has nothing to be based on."""
+    """The error for a partial put to a key that has no earlier version to build on."""
     return KeyNotFoundError(
         f"a partial put of {key!r} takes the other entries from the version before, and there "
         "is none; put the whole state dict first",
@@ -42,21 +42,21 @@ def no_base_error(key: str) -> KeyNotFoundError:
 
 
 def used_error(key: str, version: int, used: int, newest: int) -> VersionGoneError:
-    """The error for putting a version that is not above all that were used, up to ``used``;
-    ``newest``: the one there is now, 0 if there is none.
+    """The error for putting a version that is not above ``used``, the highest one used so far.
+
+    ``newest`` is the current version of the key; 0 if there is none.
     """
     now = f"it is at {used}" if newest else f"all up to {used} were used before"
     return VersionGoneError(
         f"version {version} of {key!r} cannot be put: {now}, and versions only grow, also "
-        "after a delete. Who goes back to an older checkpoint puts without version= and "
-        "carries the step as an entry of the state dict, or takes a new key for each run",
+        "after a delete. A run that goes back to an older checkpoint says so: rewind=True",
         key=key,
         details={"current": newest},
     )
 
 
 def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
-    """The error for a version that cannot be read, when ``versions`` can."""
+    """The error for a version that cannot be read; ``versions`` are those that can."""
     if versions and version > versions[-1]:
         text = f"there is no version {version} of {key!r} yet: it is at {versions[-1]}; wait for it"
         return VersionGoneError(text, key=key, details={"current": versions[-1]})
@@ -69,8 +69,39 @@ def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
     return VersionGoneError(text, key=key, details=details)
 
 
+def rewound_error(key: str, version: int, newest: int) -> VersionGoneError:
+    """The error for a ref to a version that was there before its key was rewound."""
+    return VersionGoneError(
+        f"version {version} of {key!r} is gone: the key was rewound to a version before it, or to "
+        f"its number, and is at {newest} now",
+        key=key,
+        details={"current": newest, "rewound": True},
+    )
+
+
+def fenced_error(key: str, newest: int) -> VersionGoneError:
+    """The error for a put of a run that another one has gone back behind."""
+    return VersionGoneError(
+        f"{key!r} was rewound, and is at {newest} now: this process put to it before, and had no "
+        "part in that. Nothing of its run is wanted any more; a run that takes over says so: "
+        "version=, rewind=True",
+        key=key,
+        details={"current": newest, "rewound": True},
+    )
+
+
+def in_vain_error(key: str, min_version: int, newest: int) -> VersionGoneError:
+    """The error for a wait that was under way when its key was rewound."""
+    return VersionGoneError(
+        f"version {min_version} of {key!r} is not waited for any more: the key was rewound, and is "
+        f"at {newest} now. Start over from there",
+        key=key,
+        details={"current": newest, "rewound": True},
+    )
+
+
 def version_lost_error(key: str, version: int, why: str) -> ObjectLostError:
-    """The error for a participant of a version that was lost before it was whole."""
+    """The error for a participant of a version that was lost before it was complete."""
     return ObjectLostError(
         f"version {version} of {key!r} was lost before it was whole: {why}, and parts of it were "
         "there. Nothing of it is visible; all participants go on with their next put",
@@ -84,8 +115,8 @@ def _some(words: list[str]) -> str:
 
 
 def partial_error(key: str, base: str, state: Pending) -> PartialPutError:
-    """The error for ``key``, or an entry of the state dict ``base``, whose first version is on its
-    way.
+    """The error for reading ``key`` while the first version of ``base`` is still unfinished;
+    ``base`` is the key itself, or the state dict of which ``key`` may name an entry.
     """
     boxes = [f"{name}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
     parts: list[str] = []

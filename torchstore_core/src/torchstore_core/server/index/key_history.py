@@ -1,12 +1,12 @@
-"""The versions of one key that several puts make, or of which old ones are kept: which are on their
-way, which are readable besides the newest, and which one a participant's next put belongs to.
+"""The history of a key that several participants put, or that keeps old versions: which versions
+are unfinished, which older ones can be read, and which one a participant's next put belongs to.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -15,23 +15,30 @@ from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import SessionRecord, Stored, Value, all_values, release
 
+if TYPE_CHECKING:
+    from torchstore_core.server.index.timelines import Branch
+
 __all__ = ["KeyHistory", "PutTarget"]
 
-# Layouts of one key that are remembered.
+# Maximum number of layouts (put sequences) of one key that are remembered.
 _MAX_SEQUENCES = 16
-# Generations of one sequence that wait for others.
+# Maximum number of generations of one sequence that wait for other participants.
 _MAX_PENDING = 16
 
 
 class PutTarget(NamedTuple):
-    """The version that a participant's put belongs to, and what has to make way for it.
+    """The version that a participant's put belongs to, and what must make way for the put.
 
     Attributes:
-        generation: the version, on its way or about to begin. None: it is there already, or was
-            overtaken, so that nothing is to be written.
-        left_over: generations that an earlier run left unfinished, which do not count any more.
-        behind: generations that are so far behind that nobody will finish them.
-        replaced: contributions to ``generation`` whose place this one takes.
+        generation: the generation of that version, which may be new. None: the version is complete
+            already or was overtaken, so there is nothing to write.
+        left_over: generations that an earlier run left unfinished, which no longer count.
+        behind: generations so far behind that they are no longer waited for.
+        replaced: contributions to ``generation`` that this put replaces.
+        partial: whether it takes the entries that it does not contain from the previous version.
+        branch: the branch that the put belongs to, if it goes back.
+        overruled: an earlier branch that ``branch`` replaces.
+        present: the timeline of ``version`` without ``branch``.
     """
 
     key: str
@@ -43,22 +50,62 @@ class PutTarget(NamedTuple):
     left_over: Sequence[Generation] = ()
     behind: Sequence[Generation] = ()
     replaced: Sequence[Contribution] = ()
+    partial: bool = False
+    branch: Branch | None = None
+    overruled: Branch | None = None
+    present: int = 0
+
+    @property
+    def timeline(self) -> int:
+        """That of the version."""
+        return self.present if self.branch is None else self.branch.timeline
 
 
 class KeyHistory(msgspec.Struct, eq=False):
-    """What there is of a key besides its newest version.
+    """The versions of a key other than its newest, and the progress of its participants.
 
     Attributes:
-        sequences: its puts, by their layout.
-        pending: versions on their way, by number, ascending.
-        kept: older versions that can still be read, by number.
-        keep: how many versions can be read, the newest included.
+        sequences: the put sequences of the key, by layout.
+        pending: its unfinished versions, by number, ascending.
+        kept: its older versions that can still be read, by number.
+        keep: how many of its versions stay readable, the newest included.
+        branches: the runs that are about to go back, by the version that they go back to.
+        fenced: processes that put to the key before it was rewound, and had no part in that.
     """
 
     sequences: dict[Hashable, PutSequence] = {}
     pending: dict[int, Generation] = {}
     kept: dict[int, Stored] = {}
     keep: int = 1
+    branches: dict[int, Branch] = {}
+    fenced: set[SessionRecord] = set()
+
+    def generations(self) -> Iterable[Generation]:
+        """All versions that are on their way."""
+        yield from self.pending.values()
+        for branch in self.branches.values():
+            yield from branch.history.pending.values()
+
+    def drop_empty(self) -> list[Value]:
+        """Drop the branches of which nothing is on its way; the values that nobody holds now."""
+        empty = [branch for branch in self.branches.values() if not branch.history.pending]
+        return [value for branch in empty for value in branch.drop_from(self)]
+
+    def sessions(self) -> set[SessionRecord]:
+        """The living processes that have put to it."""
+        every = [one for some in self.sequences.values() for one in some.participants.values()]
+        return {s for one in every for s in one.sessions if s.closed is None}
+
+    def branch_of(
+        self, layout: Hashable, participant: str, session: SessionRecord
+    ) -> Branch | None:
+        """The branch that this process has put to as this participant."""
+        for branch in reversed(self.branches.values()):
+            sequence = branch.history.sequences.get(layout)
+            one = None if sequence is None else sequence.participants.get(participant)
+            if one is not None and one.sessions[-1] is session:
+                return branch
+        return None
 
     # ---- decisions, which change nothing --------------------------------------------------
 
@@ -71,15 +118,15 @@ class KeyHistory(msgspec.Struct, eq=False):
         replica: bool,
         living: Collection[SessionRecord],
     ) -> tuple[int, Generation | None, list[Generation]]:
-        """Where the next put of a participant belongs that names no version.
+        """Determine where a participant's next put belongs if it names no version.
 
         Args:
-            replica: versions may become whole without this participant.
-            living: sessions of processes that live.
+            replica: whether versions may become whole without this participant.
+            living: the sessions of running processes.
 
         Returns:
-            The version, 0 if a new one begins; its generation, None if it is not on its way; and
-            the generations before it that an earlier run left unfinished.
+            The version (0: a new one begins), its generation (None if it is not unfinished), and
+            the earlier generations that a previous run left unfinished.
         """
         one = sequence.participants.get(participant)
         earlier = session if one is None else one.sessions[-1]
@@ -91,7 +138,7 @@ class KeyHistory(msgspec.Struct, eq=False):
             generation = self.pending.get(version)
             if generation is None:
                 if came_back or (version in sequence.whole and not replica):
-                    continue  # it did not miss its turn: it was not there
+                    continue  # the participant was not there, so it has missed no turn
                 return version, None, left_over
             if participant in generation.contributions:
                 continue
@@ -109,17 +156,20 @@ class KeyHistory(msgspec.Struct, eq=False):
         participant: str,
         session: SessionRecord,
         living: Collection[SessionRecord],
+        *,
+        rewind: bool = False,
     ) -> tuple[Generation | None, list[Contribution]]:
-        """A participant names a version that is on its way, and may have put to it before: then
-        the new put counts, and nothing that an earlier run left.
+        """Determine what a put that names an unfinished version replaces: the participant's own
+        earlier contribution, and contributions that an earlier run left. A ``rewind`` begins a
+        run: contributions of processes that had ended before this one began are not part of it.
 
         Returns:
-            The generation, None if nothing of it counts any more; and the contributions to it that
-            do not count.
+            The generation (None if all of it is replaced), and the contributions to it that are
+            replaced.
 
         Raises:
-            ConfigurationError: its other put to that version is still under way.
-            VersionGoneError: living participants put that version with another layout.
+            ConfigurationError: the participant's other put to that version is still under way.
+            VersionGoneError: running processes put that version with another layout.
         """
         if generation.sequence is not sequence:
             if generation.is_alive:
@@ -131,6 +181,10 @@ class KeyHistory(msgspec.Struct, eq=False):
             return None, []
         earlier = generation.contributions.get(participant)
         replaced = _left_over(generation, participant, session, living)
+        if rewind:
+            others = [c for p, c in generation.contributions.items() if p != participant]
+            ended = [c for c in others if c.session.closed is not None]
+            replaced = [c for c in ended if (c.session.closed or 0) <= session.opened]
         if earlier is not None:
             if not earlier.committed:
                 raise ConfigurationError(
@@ -145,19 +199,19 @@ class KeyHistory(msgspec.Struct, eq=False):
     def far_behind(
         self, sequence: PutSequence, without: Collection[Generation]
     ) -> list[Generation]:
-        """The generations that will not be waited for when a sequence begins one more: of very many
-        the oldest, unless somebody is writing them, or they are partial and complete and bring what
-        no later one brings.
+        """Return the generations to give up when a sequence begins another one: the oldest if too
+        many are waiting. Those being written are kept, and so are complete partial ones that have
+        entries found in no later one.
         """
         pending = [g for g in self.pending.values() if g.sequence is sequence and g not in without]
         waiting = [g for g in pending if not g.is_written]
         oldest = waiting[: -_MAX_PENDING + 1]
         return [old for at, old in enumerate(oldest, 1) if not _brings_more(old, waiting[at:])]
 
-    # ---- transitions, which return the values that nobody holds any more ------------------
+    # ---- transitions, which return the values that nothing holds any more -----------------
 
     def clear(self, target: PutTarget) -> list[Value]:
-        """Drop what has to make way for a put."""
+        """Drop the generations and contributions that must make way for a put."""
         freed: list[Value] = []
         for generation in target.left_over:  # as if they had never begun
             freed += generation.discard()
@@ -171,7 +225,7 @@ class KeyHistory(msgspec.Struct, eq=False):
         return freed
 
     def join(self, target: PutTarget, session: SessionRecord) -> Contribution:
-        """Begin the contribution of a put."""
+        """Begin the contribution of a put, and its generation if it is new."""
         self._remember(target.layout, target.sequence)
         one = target.sequence.participant(target.participant)
         contribution = Contribution(target.participant, session, one.version)
@@ -186,7 +240,9 @@ class KeyHistory(msgspec.Struct, eq=False):
         return contribution
 
     def _remember(self, layout: Hashable, sequence: PutSequence) -> None:
-        """Keep the sequence of a layout, and forget the one that began first if there are many."""
+        """Keep the sequence of a layout. If there are too many, forget the oldest one that has no
+        unfinished versions.
+        """
         if layout in self.sequences:
             return
         busy = {id(generation.sequence) for generation in self.pending.values()}
@@ -196,12 +252,12 @@ class KeyHistory(msgspec.Struct, eq=False):
         self.sequences[layout] = sequence
 
     def overtake(self, version: int) -> list[Value]:
-        """``version`` is the newest: nobody wants older ones any more that are on their way."""
+        """Drop all unfinished versions older than ``version``, which is now the newest."""
         older = [self.pending.pop(v) for v in list(self.pending) if v < version]
         return [value for generation in older for value in generation.discard()]
 
     def shelve(self, old: Stored | None) -> list[Value]:
-        """Keep the version that was the newest until now, and drop the oldest beyond ``keep``."""
+        """Keep ``old``, the newest version until now, and drop the oldest ones beyond ``keep``."""
         if old is not None:
             self.kept[old.version] = old
         freed: list[Value] = []
@@ -211,7 +267,9 @@ class KeyHistory(msgspec.Struct, eq=False):
 
 
 def _brings_more(old: Generation, later: Iterable[Generation]) -> bool:
-    """Whether dropping ``old`` would lose something: no later one brings all that it does."""
+    """Return whether dropping ``old`` would lose entries: it is a complete partial generation, and
+    the complete later ones do not contain all of its entries.
+    """
     if not old.is_partial or not old.is_complete:
         return False
     later_names = {name for one in later if one.is_complete for name in one.names}
@@ -224,13 +282,13 @@ def _left_over(
     session: SessionRecord,
     living: Collection[SessionRecord],
 ) -> list[Contribution]:
-    """The contributions of an earlier run to a generation that ``participant`` is about to join.
+    """Return the contributions of an earlier run to a generation that ``participant`` will join.
 
-    They were put by processes that had ended before this one began, and joining them would make a
-    version out of two runs. That is so if the participant itself has died and come back, and the
-    other process lived beside its earlier one; and, if the participant is new, when the other one
-    has come back, too: it has put since, or a process of its rank lives.
-    (Processes that come one after the other, and never live at the same time, do make one version.)
+    They come from processes that ended before this one began; joining them would mix two runs in
+    one version. A contribution counts as such if its process ran at the same time as an earlier
+    process of ``participant``, or if its own participant has been restarted: it has put from
+    another session since, or a process of the same rank has started since and is still running.
+    (Processes that run one after the other, and never at the same time, do make one version.)
     """
     participants = generation.sequence.participants
     one = participants.get(participant)

@@ -1,4 +1,4 @@
-"""The clients that wait for versions of keys."""
+"""Requests of clients that wait for versions of keys."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from torchstore_core.errors import TorchStoreError
 from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.errors import in_vain_error, rewound_error
 from torchstore_core.server.index.records import Stored, Waiter
 from torchstore_core.wire import messages as m
 
@@ -19,10 +21,10 @@ _MOST_NAMES = 256
 
 
 class Waiting:
-    """All unanswered Waits of a store. False if there are none.
+    """All unanswered Wait requests of a store; false if there are none.
 
     Args:
-        is_lost: whether a version cannot be read any more; then the Wait is for the next one.
+        is_lost: returns whether a version can no longer be read; a Wait then waits for the next.
     """
 
     def __init__(self, catalog: Catalog, is_lost: Callable[[Stored], bool]) -> None:
@@ -34,10 +36,26 @@ class Waiting:
         return bool(self._by_key)
 
     def add(
-        self, keys: list[str], min_version: int, reply: Callable[[list[int]], None]
+        self,
+        keys: list[str],
+        min_version: int,
+        reply: Callable[[list[int]], None],
+        timeline: int = -1,
+        fail: Callable[[TorchStoreError], None] | None = None,
     ) -> Waiter | None:
-        """Call ``reply`` with the versions once all keys are there; None if they are already."""
-        waiter = Waiter(keys, min_version, reply)
+        """Call ``reply`` with the versions once all keys have reached ``min_version``. Returns
+        None if they have already.
+
+        Args:
+            timeline, fail: see ``Waiter``.
+
+        Raises:
+            VersionGoneError: the key was rewound to before the version that the wait follows.
+        """
+        waiter = Waiter(keys, min_version, reply, timeline, fail)
+        for key in keys:
+            if not self._follows(waiter, key):
+                raise rewound_error(key, min_version - 1, self._catalog.newest_version(key))
         versions = self._satisfied(waiter)
         if versions is not None:
             reply(versions)
@@ -47,7 +65,7 @@ class Waiting:
         return waiter
 
     def forget(self, waiter: Waiter) -> None:
-        """Drop a waiter."""
+        """Drop a waiter without answering it."""
         for key in waiter.keys:
             waiting = self._by_key.get(key)
             if waiting is not None:
@@ -56,8 +74,8 @@ class Waiting:
                     del self._by_key[key]
 
     def wake(self, keys: Iterable[str], state_dicts: Iterable[str]) -> None:
-        """Look again for those who wait for one of these keys, or for one of these state dicts or
-        an entry of it.
+        """Check the waiters again that wait for one of ``keys``, or for one of ``state_dicts`` or
+        an entry of one, and answer those whose condition is met.
         """
         woken: set[Waiter] = set()
         for key in keys:
@@ -72,8 +90,31 @@ class Waiting:
                 self.forget(waiter)
                 waiter.reply(versions)
 
+    def end(self, rewound: Iterable[tuple[str, bool]]) -> None:
+        """Keys have begun new timelines, see ``Change``: those who wait for a version above the one
+        that they went back to, or for what follows a version that is gone, do so in vain.
+        """
+        for base, went_back in rewound:
+            keys = [key for key in self._by_key if key == base or key.startswith(f"{base}/")]
+            for key in keys:
+                newest = self._catalog.newest_version(key)
+                for waiter in list(self._by_key.get(key, ())):
+                    if waiter.timeline < 0:
+                        in_vain = went_back and waiter.min_version > max(newest, 1)
+                    else:
+                        in_vain = not self._follows(waiter, key)
+                    if in_vain and waiter.fail is not None:
+                        self.forget(waiter)
+                        waiter.fail(in_vain_error(key, waiter.min_version, newest))
+
+    def _follows(self, waiter: Waiter, key: str) -> bool:
+        """Whether the version that a waiter follows is still in the history of the key."""
+        if waiter.timeline < 0 or waiter.min_version < 2:
+            return True
+        return self._catalog.timeline(key, waiter.min_version - 1) == waiter.timeline
+
     def unmet(self, keys: list[str], min_version: int) -> list[m.UnmetKey]:
-        """The first keys that are not there, or not in that version, and why, in short."""
+        """Return the first few keys that do not meet the condition, and briefly why."""
         found: list[m.UnmetKey] = []
         for key in keys:
             there = self._catalog.find(key)
@@ -86,7 +127,7 @@ class Waiting:
         return found
 
     def _pending(self, key: str) -> list[Pending]:
-        """Versions on their way of a key, or of the state dict that it may be an entry of."""
+        """Return unfinished versions of a key, or of the state dict of which it may be an entry."""
         bases = [key, *(key[:at] for at, character in enumerate(key) if character == "/")]
         for base in bases:
             if pending := self._catalog.pending(base):
@@ -99,12 +140,14 @@ class Waiting:
             found = self._catalog.find(key)
             if found is None or found[1] < waiter.min_version or self._is_lost(found[0]):
                 return None
+            if not self._follows(waiter, key):
+                return None
             versions.append(found[1])
         return versions
 
 
 def _in_short(pending: Pending) -> Pending:
-    """Without what may be thousands of names."""
+    """Return ``pending`` with its lists shortened, which may have thousands of names."""
     return msgspec.structs.replace(
         pending,
         committed=pending.committed[:_MOST_NAMES],

@@ -20,7 +20,7 @@ from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index import moments
-from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.index.records import SessionRecord, Versions
 from torchstore_core.server.keeping.log import Log, Record
 from torchstore_core.server.keeping.state import StateReader, written
 from torchstore_core.wire import messages as m
@@ -32,7 +32,9 @@ __all__ = ["Opened", "RecordedController", "Repeated"]
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
 _VALUES, _STATE = 8, 9
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(m.Put | m.Commit | m.Delete | m.Locate | m.Fetch).decode
+_decode = msgspec.msgpack.Decoder(
+    m.Put | m.Rewind | m.Commit | m.Delete | m.Locate | m.LocateRefs | m.Fetch | m.FetchRef
+).decode
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 _decode_release = msgspec.msgpack.Decoder(tuple[list[int], list[tuple[int, list[int]]]]).decode
 
@@ -57,10 +59,15 @@ _decode_opened = msgspec.msgpack.Decoder(Opened).decode
 
 
 class Repeated(NamedTuple):
-    """What repeating a request has given: a result, or an error, as it is sent."""
+    """What repeating a request has given: a result, or an error, as it is sent.
+
+    Args:
+        timelines: of the versions that are, or are in, the result; None: they are not ``Versions``.
+    """
 
     result: Any
     error: tuple[str, str, str | None, dict[str, Any]] | None = None
+    timelines: list[int] | None = None
 
 
 class RecordedController(Controller):
@@ -253,9 +260,11 @@ class RecordedController(Controller):
         try:
             match request:
                 case m.Put():
-                    return Repeated(Controller.put(self, session, request))
+                    versions, grants = Controller.put(self, session, request)
+                    return Repeated((list(versions), grants), None, _timelines(versions))
                 case m.Commit():
-                    return Repeated(Controller.commit(self, session, request.txn))
+                    versions = Controller.commit(self, session, request.txn)
+                    return Repeated(list(versions), None, _timelines(versions))
                 case m.Delete():
                     return Repeated(Controller.delete(self, request.keys, request.strict))
                 case m.Locate():
@@ -287,3 +296,7 @@ class RecordedController(Controller):
         _VALUES: _values_again,
         _STATE: _state_again,
     }
+
+
+def _timelines(versions: list[int]) -> list[int] | None:
+    return versions.timelines if isinstance(versions, Versions) else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
 from torchstore_core.machine.processes import ProcessWatch, started
-from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.index.records import SessionRecord, Versions
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -141,8 +141,13 @@ class Returning:
             return None
         if found.error is not None:
             raise from_wire(*found.error)
-        result: tuple[list[int], list[m.Grant | None] | None] | list[int] | int = found.result
-        return result
+        if found.timelines is None:
+            result: tuple[list[int], list[m.Grant | None] | None] | list[int] | int = found.result
+            return result
+        if isinstance(found.result, list):
+            return Versions(found.result, found.timelines)
+        versions, grants = found.result
+        return Versions(versions, found.timelines), grants
 
     def close(self) -> None:
         """Watch no process any more."""

@@ -16,7 +16,7 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 
 __all__ = ["CATALOG", "StateReader", "written"]
 
-#: The attributes of a catalog that are state, besides the newest versions.
+#: The attributes of a catalog that are state, besides the newest versions and the timelines.
 CATALOG = ("histories", "unsettled", "_deleted", "_version_floor")
 
 
@@ -36,6 +36,7 @@ def written(controller: Controller, more: dict[str, Any]) -> Iterator[tuple[bool
         "plain": len(plain),
         "others": others,
         "catalog": {name: getattr(catalog, name) for name in CATALOG},
+        "timelines": dict(vars(catalog.timelines)),
         "sessions": list(controller.sessions.values()),
         "volumes": [_volume_state(volume) for volume in controller.volumes],
         "more": more,
@@ -61,6 +62,7 @@ class StateReader:
         catalog.names.add(list(catalog.newest))
         for name, value in state["catalog"].items():
             setattr(catalog, name, value)
+        vars(catalog.timelines).update(state["timelines"])
         sessions: list[SessionRecord] = state["sessions"]
         controller.sessions.update([(session.token, session) for session in sessions])
         for volume, kept in zip(controller.volumes, state["volumes"], strict=True):
