@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 import msgspec
 
 from torchstore_core.errors import KeyNotFoundError
+from torchstore_core.machine import moments
 from torchstore_core.reports.stat import Pending
-from torchstore_core.server.index import moments
 from torchstore_core.server.index.errors import (
     entry_error,
     fenced_error,

@@ -16,10 +16,10 @@ import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import TorchStoreError
+from torchstore_core.machine import moments
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
-from torchstore_core.server.index import moments
 from torchstore_core.server.index.records import SessionRecord, Versions
 from torchstore_core.server.keeping.log import Log, Record
 from torchstore_core.server.keeping.state import StateReader, written
