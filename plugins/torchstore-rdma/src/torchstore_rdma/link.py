@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from torchstore_core.contracts.transport import Copy, Link, LinkContext
+from torchstore_core.contracts.transport import Copy, Link, LinkContext, Memory
 from torchstore_core.errors import (
     StoreClosedError,
     TransportError,
@@ -89,7 +89,7 @@ class _Connection:
 
         exposed = {one.segment: one for one in welcome.exposed}
         self._one_sided = bool(place.rdma_devices and welcome.place.rdma_devices)
-        self._engine = Engine(make, exposed, pins=self._pins)
+        self._engine = Engine(make, exposed, pins=self._pins, keep=fabric.kept())
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await asyncio.wrap_future(self._engine.started)
@@ -122,6 +122,10 @@ class _Connection:
     def is_gone(self) -> bool:
         """Whether the server half may end its side."""
         return self.gone or (self._engine is not None and self._engine.ended.done())
+
+    def kept(self) -> tuple[int, int, int]:
+        """See :meth:`RdmaLink.kept`."""
+        return self._engine.kept if self._engine is not None else (0, 0, 0)
 
     async def run(self, job: Job) -> None:
         """Run a batch to its end.
@@ -219,10 +223,23 @@ class RdmaLink(Link):
         return link
 
     async def write(self, copies: Sequence[Copy]) -> None:
-        await self._move(copies, write=True)
+        await self._move(copies, (), write=True)
 
     async def read(self, copies: Sequence[Copy]) -> None:
-        await self._move(copies, write=False)
+        await self._move(copies, (), write=False)
+
+    async def write_from(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
+        """See ``SupportsRegistration``: what is given as ``memory`` stays registered."""
+        await self._move(copies, memory, write=True)
+
+    async def read_into(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
+        """See ``SupportsRegistration``."""
+        await self._move(copies, memory, write=False)
+
+    def kept(self) -> tuple[int, int, int]:
+        """Bytes and pieces of user memory that are registered now, and how often any has been."""
+        connection = self._connection
+        return connection.kept() if connection is not None else (0, 0, 0)
 
     def close(self) -> None:
         with self._lock:
@@ -231,7 +248,7 @@ class RdmaLink(Link):
         if connection is not None:
             connection.close()
 
-    async def _move(self, copies: Sequence[Copy], *, write: bool) -> None:
+    async def _move(self, copies: Sequence[Copy], memory: Sequence[Memory], *, write: bool) -> None:
         need, broken, done = 0, 0, 0
         while True:
             try:
@@ -243,12 +260,13 @@ class RdmaLink(Link):
                 broken += 1
                 await asyncio.sleep(_AGAIN_S)
                 continue
-            job = Job(copies[done:], write=write)
+            job = Job(copies[done:], write=write, memory=memory)
             try:
                 await connection.run(job)
                 return
             except NotExposedError as error:
                 need = error.need
+                error.__traceback__ = None  # it would keep the user's memory alive, in a cycle
                 connection.retire()
             except TransportError as error:
                 done += error.details.get("done", 0)
@@ -260,6 +278,7 @@ class RdmaLink(Link):
                 broken += 1
                 if broken == _TRIES:
                     raise
+                error.__traceback__ = None
             except asyncio.CancelledError:
                 ending = asyncio.ensure_future(connection.give_up(job))
                 await wait_ended(ending)

@@ -20,7 +20,7 @@ from torchstore_core.clients.values.tensors import (
     split_rows,
     strided_copy,
 )
-from torchstore_core.contracts.transport import Copy, Link
+from torchstore_core.contracts.transport import Copy, Link, SupportsRegistration
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 
@@ -59,7 +59,7 @@ async def by_copies(link: Link, batch: Batch, room: int | None) -> None:
             await _pack(plan)
     try:
         with link_errors():
-            await (link.write if batch.into_segment else link.read)(plan.copies)
+            await _move(link, batch, plan.copies)
     except TransportError as error:
         done = error.details.get("done")
         if type(done) is int and 0 < done <= len(plan.copies):
@@ -68,6 +68,14 @@ async def by_copies(link: Link, batch: Batch, room: int | None) -> None:
     if not batch.into_segment:
         await _unpack(plan)
     batch.prepared = None
+
+
+async def _move(link: Link, batch: Batch, copies: list[Copy]) -> None:
+    if isinstance(link, SupportsRegistration):
+        move = link.write_from if batch.into_segment else link.read_into
+        await move(copies, batch.memory())
+    else:
+        await (link.write if batch.into_segment else link.read)(copies)
 
 
 def _plan(link: Link, batch: Batch, room: int | None) -> CopyPlan:
