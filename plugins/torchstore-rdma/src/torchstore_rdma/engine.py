@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -25,6 +29,8 @@ log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 500e-6
 # Parts of a batch under way at a time, so that the network does not wait for Python.
 _AHEAD = 2
+# How long the end of the process waits for that of an agent.
+_EXIT_S = 1.0
 
 
 class NotExposedError(TransportError):
@@ -82,6 +88,24 @@ class Job:
         return min([flying.first for flying in self.flying], default=self.started)
 
 
+_running: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """At the end of the process: a thread that is in the library when the interpreter ends aborts
+    the process, and tensors that die with it give the threads something to do.
+    """
+    mine = [engine for engine in _running if engine.pid == os.getpid()]
+    for engine in mine:
+        engine.stop()
+    for engine in mine:
+        with contextlib.suppress(TimeoutError):
+            engine.ended.result(_EXIT_S)
+
+
+atexit.register(_end_all)
+
+
 class Engine:
     """A thread with an agent, from the first moment on, until :meth:`stop`.
 
@@ -118,6 +142,8 @@ class Engine:
         self.ended = _future()
         #: Resolved when the agent is there.
         self.started = _future()
+        self.pid = os.getpid()
+        _running.add(self)
         self._thread = threading.Thread(target=self._run, name="torchstore-rdma", daemon=True)
         self._thread.start()
 
