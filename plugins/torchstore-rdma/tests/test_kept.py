@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.processes import run_script
 from tests.support import running_store, until
 
-import torchstore_core as ts
 from torchstore_core.contracts.transport import Copy, Memory
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.virtual_memory import is_locked
@@ -201,20 +199,3 @@ async def test_tensors_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(wide[:, 512:], whole[:, :512])
         # Both sides of the put and of the gets, each once.
         assert link.kept()[1:] == (14, 14)
-
-
-async def test_a_process_ends_well_while_memory_is_kept() -> None:
-    """Its tensors die with it, when no thread may run Python any more."""
-    async with running_store(prefer=["rdma"], block=["shm", "inline"], prefault=0):
-        await run_script(
-            f"""
-            from torchstore_rdma import fabric
-            fabric.pins = lambda *_: True
-            client = await ts.connect({(await ts.address())!r}, prefer=["rdma"], block=["shm"])
-            values = {{f"t{{at}}": torch.ones(1 << 18) for at in range(200)}}
-            await client.put_batch(values)
-            (link,) = (await client._joined.session(5)).volumes[0]._links.values()
-            assert link.kept()[1] == 200
-            """,
-            fresh=True,
-        )
