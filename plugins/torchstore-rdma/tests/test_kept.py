@@ -15,7 +15,7 @@ from torchstore_core.contracts.transport import Copy, Memory
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.virtual_memory import is_locked
 from torchstore_rdma import fabric
-from torchstore_rdma.link import RdmaLink
+from torchstore_rdma.link import RdmaLink, RegisteringLink
 
 from .pairs import MB, needs_nixl, pair
 from .pairs import Memory as Bytes
@@ -39,6 +39,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[Copy]:
 
 
 async def _read(link: RdmaLink, tensors: Sequence[torch.Tensor]) -> None:
+    assert isinstance(link, RegisteringLink)
     await link.read_into(_copies(tensors), _memory(tensors))
 
 
@@ -55,6 +56,7 @@ async def test_what_is_read_twice_is_registered_once(tmp_path: Path) -> None:
             await _read(link, tensors)
             assert all(bool((one == value).all()) for one in tensors)
             assert link.kept() == (8 * _SMALL, 8, 8)
+        assert isinstance(link, RegisteringLink)
         await link.write_from(_copies(tensors[:4]), _memory(tensors[:4]))
         await _read(link, [one[:100] for one in tensors])  # a part of what is registered
         assert link.kept() == (8 * _SMALL, 8, 8)
