@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchstore_core.testing import TransportTests
+from torchstore_rdma import fabric
 
 from .pairs import needs_nixl
 
