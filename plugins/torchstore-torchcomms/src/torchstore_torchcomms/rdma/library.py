@@ -26,7 +26,6 @@ _SUCCESS = 0
 
 def _library() -> Any:
     try:
-        importlib.import_module("torchcomms")  # loads what the module needs
         return importlib.import_module(MODULE)
     except (ImportError, OSError) as error:
         raise TransportUnavailableError(
