@@ -110,9 +110,12 @@ async def test_a_storage_that_was_freed_and_allocated_again_is_registered_anew(
             await _read(link, [tensor])
             assert bool((tensor == value).all())
             assert link.kept() == (size, 1, at)
-            storage.resize_(0)
-            storage.resize_(size)
-            assert tensor.data_ptr() == address, "the allocator did not give the same address"
+            for _ in range(99):  # somebody else may get the address first
+                storage.resize_(0)
+                storage.resize_(size)
+                if tensor.data_ptr() == address:
+                    break
+            assert tensor.data_ptr() == address, "the allocator gives other addresses"
         # Given back for good, it is not kept either: the next transfer notices.
         storage.resize_(0)
         small = torch.zeros(_SMALL, dtype=torch.uint8)

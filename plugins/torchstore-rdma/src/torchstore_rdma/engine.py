@@ -294,6 +294,7 @@ class Engine:
             raise NotExposedError(need)
         if self._pins:
             job.held = kept.hold(layout.ranges(made), job.memory)
+            self.kept = (kept.nbytes, len(kept), kept.made)
             job.memory = ()  # a job must not keep alive what it is about
             if job.held.missing:
                 for address, nbytes in layout.spans(made[job.held.missing]):
