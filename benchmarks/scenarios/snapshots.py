@@ -112,9 +112,13 @@ def _trainer(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:
     )
     blocked.against("put_state_dict", _milliseconds(rounds, "put"), 1.2, at_most=True)
     blocked.against("dcp.async_save", _milliseconds(rounds, "dcp.async_save"), 1.0, at_most=True)
-    step = Metric("step while writing", "snapshots", "ms", _milliseconds(rounds, "step, writing"))
-    step.against("step alone", _milliseconds(rounds, "step alone"), 1.15, at_most=True)
-    step.against("step beside dcp", _milliseconds(rounds, "step, dcp writing"), None, at_most=True)
+    steps = []
+    for name, kind in (("step while writing", "step"), ("step on all processors", "wide step")):
+        step = Metric(name, "snapshots", "ms", _milliseconds(rounds, f"{kind}, writing"))
+        step.against(f"{kind} alone", _milliseconds(rounds, f"{kind}, alone"), 1.15, at_most=True)
+        beside = _milliseconds(rounds, f"{kind}, dcp writing")
+        step.against(f"{kind} beside dcp", beside, None, at_most=True)
+        steps.append(step)
     memory = Metric(
         "extra memory, budget 64 MiB",
         "snapshots",
@@ -122,7 +126,7 @@ def _trainer(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:
         [max(peak["nbytes"], 1) / 1e6],
         target=round(1.1 * _BUDGET / 1e6, 1),
     )
-    return [first, blocked, step, memory]
+    return [first, blocked, *steps, memory]
 
 
 def _layouts(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:

@@ -52,40 +52,41 @@ class Trainer:
         times: dict[str, float] = {}
         times["put"], _ = self._run(timed(ts.put_state_dict(self._state, _KEY)))
         self._run(ts.delete_batch(list(self._run(ts.keys(_KEY)))))
-        idle = [self._step() for _ in range(_IDLE_STEPS)]
-        times["step alone"] = sum(idle) / len(idle)
+        remaining = iter(range(_IDLE_STEPS))
+        times |= self._steps("alone", lambda: next(remaining, None) is None)
         path = self._folder / "async"
         start = time.perf_counter()
         pending = Snapshot.async_take(path, {"model": StateDict(**self._state)})
         times["async_take"] = time.perf_counter() - start
-        steps = [self._step()]
-        while not pending.done():
-            steps.append(self._step())
+        times |= self._steps("writing", pending.done)
         snapshot = pending.wait()
-        times["step, writing"] = sum(steps) / len(steps)
         times["committed"] = time.perf_counter() - start
         wrong = [] if not snapshot.verify() else ["async_take"]
         shutil.rmtree(path)
         start = time.perf_counter()
         future: Any = dcp.async_save(self._state, checkpoint_id=path, no_dist=True)
         times["dcp.async_save"] = time.perf_counter() - start
-        steps = [self._step()]
-        while not future.done():
-            steps.append(self._step())
+        times |= self._steps("dcp writing", future.done)
         future.result()
-        times["step, dcp writing"] = sum(steps) / len(steps)
         shutil.rmtree(path)
         return {"times": times, "wrong": wrong}
 
-    def _step(self) -> float:
-        """One step of some milliseconds, of nothing but arithmetic, on one thread."""
-
-        def compute() -> None:
+    def _steps(self, when: str, done: Callable[[], bool]) -> dict[str, float]:
+        """Mean seconds of steps until ``done`` (at least one of each kind): of those on one thread,
+        and of those on as many threads as there are processors, which alternate.
+        """
+        narrow, wide = [], []
+        while not narrow or not done():
             with workload.one_thread():
-                for _ in range(4):
-                    torch.mm(self._matrix, self._matrix)
+                narrow.append(timed_call(self._step))
+            wide.append(timed_call(self._step))
+        means = sum(narrow) / len(narrow), sum(wide) / len(wide)
+        return dict(zip((f"step, {when}", f"wide step, {when}"), means, strict=True))
 
-        return timed_call(compute)
+    def _step(self) -> None:
+        """One step of some milliseconds, of nothing but arithmetic."""
+        for _ in range(4):
+            torch.mm(self._matrix, self._matrix)
 
     def peak(self, budget: int) -> dict[str, Any]:
         """Bytes of memory that an ``async_take`` with a budget needs at most, in this process, the

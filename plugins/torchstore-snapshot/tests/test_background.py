@@ -76,6 +76,16 @@ def test_batches_are_within_the_budget(tmp_path: Path) -> None:
     assert max(a + b for a, b in pairwise(sizes)) <= limit
 
 
+def test_the_program_comes_before_the_writer(tmp_path: Path) -> None:
+    Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False).wait(60)
+    pid = process.the_writer().pid
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) >= min(own + 10, 19)
+    # The kernel may divide processors between sessions, and priorities count within one.
+    assert os.getsid(pid) == os.getsid(0)
+    assert os.getpgid(pid) != os.getpgid(0)  # Ctrl-C in a terminal is for the program's group
+
+
 async def test_in_an_event_loop(tmp_path: Path) -> None:
     pending: PendingSnapshot = await AsyncSnapshot.async_take(
         tmp_path / "s", {"m": state(2)}, fsync=False
