@@ -49,9 +49,7 @@ class WriterProcess:
                 ],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
-                # Ctrl-C is meant for the program. Not a session of its own: where the kernel
-                # divides processors between sessions, a low priority counts only within one.
-                process_group=0,
+                start_new_session=True,  # Ctrl-C is meant for the program
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
         self._jobs: dict[int, Job] = {}

@@ -26,7 +26,7 @@ from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.background.rendezvous import report_failure
 from torchstore_snapshot.errors import SnapshotWriterError
-from torchstore_snapshot.format.hashes import BLOCK
+from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.storage.remote import RemoteStorage, environment
 from torchstore_snapshot.taking.merging import part_of
 from torchstore_snapshot.taking.take import Prepared
@@ -157,7 +157,7 @@ async def _lost(prepared: Prepared, staged: list[str], error: str) -> None:
 
 def _begin(prepared: Prepared, job: Job) -> m.Begin:
     files = prepared.files
-    blank = [[""] * len(file.units) for file in files]
+    blank = [[Digest("")] * len(file.units) for file in files]
     part = part_of(
         prepared.ranks.rank, prepared.keys, prepared.items, files, blank, prepared.reused
     )

@@ -14,6 +14,7 @@ import queue
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 
@@ -21,7 +22,7 @@ import torchstore_core.blocking as ts
 from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.rendezvous import commit_together, report_failure
-from torchstore_snapshot.format.hashes import digest_of
+from torchstore_snapshot.format.hashes import Digest, digest_of
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.series.claims import Claim
@@ -154,20 +155,20 @@ class _Job:
             self._claim.release()
 
 
-def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[str]]) -> Part:
+def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[Digest]]) -> Part:
     """Fill in the hashes of what was written."""
     known = {
         (index, start): digest
         for index, (file, found) in enumerate(zip(files, digests, strict=True))
         for start, digest in sorted(zip(file.starts, found, strict=True))
     }
-    empty = digest_of(b"")
+    empty = Digest(digest_of(b""))
 
     def filled(piece: Piece) -> Piece:
         if piece.digest:
             return piece  # in a file of an earlier snapshot
         digest = known[piece.file, piece.start] if piece.nbytes else empty
-        return msgspec.structs.replace(piece, digest=digest)
+        return msgspec.structs.replace(piece, digest=digest.whole, blocks=digest.blocks)
 
     def complete(entry: Entry) -> Entry:
         if isinstance(entry, ObjectEntry):
@@ -212,6 +213,11 @@ def _lower_priority() -> None:
     """What the program does comes first, on processors and on disks."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+    # Where the kernel divides processors between sessions, that counts only within this one.
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        of_program = Path(f"/proc/{os.getppid()}/autogroup").read_text(encoding="ascii")
+        nice = min(int(of_program.split()[-1]) + _NICE, 19)
+        Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
     call = _IOPRIO_SET.get(os.uname().machine)
     if call is not None:
         ctypes.CDLL(None).syscall(call, 1, 0, _BEST_EFFORT_LOWEST)
