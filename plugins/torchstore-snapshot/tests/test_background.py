@@ -140,13 +140,14 @@ async def test_the_store_of_the_process_is_used(store: ts.Client, tmp_path: Path
     os.kill(writer.pid, signal.SIGSTOP)
     try:
         pending = await AsyncSnapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False)
-        assert any(key.startswith(PREFIX) for key in await ts.keys())
+        assert await ts.keys(PREFIX)
+        assert await ts.keys() == []  # the program's own keys
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     assert holds(await asyncio.wait_for(asyncio.ensure_future(pending._result()), 60), state(1))
 
     async def empty() -> bool:
-        return not await ts.keys()
+        return not await ts.keys(PREFIX)
 
     await until(empty)
 

@@ -13,7 +13,6 @@ from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
 from torchstore_core.values import ObjectRef, Request, StateDictMeta
 from torchstore_snapshot.api.snapshot import Snapshot
-from torchstore_snapshot.background.staging import PREFIX
 from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import StoredKey
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
@@ -57,7 +56,7 @@ async def snapshot_store(
     stored: dict[str, StoredKey] = {}
     entries: set[str] = set()
     for key in await client.keys(prefix):
-        if key.startswith(PREFIX) or key in entries:
+        if key in entries:
             continue
         try:
             found = await client.stat(key)
