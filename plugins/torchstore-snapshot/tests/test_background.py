@@ -81,11 +81,9 @@ def test_the_program_comes_before_the_writer(tmp_path: Path) -> None:
     pid = process.the_writer().pid
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, pid) >= min(own + 10, 19)
-    assert os.getsid(pid) != os.getsid(0)  # Ctrl-C in a terminal is for the program
-    groups = [Path(f"/proc/{which}/autogroup") for which in ("self", pid)]
-    if groups[0].exists():  # processors are divided between sessions, by these priorities
-        program, writer = (int(group.read_text().split()[-1]) for group in groups)
-        assert writer >= min(program + 10, 19)
+    # The kernel may divide processors between sessions; priorities count within one.
+    assert os.getsid(pid) == os.getsid(0)
+    assert os.getpgid(pid) != os.getpgid(0)  # Ctrl-C in a terminal is for the program's group
 
 
 async def test_in_an_event_loop(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import queue
 import socket
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 
@@ -246,11 +245,6 @@ def _lower_priority() -> None:
     """What the program does comes first, on processors and on disks."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    # Where the kernel divides processors between sessions, that counts only within this one.
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        of_program = Path(f"/proc/{os.getppid()}/autogroup").read_text(encoding="ascii")
-        nice = min(int(of_program.split()[-1]) + _NICE, 19)
-        Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
     call = _IOPRIO_SET.get(os.uname().machine)
     if call is not None:
         ctypes.CDLL(None).syscall(call, 1, 0, _BEST_EFFORT_LOWEST)
