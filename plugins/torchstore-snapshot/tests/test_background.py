@@ -22,6 +22,7 @@ from torchstore_snapshot import (
     SnapshotNotFoundError,
     SnapshotWriterError,
     StateDict,
+    warm_up,
 )
 from torchstore_snapshot.aio import Snapshot as AsyncSnapshot
 from torchstore_snapshot.background import process
@@ -177,6 +178,25 @@ def zombie(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+async def test_a_program_may_warm_up(tmp_path: Path) -> None:
+    body = f"""
+    from tests.support import until
+    from torchstore_core.clients.stores import table
+    from torchstore_snapshot import Snapshot, StateDict, warm_up
+    from torchstore_snapshot.background import process, staging
+    warm_up(1 << 20)
+    writer = process._current.pid
+    await until(lambda: table.known(staging._own_name()) is not None, 60)
+    address = await ts.address(staging._own_name())
+    Snapshot.async_take({str(tmp_path / "s")!r}, {{"m": StateDict(w=torch.ones(3))}}).wait(60)
+    assert writer == process._current.pid and address == await ts.address(staging._own_name())
+    """
+    await run_script(body)
+    assert Snapshot(tmp_path / "s").read_object("m/w").tolist() == [1, 1, 1]
+    with pytest.raises(ts.ConfigurationError):
+        warm_up(0)
 
 
 async def test_a_program_that_ends_waits_for_its_snapshots(tmp_path: Path) -> None:

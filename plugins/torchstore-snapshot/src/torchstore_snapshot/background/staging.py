@@ -31,7 +31,7 @@ from torchstore_snapshot.storage.remote import RemoteStorage, environment
 from torchstore_snapshot.taking.merging import part_of
 from torchstore_snapshot.taking.take import Prepared
 
-__all__ = ["PREFIX", "available_memory", "begin"]
+__all__ = ["PREFIX", "available_memory", "begin", "warm_up"]
 
 #: Under this prefix lies what is being written, for as long as it is.
 PREFIX = ".torchstore-snapshot/"
@@ -54,6 +54,25 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def warm_up(nbytes: int | None = None) -> None:
+    """Start what ``Snapshot.async_take`` needs, in the background, so that the first one blocks the
+    program no longer than later ones do: the process that writes and, if this process has no store,
+    the one that tensors are staged in. Returns at once. If it fails, the first take tries again.
+
+    Args:
+        nbytes: bytes that this rank will stage; that much memory is made ready. None: up to 1 GiB.
+
+    Raises:
+        ConfigurationError: ``nbytes`` is not a positive number.
+    """
+    number: object = nbytes
+    if number is not None and (type(number) is not int or number < 1):
+        raise ConfigurationError(f"nbytes is an int above 0, not {nbytes!r}")
+    the_writer()
+    if table.known(DEFAULT_NAME) is None:
+        asyncio.run_coroutine_threadsafe(_own_store(nbytes), thread_loops.background())
 
 
 def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
@@ -238,9 +257,14 @@ async def _put(key: str, values: dict[str, torch.Tensor]) -> str:
             return await ts.address(DEFAULT_NAME)
         except (StoreClosedError, StoreFullError):
             pass  # a store of its own it is
-    client = await ts.connect_or_initialize(store_name=_own_name(), runtime="local")
+    client = await _own_store()
     await client.put_state_dict(values, key)
     return await ts.address(_own_name())
+
+
+async def _own_store(prefault: int | None = None) -> Any:
+    name = _own_name()
+    return await ts.connect_or_initialize(store_name=name, runtime="local", prefault=prefault)
 
 
 def _own_name() -> str:
