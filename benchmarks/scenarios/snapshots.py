@@ -17,6 +17,7 @@ RAW, FLUSHED, CACHED = "raw parallel write", "raw write and fsync", "page cache 
 COPIES = ("streaming copy", "memmove")
 _LARGE = 8
 _BUDGET = 64 * MIB
+_CHANGED = 0.02
 _LAYOUTS = ((2, 4), (4, 2), (4, 1))
 
 _Rounds = list[dict[str, float]]
@@ -93,6 +94,8 @@ def _trainer(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:
     worker.call("trainer.make", bench.patience, shapes=_listed(of), seed=bench.seed, folder=folder)
     peak = worker.call("trainer.peak", 10 * bench.patience, budget=_BUDGET)
     bench.check(peak, "async_take with a budget")
+    part = worker.call("trainer.incremental", 10 * bench.patience, share=_CHANGED)
+    bench.check(part, "incremental take")
     bench.workers.opened(worker.call("store.open", capacity=4 * workload.nbytes(of) + 64 * MIB))
     worker.call("store.settle")
     rounds = _Rounds()
@@ -126,7 +129,12 @@ def _trainer(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:
         [max(peak["nbytes"], 1) / 1e6],
         target=round(1.1 * _BUDGET / 1e6, 1),
     )
-    return [first, blocked, *steps, memory]
+    processes = Metric("writer and server, idle", "snapshots", "MB", [peak["processes"] / 1e6])
+    name = f"incremental take, {_CHANGED:.0%} changed"
+    written = Metric(f"written by {name}", "snapshots", "MB", [part["written"] / 1e6])
+    written.against("bytes of the tensors", [part["nbytes"] / 1e6], 0.03, at_most=True)
+    seconds = Metric(name, "snapshots", "ms", [part["seconds"] * 1e3])
+    return [first, blocked, *steps, memory, processes, written, seconds]
 
 
 def _layouts(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:

@@ -21,6 +21,7 @@ from torchstore_snapshot import Snapshot, StateDict
 
 _IDLE_STEPS = 20
 _KEY = "state"
+_PARTS = 25
 
 
 class Trainer:
@@ -90,13 +91,14 @@ class Trainer:
 
     def peak(self, budget: int) -> dict[str, Any]:
         """Bytes of memory that an ``async_take`` with a budget needs at most, in this process, the
-        writer and the store together, beyond what they need after a tiny one.
+        writer and the server of the store together, beyond what these need when nothing was staged
+        yet; and what the two processes need in themselves.
         """
         path = self._folder / "budget"
+        before = _memory()
         Snapshot.async_take(path, {"m": StateDict(a=torch.ones(4))}, memory_budget=budget).wait()
         shutil.rmtree(path)
-        before = _memory()
-        highest = before
+        idle = highest = _memory()
         done = threading.Event()
 
         def watch() -> None:
@@ -114,21 +116,52 @@ class Trainer:
             watcher.join()
         wrong = [] if not snapshot.verify() else ["async_take with a budget"]
         shutil.rmtree(path)
-        return {"nbytes": highest - before, "wrong": wrong}
+        return {"nbytes": highest - idle, "processes": idle - before, "wrong": wrong}
+
+    def incremental(self, share: float) -> dict[str, Any]:
+        """Bytes that a take writes when a share of the tensors has changed since its base."""
+        folder = self._folder / "series"
+        parts = {
+            f"{name}.{at}": part
+            for name, tensor in self._state.items()
+            for at, part in enumerate(tensor.view(-1).chunk(_PARTS))
+        }
+        state = {"model": StateDict(**parts)}
+        Snapshot.take(folder / "0", state)
+        changed = [*parts.values()][:: round(1 / share)]
+        for part in changed:
+            part.view(torch.int16)[-1] += 1
+        seconds = timed_call(
+            lambda: Snapshot.take(folder / "1", state, base=str(folder / "0"), fsync=False)
+        )
+        written = sum(path.stat().st_size for path in (folder / "1").iterdir())
+        wrong = [] if not Snapshot(folder / "1").verify() else ["incremental take"]
+        shutil.rmtree(folder)
+        nbytes = sum(part.nbytes for part in parts.values())
+        return {"written": written, "nbytes": nbytes, "seconds": seconds, "wrong": wrong}
 
 
 def _memory() -> int:
-    """Memory of this process and of those that it has started; shared pages count once, and the
-    page cache does not.
+    """Memory of this process and of those that it has started: private memory, and all that their
+    shared memory has allocated, mapped or not. The page cache does not count.
     """
     me = psutil.Process(os.getpid())
     total = 0
+    shared: dict[tuple[int, int], int] = {}
     for process in (me, *me.children(recursive=True)):
+        folder = Path(f"/proc/{process.pid}")
         try:
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            text = (folder / "smaps_rollup").read_text()
+            files = [*(folder / "fd").iterdir()]
         except OSError:  # it has ended
             continue
         fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-        for name in ("Pss_Anon", "Pss_Shmem"):
-            total += int(fields[name].split()[0]) << 10
-    return total
+        total += int(fields["Pss_Anon"].split()[0]) << 10
+        for file in files:
+            try:
+                if str(file.readlink()).startswith("/memfd:"):
+                    stat = file.stat()
+                    shared[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+            except OSError:  # it was closed
+                continue
+    return total + sum(shared.values())

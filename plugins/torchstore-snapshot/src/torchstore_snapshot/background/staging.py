@@ -110,13 +110,19 @@ def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
         raise
     if prepared.claim is not None:
         prepared.claim.stop()  # the writer takes it over
-    stage = _stage(prepared, limit, writer)
+    # A store of its own has as much memory ready as takes need, but none beyond a budget.
+    prefault = None if memory_budget is None else 0
+    stage = _stage(prepared, limit, writer, prefault)
     return asyncio.run_coroutine_threadsafe(stage, thread_loops.background()).result()
 
 
-async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Future[None]:
+async def _stage(
+    prepared: Prepared, limit: int, writer: WriterProcess, prefault: int | None
+) -> Future[None]:
     loop = asyncio.get_running_loop()
     batches = list(_batches(prepared, limit))
+    if prefault is None:
+        prefault = sum(staged.tensor.nbytes for batch in batches[:2] for staged in batch)
     credit = asyncio.Semaphore(2 if len(batches) > 1 else 1)
 
     def released() -> None:
@@ -150,7 +156,7 @@ async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Futur
             where = f"{key}/{number}"
             keys.append(where)
             values = {str(i): staged.tensor for i, staged in enumerate(batch)}
-            address = await _put(where, values)
+            address = await _put(where, values, prefault)
             writer.send(m.Batch(job.number, address, where, [staged.chunk for staged in batch]))
         writer.send(m.Finish(job.number))
     except BaseException as error:
@@ -243,8 +249,11 @@ def _cut(staged: _Staged, size: int) -> Iterator[_Staged]:
         yield _Staged(chunk, flat[begin : begin + size])
 
 
-async def _put(key: str, values: dict[str, torch.Tensor]) -> str:
+async def _put(key: str, values: dict[str, torch.Tensor], prefault: int) -> str:
     """Put into the store of this process if there is one with room; otherwise, into one of its own.
+
+    Args:
+        prefault: bytes of memory that a store of its own keeps ready.
 
     Returns:
         The address of the store.
@@ -257,7 +266,7 @@ async def _put(key: str, values: dict[str, torch.Tensor]) -> str:
             return await ts.address(DEFAULT_NAME)
         except (StoreClosedError, StoreFullError):
             pass  # a store of its own it is
-    client = await _own_store()
+    client = await _own_store(prefault)
     await client.put_state_dict(values, key)
     return await ts.address(_own_name())
 

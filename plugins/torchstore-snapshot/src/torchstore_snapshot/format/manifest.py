@@ -136,11 +136,14 @@ class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True):
         kind: ``"tensor"``, ``"object"`` or ``"state dict"``.
         version: its version.
         packed: a state dict was put as a ``TorchStoreStateDict``.
+        key: the key in the store, if the snapshot has the version under another name, because it
+            is not the newest one; otherwise empty.
     """
 
     kind: str
     version: int
     packed: bool = False
+    key: str = ""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
