@@ -73,7 +73,8 @@ def _whole(bench: Bench, name: str, of: workload.Shapes, folder: str) -> list[Me
             metric.against(peer, rates(saves, peer, nbytes), 1.0, at_most=False)
         metrics.append(metric)
     copy = fastest(loads, COPIES)
-    for kind, target in (("restore", 0.8), ("restore, verify=False", 0.8)):
+    kinds = ("restore", 0.8), ("restore, streaming", 0.8), ("restore, verify=False", 0.8)
+    for kind, target in kinds:
         metric = Metric(f"{kind}, {name}", "snapshots", "GB/s", rates(loads, kind, nbytes))
         metric.against(copy, rates(loads, copy, nbytes), target, at_most=False)
         metric.against(CACHED, rates(loads, CACHED, nbytes), None, at_most=False)
