@@ -1,0 +1,205 @@
+"""One run: a real server, simulated clients, and a schedule that decides what happens next."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tests.simulation.accounts import check_accounts
+from tests.simulation.checking import check
+from tests.simulation.clients import Client
+from tests.simulation.histories import History
+from tests.simulation.loop import SimulatedLoop
+from tests.simulation.memory import LINE, Memory, Owners, simulated_volume
+from tests.simulation.plans import Fault, Operation, Plan, plan_of
+from tests.simulation.scheduling import Action, Name, Schedule
+from tests.simulation.violations import Violation
+
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.server import Server, ServerOptions
+from torchstore_core.server.serving.journal import Refusals, journal
+
+__all__ = ["World", "run_seed"]
+
+_MOST_STEPS = 20_000
+_AUDIT = 1_000_000
+
+
+class World:
+    """All that there is in one run.
+
+    Attributes:
+        step: how many actions have happened.
+        point: how many messages the server has handled.
+        touched: whether the last action changed anything at the server.
+        names: of the actions, in order.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule, *, recorded: bool = False) -> None:
+        self.plan = plan
+        self.schedule = schedule
+        self.step = 0
+        self.point = 0
+        self.touched = False
+        self.names: list[Name] = []
+        self.history = History()
+        self.loop = SimulatedLoop()
+        memories = [Memory(lines * LINE) for lines in plan.capacities]
+        self.owners = Owners(memories)
+        self.server = _server(self.loop, memories)
+        self.here = self.server.topology
+        self._timed = () if recorded else plan.faults
+        self._callback = Action(("loop",), self.loop.run_one)
+        self.clients = [Client(self, at, script) for at, script in enumerate(plan.scripts)]
+        if recorded:
+            for fault in plan.faults:
+                self.once(("fault", fault.number), functools.partial(self._fail, fault))
+
+    def once(self, name: Name, run: Callable[[], None]) -> None:
+        """Let something happen once, some time."""
+
+        def happen() -> None:
+            self.schedule.disable(action)
+            run()
+
+        action = Action(name, happen)
+        self.schedule.enable(action)
+
+    def run(self) -> None:
+        """Until nothing can happen any more.
+
+        Raises:
+            Violation: the store has broken a promise.
+        """
+        with _running(self.loop):
+            for client in self.clients:
+                client.begin()
+            self._go()
+            self._audit()
+        check(self.history)
+
+    def _audit(self) -> None:
+        """All is quiet: look at what is left, and let everybody leave."""
+        for client in self.clients:
+            for task in client.tasks.values():
+                if task.operation.kind != "wait":
+                    raise Violation("stuck", f"{task.call} at the end")
+            while client.tasks:
+                client.cancel()
+        keys = self.plan.keys
+        looks = [Operation(_AUDIT + at, "get", (key,)) for at, key in enumerate(keys)]
+        looks += [
+            Operation(_AUDIT + len(keys) + at, "versions", (key,)) for at, key in enumerate(keys)
+        ]
+        auditor = Client(self, len(self.clients), tuple(looks))
+        auditor.begin()
+        self._go()
+        for client in [*self.clients, auditor]:
+            client.leave()
+        self._go()
+        controller = self._controller
+        controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
+        check_accounts(controller)
+        left = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
+        if any(map(any, left)) or controller.sessions or self.server.conversations:
+            raise Violation("leak", f"everybody has left, and there is {left}")
+
+    def _go(self) -> None:
+        schedule, loop, names, controller = self.schedule, self.loop, self.names, self._controller
+        faults = iter(self._timed)
+        fault = next(faults, None)
+        while True:
+            if fault is not None and self.step >= fault.after:
+                self._happened(("fault", fault.number))
+                self._fail(fault)
+                fault = next(faults, None)
+            else:
+                action = schedule.choose()
+                if action is None:
+                    if fault is None:
+                        return
+                    self.step = fault.after
+                    continue
+                self.step += 1
+                names.append(action.name)
+                action.run()
+            if loop.ready:
+                schedule.enable(self._callback)
+            else:
+                schedule.disable(self._callback)
+            if self.touched:
+                self.touched = False
+                check_accounts(controller)
+                if loop.failed:
+                    raise Violation("server", str(loop.failed))
+            if self.step > _MOST_STEPS:
+                raise Violation("endless", "the clients never come to an end")
+
+    def _happened(self, name: Name) -> None:
+        self.step += 1
+        self.names.append(name)
+
+    def _fail(self, fault: Fault) -> None:
+        client = self.clients[fault.client]
+        match fault.kind:
+            case "crash":
+                client.crash(fault.keep)
+            case "cut":
+                client.cut(fault.keep)
+            case _:
+                client.cancel()
+
+    @property
+    def _controller(self) -> Controller:
+        return self.server.controller
+
+
+@functools.cache
+def _pattern() -> Server:
+    """A server that has looked at its machine, which takes long."""
+    return Server(ServerOptions(store_name="simulated", prefault=0))
+
+
+def _server(loop: SimulatedLoop, memories: list[Memory]) -> Server:
+    """A server of its own that does not listen anywhere."""
+    server = copy.copy(_pattern())
+    server.conversations = set()
+    server.connections = set()
+    server.refusals = Refusals()
+    server._when_trimmed = []
+    server._loop = loop
+    server._strategy = Strategy()
+    volumes = [simulated_volume(at, memory, server.topology) for at, memory in enumerate(memories)]
+    server._begin(volumes)
+    return server
+
+
+@contextmanager
+def _running(loop: SimulatedLoop) -> Iterator[None]:
+    """While the loop is the one that asyncio knows, and the server's log is silent."""
+    level = journal.level
+    journal.setLevel(logging.CRITICAL)
+    asyncio._set_running_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(None)
+        journal.setLevel(level)
+
+
+def run_seed(seed: int) -> World:
+    """The run of a seed.
+
+    Raises:
+        Violation: as :meth:`World.run`.
+    """
+    source = random.Random(seed)
+    world = World(plan_of(source), Schedule(source))
+    world.run()
+    return world
