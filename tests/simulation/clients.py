@@ -47,8 +47,7 @@ class Task:
 
     def answered(self, reply: m.Message, point: int) -> None:
         """What it has asked for is there."""
-        if self.operation.kind == "wait":
-            self.call.at = point + 0.5  # just after what it has waited for
+        self.call.answered_at(point)
         if not self.over and self._asked == getattr(reply, "id", 0):
             self._resume(reply)
         elif not self.call.known:

@@ -45,6 +45,11 @@ class Call:
         self.begun = self.begun or point
         self.at = point
 
+    def answered_at(self, point: float) -> None:
+        """The server has sent the last answer; that of a wait just after what it has waited for."""
+        if self.operation.kind == "wait":
+            self.at = point + 0.5
+
     def returned(self, result: Any, step: int) -> None:
         """It was answered."""
         self.result, self.ended, self.known = result, step, True
@@ -67,7 +72,7 @@ class Call:
             case _:
                 return
         self.known = True
-        self.at = point
+        self.answered_at(point)
 
     def __repr__(self) -> str:
         if self.ended is None:

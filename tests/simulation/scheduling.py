@@ -1,4 +1,4 @@
-"""Which of the things that can happen next does: a seed decides, or a schedule that was recorded."""
+"""Which of the things that can happen does: a seed decides, or a schedule that was recorded."""
 
 from __future__ import annotations
 
