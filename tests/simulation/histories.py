@@ -22,11 +22,11 @@ class Call:
         code: of the error that it ended with; empty if it was answered.
         result: the answer: versions, contents, or whatever the operation is for.
         known: whether it is known what became of it: False if a request under way was lost, or if
-            it was given up, after it might have had an effect.
+            it was given up after it might have had an effect.
     """
 
     __slots__ = ("at", "begun", "client", "code", "ended", "known", "operation", "result")
-    __slots__ += ("sent", "started")
+    __slots__ += ("sent", "started", "unanswered")
 
     def __init__(self, operation: Operation, client: int, started: int) -> None:
         self.operation = operation
@@ -38,6 +38,7 @@ class Call:
         self.code = ""
         self.result: Any = None
         self.known = False
+        self.unanswered = 0
         self.sent = False  # the request that decides, so that the rest is up to the server
 
     def reached(self, point: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.memory import LINE, Range
 from tests.simulation.violations import Violation
 
-from torchstore_core.values import TensorMeta
+from torchstore_core.values import TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -71,6 +71,36 @@ def _put(task: Task) -> Steps:
     yield from putting(task, items, values, operation.version, None)
 
 
+def _publish(task: Task) -> Steps:
+    operation = task.operation
+    items: list[m.PutItem] = []
+    values: list[bytes] = []
+    for at, (name, lines) in enumerate(zip(operation.names, operation.lines, strict=True)):
+        shared = name == "all"
+        nbytes = (0 if shared else lines * LINE) or _SMALL
+        data = mark(operation.number, at) * (nbytes // _WORD.size)
+        small = shared or not lines
+        meta = TensorMeta("uint8", (nbytes,))
+        items.append(m.PutItem(name, meta, nbytes, data if small else None))
+        if not small:
+            values.append(data)
+    who = str(task.client.index)
+    group = m.Publication(
+        operation.keys[0], who, operation.participants, operation.partial, operation.keep
+    )
+    yield from putting(task, items, values, operation.version, group)
+
+
+def _shard(task: Task) -> Steps:
+    operation = task.operation
+    who, count = int(operation.names[0]), operation.participants
+    part = TensorSlice((who * LINE,), (LINE,), (count * LINE,), (count,), (who,))
+    meta = TensorMeta("uint8", (count * LINE,))
+    data = mark(operation.number) * (LINE // _WORD.size)
+    item = m.PutItem(operation.keys[0], meta, LINE, None, part)
+    yield from putting(task, [item], [data], operation.version, None)
+
+
 def putting(
     task: Task,
     items: list[m.PutItem],
@@ -116,37 +146,53 @@ def putting(
 
 
 def _get(task: Task) -> Steps:
+    """Reads keys, or all of a state dict."""
     operation = task.operation
     client = task.client
     lease = client.number()
     holder = ("get", client.index, client.life, lease)
     owners = task.world.owners
     try:
-        wants = [m.Want(key, operation.version) for key in operation.keys]
         inline = _ALL if operation.inline else 0
-        reply = yield m.Locate(client.number(), lease, wants, inline)
-        if type(reply) is not m.Located:
+        request: m.Message
+        if operation.kind == "fetch":
+            key = operation.keys[0]
+            request = m.Fetch(client.number(), lease, key, operation.version, None, inline)
+        else:
+            wants = [m.Want(key, operation.version) for key in operation.keys]
+            request = m.Locate(client.number(), lease, wants, inline)
+        reply = yield request
+        if type(reply) is m.Located:
+            entries, names = reply.entries, list(operation.keys)
+        elif type(reply) is m.Fetched:
+            entries, names = [one for one in reply.entries if one is not None], reply.names
+        else:
             task.conclude(reply)
             return
-        ranges: list[Range] = []
-        for entry in reply.entries:
-            if entry.grant is not None:
-                at = entry.grant.offset
-                ranges.append((entry.grant.volume, at, at + entry.nbytes))
+        pieces = [
+            (name, entry.version, *piece)
+            for name, entry in zip(names, entries, strict=True)
+            for piece in _pieces(entry)
+        ]
+        ranges: list[Range] = [
+            (grant.volume, grant.offset, grant.offset + nbytes)
+            for *_, nbytes, _, grant in pieces
+            if grant is not None
+        ]
         owners.readers[holder] = ranges
-        found: list[tuple[int, bytes]] = []
-        for key, entry in zip(operation.keys, reply.entries, strict=True):
-            what = f"version {entry.version} of {key!r}"
-            if entry.grant is None:
-                found.append((entry.version, marked(entry.data or b"", what)))
-                continue
-            pieces: list[bytes] = []
-            for start in range(0, entry.nbytes, 2 * LINE):
-                nbytes = min(2 * LINE, entry.nbytes - start)
-                pieces.append(owners.read(entry.grant.volume, entry.grant.offset + start, nbytes))
-                yield None
-            found.append((entry.version, marked(b"".join(pieces), what)))
-        task.call.returned(found, task.world.step)
+        found: list[tuple[str, int, bytes]] = []
+        for name, version, where, nbytes, data, grant in pieces:
+            if grant is not None:
+                read: list[bytes] = []
+                for start in range(0, nbytes, 2 * LINE):
+                    size = min(2 * LINE, nbytes - start)
+                    read.append(owners.read(grant.volume, grant.offset + start, size))
+                    yield None
+                data = b"".join(read)
+            what = f"version {version} of {name!r}"
+            found.append((name + where, version, marked(data or b"", what)))
+        version = reply.version if type(reply) is m.Fetched else 0
+        task.call.returned((version, found), task.world.step)
         if not reply.leased:
             return
         seen = [owners.read(volume, start, end - start) for volume, start, end in ranges]
@@ -162,6 +208,13 @@ def _get(task: Task) -> Steps:
         owners.readers.pop(holder, None)
         task.give_up(error)
         client.lanes[0].send(m.Release([lease]))
+
+
+def _pieces(entry: m.Entry) -> list[tuple[str, int, bytes | None, m.Grant | None]]:
+    """Where the pieces of an entry are in it, and how many bytes, which or where."""
+    if entry.parts is None:
+        return [("", entry.nbytes, entry.data, entry.grant)]
+    return [(f"@{p.offset[0]}", p.nbytes, p.data, p.grant) for p in entry.parts]
 
 
 # ---- the rest -----------------------------------------------------------------------------
@@ -192,7 +245,10 @@ def _ask(task: Task) -> Steps:
 
 _KINDS = {
     "put": _put,
+    "publish": _publish,
+    "shard": _shard,
     "get": _get,
+    "fetch": _get,
     "delete": _ask,
     "wait": _ask,
     "versions": _ask,

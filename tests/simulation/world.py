@@ -16,6 +16,7 @@ from tests.simulation.clients import Client
 from tests.simulation.histories import History
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.memory import LINE, Memory, Owners, simulated_volume
+from tests.simulation.operations import Cancelled
 from tests.simulation.plans import Fault, Operation, Plan, plan_of
 from tests.simulation.scheduling import Action, Name, Schedule
 from tests.simulation.violations import Violation
@@ -82,18 +83,23 @@ class World:
                 client.begin()
             self._go()
             self._audit()
-        check(self.history)
+        check(self.history, self.plan)
 
     def _audit(self) -> None:
         """All is quiet: look at what is left, and let everybody leave."""
-        for client in self.clients:
-            for task in client.tasks.values():
-                if task.operation.kind != "wait":
-                    raise Violation("stuck", f"{task.call} at the end")
-            while client.tasks:
-                client.cancel()
+        while any(client.tasks for client in self.clients):
+            for client in self.clients:
+                for task in list(client.tasks.values()):
+                    if task.operation.kind != "wait":
+                        raise Violation("stuck", f"{task.call} at the end")
+                    task.call.unanswered = self.point
+                    task.interrupt(Cancelled())
+            self._go()
         keys = self.plan.keys
-        looks = [Operation(_AUDIT + at, "get", (key,)) for at, key in enumerate(keys)]
+        looks = [
+            Operation(_AUDIT + at, "fetch" if key == "dicts" else "get", (key,))
+            for at, key in enumerate(keys)
+        ]
         looks += [
             Operation(_AUDIT + len(keys) + at, "versions", (key,)) for at, key in enumerate(keys)
         ]

@@ -1,0 +1,325 @@
+"""What a store promises of keys and versions, as a state that one call after the other changes.
+
+It knows nothing of the store's code: it is what users are told. Where the store may do one thing
+or another (it drops versions on their way when processes have died, or when there is no room), the
+model allows both, and believes what readers see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from tests.simulation.histories import Call
+from tests.simulation.operations import mark
+
+__all__ = ["Model"]
+
+_REFUSED = {"store-full", "store-closed", "configuration", "Closed", "Cancelled"}
+
+#: What each piece of a version may be.
+Content = dict[str, set[bytes]]
+
+
+class _Joint:
+    """A version that several participants put together, while it is not whole."""
+
+    __slots__ = ("needed", "parts")
+
+    def __init__(self, needed: int) -> None:
+        self.needed = needed
+        self.parts: dict[int, Call] = {}  # by participant
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.parts) == self.needed
+
+    @property
+    def is_partial(self) -> bool:
+        return any(call.operation.partial for call in self.parts.values())
+
+
+class _Key:
+    """One key.
+
+    Attributes:
+        newest: its newest version; 0: there is none.
+        used: the highest version that it ever had.
+        contents: what can be read, by version.
+        keep: how many versions can be read.
+        joint: versions that are not whole.
+        deleted: the point of the last delete.
+        exact: whether the store has no choice about versions that several participants put.
+        puts: all calls that contribute to such versions.
+    """
+
+    __slots__ = ("contents", "deleted", "exact", "joint", "keep", "newest", "puts", "used")
+
+    def __init__(self, puts: Collection[Call], *, exact: bool) -> None:
+        self.newest = 0
+        self.used = 0
+        self.contents: dict[int, Content] = {}
+        self.keep = 1
+        self.joint: dict[int, _Joint] = {}
+        self.deleted = 0.0
+        self.exact = exact
+        self.puts = puts
+
+    def becomes(self, version: int, content: Content) -> None:
+        """A version is the newest one now."""
+        self.newest = version
+        self.used = max(self.used, version)
+        self.contents[version] = content
+        while self.exact and len(self.contents) > self.keep:
+            del self.contents[min(self.contents)]
+        for older in [v for v in self.joint if v <= version]:
+            del self.joint[older]
+
+    def clear(self, point: float) -> None:
+        """It is deleted."""
+        begun = [c.result[0] for c in self.puts if c.result and c.begun < point]
+        self.used = max([self.used, self.newest, *self.joint, *begun])
+        self.newest, self.keep, self.deleted = 0, 1, point
+        self.contents = {}
+        self.joint = {}
+
+    def waits_for(self, version: int, point: float) -> Call | None:
+        """A put to an older version that is not whole, which a partial one has to wait for."""
+        for call in self.puts:
+            if not (call.begun and self.deleted < call.begun < point) or call.code:
+                continue
+            if self.newest < call.result[0] < version:
+                return call
+        return None
+
+    def publish(self, version: int) -> None:
+        """A version that is complete becomes the newest one."""
+        joint = self.joint[version]
+        if not self.exact:  # older ones may have been visible in between
+            for older in sorted(self.joint):
+                if older < version and self.joint[older].is_complete:
+                    self.contents[older] = self._content(older)
+        content = self._content(version)
+        keep = max(call.operation.keep for call in joint.parts.values())
+        self.keep = keep or self.keep
+        self.becomes(version, content)
+
+    def _content(self, version: int) -> Content:
+        """What a joint version is when it becomes visible now."""
+        joint = self.joint[version]
+        content: Content = {}
+        if joint.is_partial:
+            before = self.contents.get(self.newest, {})
+            content = {name: set(marks) for name, marks in before.items()}
+            if not self.exact:  # some that are older may have been dropped, or not
+                for _, older in sorted(self.joint.items()):
+                    for name, marks in _brought(older).items():
+                        content.setdefault(name, set()).update(marks)
+        for name, marks in _brought(joint).items():
+            content[name] = marks if self.exact else marks | content.get(name, set())
+        return content
+
+    def settle(self, point: float) -> None:
+        """Complete versions become visible that have to."""
+        while self.exact:
+            for version, joint in sorted(self.joint.items()):
+                waits = joint.is_partial and (
+                    not self.newest or self.waits_for(version, point) is not None
+                )
+                if joint.is_complete and not waits:
+                    self.publish(version)
+                    break
+            else:
+                return
+
+
+def _brought(joint: _Joint) -> Content:
+    content: Content = {}
+    for who, call in joint.parts.items():
+        operation = call.operation
+        for at, name in enumerate(operation.names):
+            piece = name
+            if operation.kind == "shard":
+                piece = f"@{64 * who}" if operation.participants > 1 else ""
+            content.setdefault(piece, set()).add(mark(operation.number, at))
+    return content
+
+
+class Model:
+    """Keys, and what they are.
+
+    Args:
+        puts: the calls that contribute to versions of several participants, by key.
+        exact: the keys about which the store has no choice.
+    """
+
+    def __init__(self, puts: dict[str, list[Call]], exact: Collection[str]) -> None:
+        self._keys: dict[str, _Key] = {}
+        self._puts = puts
+        self._exact = exact
+        self._apply: dict[str, Callable[[Call], str]] = {
+            "put": self._put,
+            "publish": self._publish,
+            "shard": self._publish,
+            "get": self._get,
+            "fetch": self._get,
+            "delete": self._delete,
+            "wait": self._wait,
+            "versions": self._versions,
+            "exists": self._exists,
+        }
+
+    def key(self, name: str) -> _Key:
+        found = self._keys.get(name)
+        if found is None:
+            found = self._keys[name] = _Key(self._puts.get(name, ()), exact=name in self._exact)
+        return found
+
+    def apply(self, call: Call) -> str:
+        """One call happens now; what is wrong about its answer, empty if nothing is."""
+        code = call.code
+        if code in _REFUSED:
+            return ""
+        if code == "protocol":  # a put that was given up may come after that
+            return "" if call.ended is None else "it was refused"
+        return self._apply[call.operation.kind](call)
+
+    # ---- putting --------------------------------------------------------------------------
+
+    def _put(self, call: Call) -> str:
+        if call.code:
+            return f"a put fails: {call.code}"
+        for at, (name, version) in enumerate(zip(call.operation.keys, call.result, strict=True)):
+            key = self.key(name)
+            if version <= key.used:
+                return f"version {version} of {name!r} comes again or late, after {key.used}"
+            key.becomes(version, {"": {mark(call.operation.number, at)}})
+        return ""
+
+    def _publish(self, call: Call) -> str:
+        operation = call.operation
+        key = self.key(operation.keys[0])
+        if call.code == "version-gone":
+            used = max([key.used, *key.joint])
+            late = operation.version and (operation.version <= used or not key.exact)
+            return "" if late else f"only versions up to {used} were used"
+        if call.code == "key-not-found":
+            none = operation.partial and not (key.newest and key.exact)
+            return "" if none else f"there is version {key.newest}"
+        if call.code:
+            return f"a put fails: {call.code}"
+        (version,) = call.result
+        if operation.version and version != operation.version:
+            return f"it became version {version}"
+        if call.begun <= key.deleted or version <= key.newest:
+            key.settle(call.at)
+            return ""
+        joint = key.joint.get(version)
+        if joint is None:
+            joint = key.joint[version] = _Joint(operation.participants)
+        joint.parts[call.client] = call
+        key.settle(call.at)
+        return ""
+
+    # ---- getting --------------------------------------------------------------------------
+
+    def _get(self, call: Call) -> str:
+        operation = call.operation
+        keys = [self.key(name) for name in operation.keys]
+        if call.code in ("key-not-found", "partial-put"):
+            return "" if any(not key.newest for key in keys) else "all keys are there"
+        if call.code == "version-gone":
+            there = all(operation.version in key.contents and key.exact for key in keys)
+            return "that version is there" if there else ""
+        if call.code:
+            return f"a get fails: {call.code}"
+        if call.result is None:
+            return ""
+        one, pieces = call.result
+        if operation.kind == "fetch":
+            return self._read(operation.keys[0], keys[0], operation.version, one, pieces)
+        for name, key in zip(operation.keys, keys, strict=True):
+            cut = len(name)
+            own = [(p[cut:], v, c) for p, v, c in pieces if p == name or p.startswith(f"{name}@")]
+            versions = {v for _, v, _ in own}
+            if len(versions) != 1:
+                return f"it reads versions {sorted(versions)} of {name!r} at once"
+            if wrong := self._read(name, key, operation.version, versions.pop(), own):
+                return wrong
+        return ""
+
+    def _read(
+        self,
+        name: str,
+        key: _Key,
+        wanted: int,
+        version: int,
+        pieces: list[tuple[str, int, bytes]],
+    ) -> str:
+        if wrong := self._sees(name, key, version, wanted):
+            return wrong
+        content = key.contents.get(version)
+        if content is None:
+            return f"it reads version {version} of {name!r}, which should be gone"
+        found = {piece for piece, _, _ in pieces}
+        if found != content.keys() and (key.exact or not found <= content.keys()):
+            return f"it reads {sorted(found)} of {name!r}, which is {sorted(content)}"
+        for piece, _, got in pieces:
+            if got not in content[piece]:
+                return f"it reads {got!r} as {piece!r} of version {version} of {name!r}"
+        return ""
+
+    def _sees(self, name: str, key: _Key, version: int, wanted: int = 0) -> str:
+        """A reader sees a version of a key as the newest, or because it wanted just that."""
+        if version > key.newest:
+            joint = key.joint.get(version)
+            if joint is None or not joint.is_complete or key.exact:
+                return f"it sees version {version} of {name!r}, which is at {key.newest}"
+            key.publish(version)
+        if wanted:
+            return "" if version == wanted else f"it wants {wanted} and sees {version}"
+        if version < key.newest:
+            return f"it sees version {version} of {name!r}, which is at {key.newest}"
+        return ""
+
+    # ---- the rest -------------------------------------------------------------------------
+
+    def _delete(self, call: Call) -> str:
+        keys = [self.key(name) for name in call.operation.keys]
+        there = [key for key in keys if key.newest]
+        if call.code == "key-not-found":
+            return "" if len(there) < len(keys) else "all keys are there"
+        plain = not any(key.puts for key in keys)
+        if call.result < len(there) or (plain and call.result != len(there)):
+            return f"{len(there)} of the keys are there"
+        for key in keys:
+            key.clear(call.at)
+        return ""
+
+    def _wait(self, call: Call) -> str:
+        for name, version in zip(call.operation.keys, call.result, strict=True):
+            if wrong := self._sees(name, self.key(name), version):
+                return wrong
+            if version < max(call.operation.version, 1):
+                return f"version {version} of {name!r} is too old"
+        return ""
+
+    def _versions(self, call: Call) -> str:
+        (name,) = call.operation.keys
+        key = self.key(name)
+        if call.result:
+            if wrong := self._sees(name, key, call.result[-1]):
+                return wrong
+        elif key.newest:
+            return f"{name!r} is at {key.newest}"
+        there = sorted(key.contents)
+        return "" if call.result == there or not key.exact else f"the versions are {there}"
+
+    def _exists(self, call: Call) -> str:
+        keys = [self.key(name) for name in call.operation.keys]
+        there = [key.newest > 0 for key in keys]
+        return "" if call.result == there or not all(k.exact for k in keys) else f"it is {there}"
+
+    def satisfies(self, call: Call) -> bool:
+        """Whether a wait has to be answered now."""
+        newest = [self.key(name).newest for name in call.operation.keys]
+        return min(newest) >= max(call.operation.version, 1)
