@@ -39,6 +39,8 @@ class Task:
 
     def start(self) -> None:
         """Begin."""
+        if self.world.telling:
+            self.world.tell(f"client {self.client.index} begins {self.operation}")
         self._take(next(self._steps))
 
     def _step(self) -> None:
@@ -136,8 +138,11 @@ class Client:
     # ---- life -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A process starts, and opens a session."""
+        """A process starts, and opens a session; but not if it has nothing to do."""
+        if not (self._script or self._next):
+            return
         self.life += 1
+        self.world.tell(f"client {self.index} starts")
         self._numbers = 100
         self._token = b""
         self.lanes = [self._open(0)]

@@ -9,7 +9,7 @@ from tests.simulation.plans import Operation
 
 from torchstore_core.wire import messages as m
 
-__all__ = ["Call", "History"]
+__all__ = ["Call", "History", "plain"]
 
 
 class Call:
@@ -77,9 +77,10 @@ class Call:
 
     def __repr__(self) -> str:
         if self.ended is None:
-            what = f"never heard of, {self.code or self.result}" if self.known else "never ended"
+            answer = self.code or plain(self.result)
+            what = f"never heard of, {answer}" if self.known else "never ended"
         else:
-            what = f"{self.code or self.result} ({self.started}-{self.ended})"
+            what = f"{self.code or plain(self.result)} ({self.started}-{self.ended})"
         return f"client {self.client}: {self.operation} -> {what}"
 
 
@@ -92,6 +93,16 @@ class History:
     def in_order(self) -> Sequence[Call]:
         """Those of which it is known what became of them, in the order of the server's answers."""
         return sorted([call for call in self.calls if call.at and call.known], key=_point)
+
+
+def plain(thing: Any) -> str:
+    """An answer for people: marks as the operations that have put them."""
+    match thing:
+        case bytes():
+            return f"#{int.from_bytes(thing[:4], 'little')}"
+        case list() | tuple() | set():
+            return f"({', '.join(map(plain, thing))})"
+    return str(thing)
 
 
 def _point(call: Call) -> float:

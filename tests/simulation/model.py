@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from tests.simulation.histories import Call
+from tests.simulation.histories import Call, plain
 from tests.simulation.operations import mark
 
 __all__ = ["Model"]
@@ -265,7 +265,8 @@ class Model:
             return f"it reads {sorted(found)} of {name!r}, which is {sorted(content)}"
         for piece, _, got in pieces:
             if got not in content[piece]:
-                return f"it reads {got!r} as {piece!r} of version {version} of {name!r}"
+                what = f"{piece!r} of version {version}" if piece else f"version {version}"
+                return f"it reads {plain(got)} as {what} of {name!r}, not {plain(content[piece])}"
         return ""
 
     def _sees(self, name: str, key: _Key, version: int, wanted: int = 0) -> str:

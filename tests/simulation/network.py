@@ -12,7 +12,7 @@ from tests.simulation.scheduling import Action
 
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import HEADER, decode_reply
+from torchstore_core.wire.framing import HEADER, decode_reply, decode_request
 
 if TYPE_CHECKING:
     from tests.simulation.clients import Client, Task
@@ -45,6 +45,14 @@ class Connection:
         self._arrive = Action(("up", *name), self._up_arrives)
         self._answer = Action(("down", *name), self._down_arrives)
         self._conversation = Conversation(world.server, self._write, self._close)
+
+    def __repr__(self) -> str:
+        lane = f"channel {self.lane}" if self.lane else "liveness"
+        return f"client {self.client.index} ({lane})"
+
+    def _tell(self, how: str, message: m.Message) -> None:
+        if not isinstance(message, m.Hello | m.Welcome):
+            self._world.tell(f"{how} {_brief(message)}")
 
     # ---- the client's end -----------------------------------------------------------------
 
@@ -95,6 +103,8 @@ class Connection:
             self.client.connection_lost(self)
             return
         reply = decode_reply(memoryview(frame)[HEADER:])
+        if self._world.telling:
+            self._tell(f"{self} hears", reply)
         number = getattr(reply, "id", 0)
         if number in self.waiting:
             task = self.waiting.pop(number)
@@ -114,11 +124,15 @@ class Connection:
             return
         if not body:
             self._ended = True
+            if self._world.telling:
+                self._world.tell(f"server <- {self} closes")
             self._conversation.ended()
             return
         self._world.point += 1
         if call is not None:
             call.reached(self._world.point)
+        if self._world.telling:
+            self._tell(f"server <- {self}", decode_request(body))
         self._conversation.handle(body)
 
     def died(self) -> None:
@@ -129,6 +143,8 @@ class Connection:
             self._conversation.process_died()
 
     def _write(self, frame: bytearray) -> None:
+        if self._world.telling and frame:
+            self._tell(f"server -> {self}", decode_reply(memoryview(frame)[HEADER:]))
         if self.closed:
             self._unread(frame, self._world.point)
             return
@@ -144,3 +160,32 @@ class Connection:
         if not self._ended:
             self._ended = True
             self._conversation.ended()
+
+
+def _brief(message: m.Message) -> str:
+    """A message for people, without what is as usual."""
+    fields = []
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if isinstance(message, m.Failure) and name not in ("id", "code"):
+            continue
+        if value not in (0, None, False, b"", []):
+            fields.append(f"{name}={_plain(value)}")
+    return f"{type(message).__name__}({', '.join(fields)})"
+
+
+def _plain(value: object) -> str:
+    match value:
+        case m.PutItem():
+            return f"{value.key}[{value.nbytes}{'' if value.data is None else ' inline'}]"
+        case m.Want():
+            return f"{value.key}" + (f"@{value.version}" if value.version else "")
+        case m.Grant():
+            return f"{value.volume}:{value.offset}"
+        case m.Entry():
+            where = "inline" if value.grant is None else _plain(value.grant)
+            parts = "" if value.parts is None else f" {len(value.parts)} parts"
+            return f"version {value.version} {where}{parts}"
+        case list() | tuple():
+            return f"[{' '.join(map(_plain, value))}]"
+    return str(value)

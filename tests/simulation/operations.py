@@ -130,6 +130,9 @@ def putting(
         for grant, value in pairs:
             for start in range(0, len(value), 2 * LINE):
                 piece = value[start : start + 2 * LINE]
+                if task.world.telling:
+                    where = f"{grant.volume}:{grant.offset + start}"
+                    task.world.tell(f"client {client.index} writes {len(piece)} bytes at {where}")
                 owners.write(holder, grant.volume, grant.offset + start, piece)
                 yield None
         del owners.writers[holder]

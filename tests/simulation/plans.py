@@ -109,8 +109,8 @@ def plan_of(source: random.Random) -> Plan:
     inline = pick((0.0, 0.3, 0.9))
     make(source, keys, scripts, total, inline)
     faults: list[Fault] = []
-    for number in range(1, 1 + pick((0, 0, 1, 2, 4))):
-        kind = pick(("crash", "cut", "cancel", "cancel"))
+    for number in range(1, 1 + pick((0, 0, 1, 3, 6))):
+        kind = pick(("crash", "cut", "cancel", "cancel", "cancel"))
         at = source.randint(5, total * 6)
         faults.append(Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99))))
     capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((30, ROOMY, ROOMY))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -35,14 +36,28 @@ _AUDIT = 1_000_000
 class World:
     """All that there is in one run.
 
+    Args:
+        recorded: faults happen when the schedule says so, not at the steps that are planned.
+        say: is told what happens, in lines for people.
+
     Attributes:
+        telling: whether anybody wants to be told what happens.
         step: how many actions have happened.
         point: how many messages the server has handled.
         touched: whether the last action changed anything at the server.
         names: of the actions, in order.
     """
 
-    def __init__(self, plan: Plan, schedule: Schedule, *, recorded: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        *,
+        recorded: bool = False,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._say = say
+        self.telling = say is not None
         self.plan = plan
         self.schedule = schedule
         self.step = 0
@@ -62,6 +77,11 @@ class World:
             for fault in plan.faults:
                 self.once(("fault", fault.number), functools.partial(self._fail, fault))
 
+    def tell(self, what: str) -> None:
+        """Something has happened."""
+        if self._say is not None:
+            self._say(f"{self.step:5}  {what}")
+
     def once(self, name: Name, run: Callable[[], None]) -> None:
         """Let something happen once, some time."""
 
@@ -78,15 +98,21 @@ class World:
         Raises:
             Violation: the store has broken a promise.
         """
-        with _running(self.loop):
-            for client in self.clients:
-                client.begin()
-            self._go()
-            self._audit()
+        try:
+            with _running(self.loop):
+                for client in self.clients:
+                    client.begin()
+                self._go()
+                self._audit()
+                self._leave()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation("failure", f"{type(error).__name__}: {error}") from error
         check(self.history, self.plan)
 
     def _audit(self) -> None:
-        """All is quiet: look at what is left, and let everybody leave."""
+        """All is quiet: nobody waits for what is there, and somebody looks at it."""
         while any(client.tasks for client in self.clients):
             for client in self.clients:
                 for task in list(client.tasks.values()):
@@ -95,6 +121,7 @@ class World:
                     task.call.unanswered = self.point
                     task.interrupt(Cancelled())
             self._go()
+        self.tell("all is quiet; somebody looks at what there is")
         keys = self.plan.keys
         looks = [
             Operation(_AUDIT + at, "fetch" if key == "dicts" else "get", (key,))
@@ -105,8 +132,14 @@ class World:
         ]
         auditor = Client(self, len(self.clients), tuple(looks))
         auditor.begin()
+        self.clients.append(auditor)
         self._go()
-        for client in [*self.clients, auditor]:
+
+    def _leave(self) -> None:
+        """Everybody leaves, and nothing is left of them."""
+        self.tell("everybody leaves")
+        self.telling = False
+        for client in self.clients:
             client.leave()
         self._go()
         controller = self._controller
@@ -147,12 +180,18 @@ class World:
             if self.step > _MOST_STEPS:
                 raise Violation("endless", "the clients never come to an end")
 
+    def digest(self) -> str:
+        """The same for runs in which the same has happened."""
+        told = repr((self.names, self.history.calls)).encode()
+        return hashlib.sha256(told).hexdigest()
+
     def _happened(self, name: Name) -> None:
         self.step += 1
         self.names.append(name)
 
     def _fail(self, fault: Fault) -> None:
         client = self.clients[fault.client]
+        self.tell(f"client {fault.client}: {fault.kind}")
         match fault.kind:
             case "crash":
                 client.crash(fault.keep)
