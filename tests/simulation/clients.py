@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from tests.simulation.halves import Packet
 from tests.simulation.histories import Call
 from tests.simulation.network import Connection
 from tests.simulation.operations import Cancelled, Closed, steps_of
@@ -33,7 +34,8 @@ class Task:
         self.call = Call(operation, client.index, self.world.step)
         self.world.history.calls.append(self.call)
         self.over = False
-        self._asked = 0
+        self._asked = 0  # the number of the request whose answer it waits for
+        self._sent = 0  # the number of the packet whose landing it waits for
         self._go = Action(("task", client.index, operation.number), self._step)
         self._steps = steps_of(self)
 
@@ -55,24 +57,34 @@ class Task:
         elif not self.call.known:
             self.call.never_heard(reply, point)
 
+    def _came(self, number: int, landed: bool) -> None:
+        """What was sent to a volume has landed, or will not."""
+        if not self.over and number == self._sent:
+            self._resume(landed)
+
     def interrupt(self, error: Exception) -> None:
         """Raise an error where it is."""
         self._asked = 0
+        self._sent += 1
         self.world.schedule.disable(self._go)
         try:
             self._take(self._steps.throw(error))
         except StopIteration:
             self._end()
 
-    def _resume(self, reply: m.Message | None) -> None:
+    def _resume(self, reply: m.Message | bool | None) -> None:
         try:
-            self._take(self._steps.send(reply))  # type: ignore[arg-type]
+            self._take(self._steps.send(reply))
         except StopIteration:
             self._end()
 
-    def _take(self, wanted: m.Message | None) -> None:
+    def _take(self, wanted: m.Message | Packet | None) -> None:
         if wanted is None:
             self.world.schedule.enable(self._go)
+        elif isinstance(wanted, Packet):
+            self._sent += 1
+            number = self._sent
+            self.world.halves[wanted.volume].send(wanted, lambda landed: self._came(number, landed))
         elif self.connection.closed:
             self.interrupt(Closed())
         else:
@@ -123,6 +135,7 @@ class Client:
         self.life = 0
         self.lanes: list[Connection] = []
         self.tasks: dict[int, Task] = {}
+        self.links: dict[int, bytes] = {}  # tickets of the volumes that it has met
         self._script = deque(script)
         self._token = b""
         self._serial = 0
@@ -145,6 +158,7 @@ class Client:
         self.world.tell(f"client {self.index} starts")
         self._numbers = 100
         self._token = b""
+        self.links = {}
         self.lanes = [self._open(0)]
 
     def _open(self, lane: int) -> Connection:

@@ -25,6 +25,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
         self.now = 0.0
         self.failed: list[dict[str, Any]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self.ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._order = itertools.count()
@@ -40,6 +41,14 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.now += seconds
         while self._timers and self._timers[0][0] <= self.now:
             self.ready.append(heapq.heappop(self._timers)[2])
+
+    def end(self) -> None:
+        """Cancel all tasks, so that nothing is left of them."""
+        for task in self._tasks:
+            task.cancel()
+        while self.ready:
+            self.run_one()
+        self._tasks.clear()
 
     # ---- asyncio --------------------------------------------------------------------------
 
@@ -95,7 +104,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         name: str | None = None,
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[Any]:
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._tasks.append(task)
+        return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.failed.append(context)

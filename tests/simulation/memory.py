@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tests.simulation.violations import Violation
 
 from torchstore_core.machine.topology import Topology
-from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.memory.volume_record import Halves, VolumeRecord
 from torchstore_core.wire import messages as m
 
-__all__ = ["LINE", "Memory", "Owners", "simulated_volume"]
+__all__ = ["LINE", "Holder", "Memory", "Owners", "Range", "simulated_volume"]
 
 #: All values of a simulation are whole cache lines, which the allocator deals in.
 LINE = 64
@@ -80,17 +80,10 @@ class Owners:
         return bytes(self._memories[volume].bytes[start : start + nbytes])
 
 
-class NoHalves:
-    """A volume whose transports are all windows: nothing travels by itself."""
-
-    async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
-        return b""
-
-    async def disconnect(self, peer: bytes, transport: str = "") -> None:
-        return
-
-
-def simulated_volume(index: int, memory: Memory, here: Topology) -> VolumeRecord:
+def simulated_volume(
+    index: int, memory: Memory, halves: Halves, here: Topology, transports: Iterable[str]
+) -> VolumeRecord:
     """A volume in this process."""
-    info = m.VolumeInfo(f"v{index}", index, here.pid, here, len(memory.bytes), {})
-    return VolumeRecord(info, memory, NoHalves())
+    offers = dict.fromkeys(transports, b"")
+    info = m.VolumeInfo(f"v{index}", index, here.pid, here, len(memory.bytes), offers)
+    return VolumeRecord(info, memory, halves)

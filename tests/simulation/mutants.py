@@ -82,6 +82,15 @@ def _settles_before_the_base(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Catalog, "_is_ready", hasty)
 
 
+def _frees_what_may_still_be_written(patch: pytest.MonkeyPatch) -> None:
+    """The memory of a put that was given up is free before its bytes have stopped travelling."""
+
+    def at_once(self: Conversation, session: SessionRecord, request: m.Abort) -> None:
+        self._server.controller.abort(session, request.txns, remember=self._liveness)
+
+    patch.setattr(Conversation, "_abort", at_once)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -89,4 +98,5 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "forgets the puts of a session that resumes": _forgets_puts_on_resuming,
     "reuses a version number after a delete": _reuses_versions,
     "settles a partial version before its base": _settles_before_the_base,
+    "frees memory that may still be written": _frees_what_may_still_be_written,
 }

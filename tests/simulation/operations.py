@@ -1,14 +1,15 @@
 """What clients do, step by step, as generators: each yields a request, and is resumed with its
-answer, or yields None to let others go on in between.
+answer; or a packet, and is told whether it has landed; or None, to let others go on in between.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.simulation.memory import LINE, Range
+from tests.simulation.halves import TRANSPORT, Packet
+from tests.simulation.memory import LINE, Holder, Range
 from tests.simulation.violations import Violation
 
 from torchstore_core.values import TensorMeta, TensorSlice
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cancelled", "Closed", "Steps", "steps_of"]
 
-Steps = Generator[m.Message | None, m.Message, None]
+Steps = Generator[m.Message | Packet | None, Any, None]
 
 _WORD = struct.Struct("<IHH")  # put, entry, shard
 _SMALL = 2 * _WORD.size
@@ -112,37 +113,68 @@ def putting(
     client = task.client
     txn = client.number()
     holder = ("put", client.index, client.life, txn)
-    owners = task.world.owners
+    writers = task.world.owners.writers
+    unsettled: list[tuple[int, str]] = []
     try:
         task.call.sent = not values
         reply = yield m.Put(client.number(), txn, items, version, group)
         if type(reply) is not m.Granted:
             task.conclude(reply)
             return
-        count = len(values)
-        pairs = [
-            (grant, values[at % count])
-            for at, grant in enumerate(reply.grants)
-            if grant is not None
-        ]
-        ranges: list[Range] = [(g.volume, g.offset, g.offset + len(v)) for g, v in pairs]
-        owners.writers[holder] = ranges
+        grants = enumerate(reply.grants)
+        pairs = [(to, values[at % len(values)]) for at, to in grants if to is not None]
+        writers[holder] = [(g.volume, g.offset, g.offset + len(value)) for g, value in pairs]
         for grant, value in pairs:
-            for start in range(0, len(value), 2 * LINE):
-                piece = value[start : start + 2 * LINE]
-                if task.world.telling:
-                    where = f"{grant.volume}:{grant.offset + start}"
-                    task.world.tell(f"client {client.index} writes {len(piece)} bytes at {where}")
-                owners.write(holder, grant.volume, grant.offset + start, piece)
-                yield None
-        del owners.writers[holder]
+            landed = False
+            if task.world.plan.travels:
+                unsettled = [(grant.volume, TRANSPORT)]
+                landed = yield from _send(task, holder, grant, value)
+                unsettled = []
+            if not landed:
+                yield from _write(task, holder, grant, value)
+        del writers[holder]
         task.call.sent = True
         task.conclude((yield m.Commit(client.number(), txn)))
     except (Cancelled, Closed) as error:
-        owners.writers.pop(holder, None)
+        writers.pop(holder, None)
         task.give_up(error)
+        for volume, _ in unsettled:
+            client.links.pop(volume, None)
         via = client.lanes[0] if task.connection.closed or task.operation.spare else task.connection
-        via.send(m.Abort([txn]))
+        via.send(m.Abort([txn], unsettled))
+
+
+def _write(task: Task, holder: Holder, grant: m.Grant, value: bytes) -> Steps:
+    """Write a value through a window, in pieces."""
+    for start in range(0, len(value), 2 * LINE):
+        piece = value[start : start + 2 * LINE]
+        if task.world.telling:
+            where = f"{grant.volume}:{grant.offset + start}"
+            task.world.tell(f"client {task.client.index} writes {len(piece)} bytes at {where}")
+        task.world.owners.write(holder, grant.volume, grant.offset + start, piece)
+        yield None
+
+
+def _send(
+    task: Task, holder: Holder, grant: m.Grant, value: bytes
+) -> Generator[m.Message | Packet | None, Any, bool]:
+    """Send a value over a network; whether it has arrived. If not, it never will."""
+    client, volume = task.client, grant.volume
+    if volume not in client.links:
+        reply = yield m.Handshake(client.number(), volume, TRANSPORT, b"%d.%d" % holder[1:3])
+        if type(reply) is not m.Handshaken:
+            return False
+        client.links[volume] = reply.data
+    ticket = client.links[volume]
+    for start in range(0, len(value), 2 * LINE):
+        piece = value[start : start + 2 * LINE]
+        offset = grant.offset + start
+        if not (yield Packet(ticket, task.operation.number, holder, volume, offset, piece)):
+            if client.links.get(volume) == ticket:
+                del client.links[volume]
+            yield m.Settle(client.number(), volume, TRANSPORT)
+            return False
+    return True
 
 
 # ---- getting ------------------------------------------------------------------------------

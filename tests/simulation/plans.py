@@ -81,6 +81,7 @@ class Plan:
         capacities: of the volumes, in cache lines.
         scripts: the operations of each client, in order.
         channels: how many each client has besides its liveness connection.
+        travels: whether bytes that are put travel for themselves, see :mod:`.halves`.
         slots: how many operations of one client run at the same time.
     """
 
@@ -89,6 +90,7 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     channels: int = 1
     slots: int = 1
+    travels: bool = False
     keys: tuple[str, ...] = field(default=KEYS)
 
     @property
@@ -109,11 +111,12 @@ def plan_of(source: random.Random) -> Plan:
     inline = pick((0.0, 0.3, 0.9))
     make(source, keys, scripts, total, inline)
     faults: list[Fault] = []
-    for number in range(1, 1 + pick((0, 0, 1, 3, 6))):
-        kind = pick(("crash", "cut", "cancel", "cancel", "cancel"))
+    travels = chance() < 0.3
+    for number in range(1, 1 + pick((0, 2, 6, 12) if travels else (0, 0, 1, 3, 6))):
+        kind = pick(("crash", "cut", "cancel", "cancel", "cancel", "cancel"))
         at = source.randint(5, total * 6)
         faults.append(Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99))))
-    capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((30, ROOMY, ROOMY))
+    capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((8, 30, ROOMY, ROOMY))
     capacities = (capacity,) if chance() < 0.7 else (capacity, capacity)
     return Plan(
         capacities,
@@ -121,6 +124,7 @@ def plan_of(source: random.Random) -> Plan:
         tuple(sorted(faults, key=_after)),
         pick((1, 1, 2)),
         pick((1, 2, 3)),
+        travels,
         keys,
     )
 

@@ -77,10 +77,10 @@ class _Shrinking:
     def smallest(self) -> Finding:
         if not self._try(self._best.plan, self._best.names):
             return self._best  # it does not happen again: better big than wrong
-        before = -1
-        while before != (before := self._best.plan.size):
+        before = (-1, -1)
+        while before != (before := (self._best.plan.size, len(self._best.names))):
             self._without(self._parts(), self._try_parts)
-        self._without(list(self._best.names), self._try_names)
+            self._without(list(self._best.names), self._try_names)
         return self._best
 
     def _parts(self) -> list[int]:

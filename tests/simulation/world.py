@@ -8,12 +8,13 @@ import functools
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tests.simulation.accounts import check_accounts
 from tests.simulation.checking import check
 from tests.simulation.clients import Client
+from tests.simulation.halves import TRANSPORT, TravellingHalves
 from tests.simulation.histories import History
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.memory import LINE, Memory, Owners, simulated_volume
@@ -68,10 +69,11 @@ class World:
         self.loop = SimulatedLoop()
         memories = [Memory(lines * LINE) for lines in plan.capacities]
         self.owners = Owners(memories)
-        self.server = _server(self.loop, memories)
+        self.halves = [TravellingHalves(self, at) for at in range(len(memories))]
+        self.server = _server(self.loop, memories, self.halves)
         self.here = self.server.topology
         self._timed = () if recorded else plan.faults
-        self._callback = Action(("loop",), self.loop.run_one)
+        self._callback = Action(("loop",), self._turn)
         self.clients = [Client(self, at, script) for at, script in enumerate(plan.scripts)]
         if recorded:
             for fault in plan.faults:
@@ -185,6 +187,11 @@ class World:
         told = repr((self.names, self.history.calls)).encode()
         return hashlib.sha256(told).hexdigest()
 
+    def _turn(self) -> None:
+        """The server's event loop goes on."""
+        self.touched = True
+        self.loop.run_one()
+
     def _happened(self, name: Name) -> None:
         self.step += 1
         self.names.append(name)
@@ -211,7 +218,9 @@ def _pattern() -> Server:
     return Server(ServerOptions(store_name="simulated", prefault=0))
 
 
-def _server(loop: SimulatedLoop, memories: list[Memory]) -> Server:
+def _server(
+    loop: SimulatedLoop, memories: Sequence[Memory], halves: Sequence[TravellingHalves]
+) -> Server:
     """A server of its own that does not listen anywhere."""
     server = copy.copy(_pattern())
     server.conversations = set()
@@ -220,7 +229,10 @@ def _server(loop: SimulatedLoop, memories: list[Memory]) -> Server:
     server._when_trimmed = []
     server._loop = loop
     server._strategy = Strategy()
-    volumes = [simulated_volume(at, memory, server.topology) for at, memory in enumerate(memories)]
+    volumes = [
+        simulated_volume(at, memory, half, server.topology, (TRANSPORT,))
+        for at, (memory, half) in enumerate(zip(memories, halves, strict=True))
+    ]
     server._begin(volumes)
     return server
 
@@ -234,6 +246,7 @@ def _running(loop: SimulatedLoop) -> Iterator[None]:
     try:
         yield
     finally:
+        loop.end()
         asyncio._set_running_loop(None)
         journal.setLevel(level)
 
