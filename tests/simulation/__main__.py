@@ -7,8 +7,8 @@ import multiprocessing
 import sys
 import time
 
+from tests.simulation.promises.violations import Violation
 from tests.simulation.shrinking import find, told
-from tests.simulation.violations import Violation
 from tests.simulation.world import run_seed
 
 _BATCH = 250

@@ -64,6 +64,7 @@ class Fault:
         client: to whom.
         after: at which step, unless a recorded schedule says when.
         keep: how many messages under way still arrive.
+        broken: whether those count as last words, see ``Conversation.hear_last``.
     """
 
     number: int
@@ -71,6 +72,7 @@ class Fault:
     client: int
     after: int
     keep: int = 99
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,9 @@ def plan_of(source: random.Random) -> Plan:
     for number in range(1, 1 + pick((0, 2, 6, 12) if travels else (0, 0, 1, 3, 6))):
         kind = pick(("crash", "cut", "cancel", "cancel", "cancel", "cancel"))
         at = source.randint(5, total * 6)
-        faults.append(Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99))))
+        faults.append(
+            Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99)), chance() < 0.3)
+        )
     capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((8, 30, ROOMY, ROOMY))
     capacities = (capacity,) if chance() < 0.7 else (capacity, capacity)
     return Plan(

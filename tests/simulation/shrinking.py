@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from tests.simulation.machine.scheduling import Name, Recorded, Schedule
 from tests.simulation.plans import Plan, plan_of
-from tests.simulation.scheduling import Name, Recorded, Schedule
-from tests.simulation.violations import Violation
+from tests.simulation.promises.violations import Violation
 from tests.simulation.world import World
 
 __all__ = ["Finding", "find", "told"]

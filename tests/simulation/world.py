@@ -11,17 +11,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tests.simulation.accounts import check_accounts
-from tests.simulation.checking import check
-from tests.simulation.clients import Client
-from tests.simulation.halves import TRANSPORT, TravellingHalves
-from tests.simulation.histories import History
-from tests.simulation.loop import SimulatedLoop
-from tests.simulation.memory import LINE, Memory, Owners, simulated_volume
-from tests.simulation.operations import Cancelled
+from tests.simulation.acting.clients import Client
+from tests.simulation.acting.operations import Cancelled
+from tests.simulation.machine.halves import TRANSPORT, TravellingHalves
+from tests.simulation.machine.loop import SimulatedLoop
+from tests.simulation.machine.memory import LINE, Memory, Owners, simulated_volume
+from tests.simulation.machine.scheduling import Action, Name, Schedule
 from tests.simulation.plans import Fault, Operation, Plan, plan_of
-from tests.simulation.scheduling import Action, Name, Schedule
-from tests.simulation.violations import Violation
+from tests.simulation.promises.accounts import check_accounts
+from tests.simulation.promises.checking import check
+from tests.simulation.promises.histories import History
+from tests.simulation.promises.violations import Violation
 
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.server.controller import Controller
@@ -201,9 +201,9 @@ class World:
         self.tell(f"client {fault.client}: {fault.kind}")
         match fault.kind:
             case "crash":
-                client.crash(fault.keep)
+                client.crash(fault.keep, broken=fault.broken)
             case "cut":
-                client.cut(fault.keep)
+                client.cut(fault.keep, broken=fault.broken)
             case _:
                 client.cancel()
 

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.simulation.memory import Holder
-from tests.simulation.scheduling import Name
+from tests.simulation.machine.memory import Holder
+from tests.simulation.machine.scheduling import Name
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

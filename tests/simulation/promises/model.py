@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from tests.simulation.histories import Call, plain
-from tests.simulation.operations import mark
+from tests.simulation.acting.operations import mark
+from tests.simulation.promises.histories import Call, plain
 
 __all__ = ["Model"]
 

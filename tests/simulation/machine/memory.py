@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tests.simulation.violations import Violation
+from tests.simulation.promises.violations import Violation
 
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.memory.volume_record import Halves, VolumeRecord

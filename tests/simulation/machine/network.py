@@ -4,28 +4,30 @@ any order across several.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.simulation.scheduling import Action
+from tests.simulation.machine.scheduling import Action
+from tests.simulation.machine.telling import brief
 
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import HEADER, decode_reply, decode_request
 
 if TYPE_CHECKING:
-    from tests.simulation.clients import Client, Task
-    from tests.simulation.histories import Call
+    from tests.simulation.acting.clients import Client, Task
+    from tests.simulation.promises.histories import Call
     from tests.simulation.world import World
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Direct"]
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Connection:
-    """One connection of a client, with the server's real conversation at its other end.
+class Connection(ABC):
+    """One connection of a client, at its own end.
 
     Args:
         lane: 0 is the liveness connection, the others are channels.
@@ -38,23 +40,28 @@ class Connection:
         self.lane = lane
         self.opened = False  # the server has welcomed it
         self.closed = False  # the client does not use it any more
-        self._ended = False  # the server does not
+        self._ended = False  # whoever is at the other end does not
+        self._broken = False
         self.waiting: dict[int, Task | None] = {}
         self._up: deque[tuple[bytes, Call | None]] = deque()
         self._down: deque[tuple[bytearray, int]] = deque()
         self._arrive = Action(("up", *name), self._up_arrives)
         self._answer = Action(("down", *name), self._down_arrives)
-        self._conversation = Conversation(world.server, self._write, self._close)
 
     def __repr__(self) -> str:
         lane = f"channel {self.lane}" if self.lane else "liveness"
         return f"client {self.client.index} ({lane})"
 
     def _tell(self, how: str, message: m.Message) -> None:
-        if not isinstance(message, m.Hello | m.Welcome):
-            self._world.tell(f"{how} {_brief(message)}")
+        if self._world.telling and not isinstance(message, m.Hello | m.Welcome):
+            self._world.tell(f"{how} {brief(message)}")
 
     # ---- the client's end -----------------------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is on its way to the client."""
+        return not self._down
 
     def send(self, message: m.Message, call: Call | None = None) -> None:
         """Send a message that belongs to a call."""
@@ -76,20 +83,27 @@ class Connection:
         self._world.schedule.enable(self._arrive)
         self._forget()
 
-    def cut(self, keep: int) -> None:
-        """As :meth:`close`, but only the first ``keep`` of the messages under way arrive."""
+    def cut(self, keep: int, *, broken: bool = False) -> None:
+        """As :meth:`close`, but only the first ``keep`` of the messages under way arrive.
+
+        ``broken``: the other end learns of it when it writes, and what has not been read by then
+        are last words.
+        """
         while len(self._up) > keep:
             self._up.pop()
+        self._broken = broken
         self.close()
 
     def _forget(self) -> None:
         """Nobody reads the answers that are under way; the calls have taken effect, though."""
         while self._down:
-            self._unread(*self._down.popleft())
+            frame, point = self._down.popleft()
+            if frame:
+                self.unread(decode_reply(memoryview(frame)[HEADER:]), point)
         self._world.schedule.disable(self._answer)
 
-    def _unread(self, frame: bytearray, point: int) -> None:
-        reply = decode_reply(memoryview(frame)[HEADER:])
+    def unread(self, reply: m.Message, point: int) -> None:
+        """The client will never hear this."""
         task = self.waiting.pop(getattr(reply, "id", 0), None)
         if task is not None:
             task.call.never_heard(reply, point)
@@ -111,9 +125,13 @@ class Connection:
             if task is None:
                 self.client.answered(self, reply)
             else:
-                task.answered(reply, point)
+                task.answered(reply, self.point_of(number, point))
 
-    # ---- the server's end -----------------------------------------------------------------
+    def point_of(self, number: int, point: int) -> int:
+        """The point at which the server has sent the answer to a request."""
+        return point
+
+    # ---- the other end --------------------------------------------------------------------
 
     def _up_arrives(self) -> None:
         body, call = self._up.popleft()
@@ -122,12 +140,60 @@ class Connection:
         self._world.touched = True
         if self._ended:
             return
-        if not body:
+        if self._broken:
+            self._ended = True
+            self._breaks([body, *(one for one, _ in self._up)])
+        elif body:
+            self._receive(body, call)
+        else:
             self._ended = True
             if self._world.telling:
                 self._world.tell(f"server <- {self} closes")
-            self._conversation.ended()
-            return
+            self._end()
+
+    @abstractmethod
+    def _receive(self, body: bytes, call: Call | None) -> None:
+        """A message has arrived."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Everything has arrived, and the connection is closed."""
+
+    @abstractmethod
+    def _breaks(self, bodies: list[bytes]) -> None:
+        """The connection is closed, and these were not read."""
+
+    @abstractmethod
+    def died(self) -> None:
+        """The process at the client's end is dead."""
+
+    def write(self, frame: bytes | bytearray) -> None:
+        """The other end sends an answer."""
+        if not self.closed:
+            self._down.append((bytearray(frame), self._world.point))
+            self._world.schedule.enable(self._answer)
+        elif frame:
+            self.unread(decode_reply(memoryview(frame)[HEADER:]), self._world.point)
+
+    def hang_up(self) -> None:
+        """The other end closes it."""
+        self.write(b"")
+        self._world.loop.call_soon(self._lost)
+
+    def _lost(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._end()
+
+
+class Direct(Connection):
+    """A connection to the server's own socket: the server's real conversation is at its end."""
+
+    def __init__(self, world: World, client: Client, lane: int, name: tuple[int, ...]) -> None:
+        super().__init__(world, client, lane, name)
+        self._conversation = Conversation(world.server, self._answers, self.hang_up)
+
+    def _receive(self, body: bytes, call: Call | None) -> None:
         self._world.point += 1
         if call is not None:
             call.reached(self._world.point)
@@ -135,57 +201,25 @@ class Connection:
             self._tell(f"server <- {self}", decode_request(body))
         self._conversation.handle(body)
 
+    def _answers(self, frame: bytearray) -> None:
+        if self._world.telling:
+            self._tell(f"server -> {self}", decode_reply(memoryview(frame)[HEADER:]))
+        self.write(frame)
+
+    def _end(self) -> None:
+        self._conversation.ended()
+
+    def _breaks(self, bodies: list[bytes]) -> None:
+        for body in bodies:
+            if body:
+                self._world.point += 1
+                if self._world.telling:
+                    self._tell(f"server <- {self}, as last words,", decode_request(body))
+                self._conversation.hear_last(body)
+        self._conversation.ended()
+
     def died(self) -> None:
-        """The server learns that the process at the other end is dead."""
         if not self._ended:
             self._world.touched = True
             self._world.point += 1
             self._conversation.process_died()
-
-    def _write(self, frame: bytearray) -> None:
-        if self._world.telling and frame:
-            self._tell(f"server -> {self}", decode_reply(memoryview(frame)[HEADER:]))
-        if self.closed:
-            self._unread(frame, self._world.point)
-            return
-        self._down.append((frame, self._world.point))
-        self._world.schedule.enable(self._answer)
-
-    def _close(self) -> None:
-        """The server closes it."""
-        self._write(bytearray()) if not self.closed else None
-        self._world.loop.call_soon(self._lost)
-
-    def _lost(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._conversation.ended()
-
-
-def _brief(message: m.Message) -> str:
-    """A message for people, without what is as usual."""
-    fields = []
-    for name in message.__struct_fields__:
-        value = getattr(message, name)
-        if isinstance(message, m.Failure) and name not in ("id", "code"):
-            continue
-        if value not in (0, None, False, b"", []):
-            fields.append(f"{name}={_plain(value)}")
-    return f"{type(message).__name__}({', '.join(fields)})"
-
-
-def _plain(value: object) -> str:
-    match value:
-        case m.PutItem():
-            return f"{value.key}[{value.nbytes}{'' if value.data is None else ' inline'}]"
-        case m.Want():
-            return f"{value.key}" + (f"@{value.version}" if value.version else "")
-        case m.Grant():
-            return f"{value.volume}:{value.offset}"
-        case m.Entry():
-            where = "inline" if value.grant is None else _plain(value.grant)
-            parts = "" if value.parts is None else f" {len(value.parts)} parts"
-            return f"version {value.version} {where}{parts}"
-        case list() | tuple():
-            return f"[{' '.join(map(_plain, value))}]"
-    return str(value)

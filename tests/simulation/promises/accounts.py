@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulation.violations import Violation
+from tests.simulation.promises.violations import Violation
 
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Value, all_values

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tests.simulation.halves import Packet
-from tests.simulation.histories import Call
-from tests.simulation.network import Connection
-from tests.simulation.operations import Cancelled, Closed, steps_of
+from tests.simulation.acting.operations import Cancelled, Closed, steps_of
+from tests.simulation.machine.halves import Packet
+from tests.simulation.machine.network import Connection, Direct
+from tests.simulation.machine.scheduling import Action
 from tests.simulation.plans import Operation
-from tests.simulation.scheduling import Action
+from tests.simulation.promises.histories import Call
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.wire import messages as m
@@ -163,7 +163,7 @@ class Client:
 
     def _open(self, lane: int) -> Connection:
         self._serial += 1
-        connection = Connection(self.world, self, lane, (self.index, self._serial))
+        connection = Direct(self.world, self, lane, (self.index, self._serial))
         here = self.world.here
         facts = ClientFacts(_LIVES * self.index + self.life, here.host_id, "host", self.index)
         number = self.number()
@@ -181,16 +181,16 @@ class Client:
             self.lanes += [self._open(at + 1) for at in range(self.world.plan.channels)]
         self._offer()
 
-    def crash(self, keep: int) -> None:
+    def crash(self, keep: int, *, broken: bool = False) -> None:
         """The process is killed, and another one starts some time later."""
         if not self.lanes:
             return
         liveness = self.lanes[0]
-        self.leave(keep)
+        self.leave(keep, broken=broken)
         self.world.once(("died", self.index, self.life), liveness.died)
         self.world.once(("restart", self.index, self.life), self.begin)
 
-    def leave(self, keep: int = 99) -> None:
+    def leave(self, keep: int = 99, *, broken: bool = False) -> None:
         """The process ends."""
         lanes, self.lanes = self.lanes, []
         for task in self.tasks.values():
@@ -198,14 +198,14 @@ class Client:
         self.tasks.clear()
         self.world.owners.forget(self.index)
         for connection in lanes:
-            connection.cut(keep)
+            connection.cut(keep, broken=broken)
         self._offer()
 
-    def cut(self, keep: int) -> None:
+    def cut(self, keep: int, *, broken: bool = False) -> None:
         """A channel breaks, and is opened again."""
         for connection in self.lanes[1:]:
             if connection.opened and not connection.closed:
-                connection.cut(keep)
+                connection.cut(keep, broken=broken)
                 self.connection_lost(connection)
                 return
 

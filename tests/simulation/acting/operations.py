@@ -8,15 +8,15 @@ import struct
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.halves import TRANSPORT, Packet
-from tests.simulation.memory import LINE, Holder, Range
-from tests.simulation.violations import Violation
+from tests.simulation.machine.halves import TRANSPORT, Packet
+from tests.simulation.machine.memory import LINE, Holder, Range
+from tests.simulation.promises.violations import Violation
 
 from torchstore_core.values import TensorMeta, TensorSlice
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
-    from tests.simulation.clients import Task
+    from tests.simulation.acting.clients import Task
 
 __all__ = ["Cancelled", "Closed", "Steps", "steps_of"]
 

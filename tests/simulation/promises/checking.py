@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.simulation.histories import Call, History
-from tests.simulation.model import Model
 from tests.simulation.plans import ROOMY, Plan
-from tests.simulation.violations import Violation
+from tests.simulation.promises.histories import Call, History
+from tests.simulation.promises.model import Model
+from tests.simulation.promises.violations import Violation
 
 __all__ = ["check"]
 
