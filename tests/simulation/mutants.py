@@ -11,6 +11,7 @@ from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.records import Manifest, SessionRecord, Txn
+from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.wire import messages as m
 
@@ -91,6 +92,15 @@ def _frees_what_may_still_be_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Conversation, "_abort", at_once)
 
 
+def _forgets_leases_of_a_lost_relay(patch: pytest.MonkeyPatch) -> None:
+    """When a relay is gone, so is what the clients beyond it have mapped."""
+
+    def detach(self: DetachedSessions, session: SessionRecord, process: object) -> None:
+        self._controller.close_session(session)
+
+    patch.setattr(DetachedSessions, "detach", detach)
+
+
 #: By what it does wrong.
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drops a lease one message early": _drops_a_lease_early,
@@ -99,4 +109,5 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "reuses a version number after a delete": _reuses_versions,
     "settles a partial version before its base": _settles_before_the_base,
     "frees memory that may still be written": _frees_what_may_still_be_written,
+    "forgets the leases of a lost relay": _forgets_leases_of_a_lost_relay,
 }

@@ -60,7 +60,7 @@ class Fault:
 
     Args:
         number: of the fault, in its plan.
-        kind: crash, cut, cancel.
+        kind: crash, cut, cancel, sever.
         client: to whom.
         after: at which step, unless a recorded schedule says when.
         keep: how many messages under way still arrive.
@@ -84,6 +84,7 @@ class Plan:
         scripts: the operations of each client, in order.
         channels: how many each client has besides its liveness connection.
         travels: whether bytes that are put travel for themselves, see :mod:`.halves`.
+        relayed: the clients that come over a relay, as long as it works.
         slots: how many operations of one client run at the same time.
     """
 
@@ -93,6 +94,7 @@ class Plan:
     channels: int = 1
     slots: int = 1
     travels: bool = False
+    relayed: tuple[int, ...] = ()
     keys: tuple[str, ...] = field(default=KEYS)
 
     @property
@@ -111,7 +113,9 @@ def plan_of(source: random.Random) -> Plan:
     keys = KEYS[: pick((1, 1, 2, 3))] if flavour == "keys" else (flavour,)
     make = _keys if flavour == "keys" else _joint
     inline = pick((0.0, 0.3, 0.9))
-    make(source, keys, scripts, total, inline)
+    relayed = tuple([at for at in range(clients) if chance() < 0.6]) if chance() < 0.2 else ()
+    holds = (0, 3, 20, 40) if relayed else (0, 0, 1, 3)
+    make(source, keys, scripts, total, inline, holds)
     faults: list[Fault] = []
     travels = chance() < 0.3
     for number in range(1, 1 + pick((0, 2, 6, 12) if travels else (0, 0, 1, 3, 6))):
@@ -120,6 +124,8 @@ def plan_of(source: random.Random) -> Plan:
         faults.append(
             Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99)), chance() < 0.3)
         )
+    if relayed and chance() < 0.6:
+        faults.append(Fault(len(faults) + 1, "sever", relayed[0], source.randint(5, total * 6)))
     capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((8, 30, ROOMY, ROOMY))
     capacities = (capacity,) if chance() < 0.7 else (capacity, capacity)
     return Plan(
@@ -129,6 +135,7 @@ def plan_of(source: random.Random) -> Plan:
         pick((1, 1, 2)),
         pick((1, 2, 3)),
         travels,
+        relayed,
         keys,
     )
 
@@ -143,6 +150,7 @@ def _keys(
     scripts: list[list[Operation]],
     total: int,
     inline: float,
+    holds: tuple[int, ...],
 ) -> None:
     """Puts and gets of some keys, alone or together."""
     pick, chance = source.choice, source.random
@@ -159,7 +167,7 @@ def _keys(
         elif kind == "get":
             if chance() < 0.2:
                 some, version = some[:1], source.randint(1, 6)
-            hold = pick((0, 0, 1, 3))
+            hold = pick(holds)
         elif kind == "wait":
             version = source.randint(1, 5)
         elif kind == "versions":
@@ -184,6 +192,7 @@ def _joint(
     scripts: list[list[Operation]],
     total: int,
     inline: float,
+    holds: tuple[int, ...],
 ) -> None:
     """Rounds in which several participants put versions of one key together, and readers of it."""
     pick, chance = source.choice, source.random
@@ -224,6 +233,6 @@ def _joint(
             number += 1
             kind = pick(others)
             wanted = source.randint(1, 5) if kind == "wait" or chance() < 0.1 else 0
-            hold, small, spare = pick((0, 0, 1, 3)), chance() < inline, chance() < 0.3
+            hold, small, spare = pick(holds), chance() < inline, chance() < 0.3
             operation = Operation(number, kind, keys, (), wanted, small, hold, spare)
             scripts[int(chance() * len(scripts))].append(operation)

@@ -16,6 +16,7 @@ from tests.simulation.acting.operations import Cancelled
 from tests.simulation.machine.halves import TRANSPORT, TravellingHalves
 from tests.simulation.machine.loop import SimulatedLoop
 from tests.simulation.machine.memory import LINE, Memory, Owners, simulated_volume
+from tests.simulation.machine.relays import Uplink
 from tests.simulation.machine.scheduling import Action, Name, Schedule
 from tests.simulation.plans import Fault, Operation, Plan, plan_of
 from tests.simulation.promises.accounts import check_accounts
@@ -25,8 +26,10 @@ from tests.simulation.promises.violations import Violation
 
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.server.controller import Controller
+from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.server import Server, ServerOptions
-from torchstore_core.server.serving.journal import Refusals, journal
+from torchstore_core.server.serving.journal import Refusals
+from torchstore_core.wire import messages as m
 
 __all__ = ["World", "run_seed"]
 
@@ -72,6 +75,10 @@ class World:
         self.halves = [TravellingHalves(self, at) for at in range(len(memories))]
         self.server = _server(self.loop, memories, self.halves)
         self.here = self.server.topology
+        self.uplink: Uplink | None = None
+        self._dead: set[int] = set()
+        self._watched: dict[int, list[m.WatchProcess]] = {}
+        self.server._watch = self._watch  # type: ignore[method-assign]
         self._timed = () if recorded else plan.faults
         self._callback = Action(("loop",), self._turn)
         self.clients = [Client(self, at, script) for at, script in enumerate(plan.scripts)]
@@ -83,6 +90,19 @@ class World:
         """Something has happened."""
         if self._say is not None:
             self._say(f"{self.step:5}  {what}")
+
+    def _watch(self, volume: VolumeRecord, wanted: m.WatchProcess) -> None:
+        """A volume is to say when a process has ended."""
+        self._watched.setdefault(wanted.pid, []).append(wanted)
+        if wanted.pid in self._dead:
+            self.process_ended(wanted.pid)
+
+    def process_ended(self, pid: int) -> None:
+        """A process is no more."""
+        self._dead.add(pid)
+        for wanted in self._watched.pop(pid, ()):
+            message = m.ProcessDied(wanted.session)
+            self.once(("ended", pid), lambda said=message: self.server.process_ended(said))
 
     def once(self, name: Name, run: Callable[[], None]) -> None:
         """Let something happen once, some time."""
@@ -102,6 +122,8 @@ class World:
         """
         try:
             with _running(self.loop):
+                if self.plan.relayed:
+                    self.uplink = Uplink(self)
                 for client in self.clients:
                     client.begin()
                 self._go()
@@ -148,7 +170,8 @@ class World:
         controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
         check_accounts(controller)
         left = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
-        if any(map(any, left)) or controller.sessions or self.server.conversations:
+        sessions = [*controller.sessions, *controller.detached.sessions]
+        if any(map(any, left)) or sessions or self.server.conversations:
             raise Violation("leak", f"everybody has left, and there is {left}")
 
     def _go(self) -> None:
@@ -204,6 +227,9 @@ class World:
                 client.crash(fault.keep, broken=fault.broken)
             case "cut":
                 client.cut(fault.keep, broken=fault.broken)
+            case "sever":
+                if self.uplink is not None:
+                    self.uplink.sever()
             case _:
                 client.cancel()
 
@@ -234,21 +260,23 @@ def _server(
         for at, (memory, half) in enumerate(zip(memories, halves, strict=True))
     ]
     server._begin(volumes)
+    # The controller has been given the method of the class: let a world take its place.
+    server.controller.detached._watch = lambda volume, wanted: server._watch(volume, wanted)
     return server
 
 
 @contextmanager
 def _running(loop: SimulatedLoop) -> Iterator[None]:
-    """While the loop is the one that asyncio knows, and the server's log is silent."""
-    level = journal.level
-    journal.setLevel(logging.CRITICAL)
+    """While the loop is the one that asyncio knows, and nothing is logged."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     asyncio._set_running_loop(loop)
     try:
         yield
     finally:
         loop.end()
         asyncio._set_running_loop(None)
-        journal.setLevel(level)
+        logging.disable(disabled)
 
 
 def run_seed(seed: int) -> World:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.acting.operations import Cancelled, Closed, steps_of
 from tests.simulation.machine.halves import Packet
 from tests.simulation.machine.network import Connection, Direct
+from tests.simulation.machine.relays import Relayed
 from tests.simulation.machine.scheduling import Action
 from tests.simulation.plans import Operation
 from tests.simulation.promises.histories import Call
@@ -31,6 +32,7 @@ class Task:
         self.client = client
         self.operation = operation
         self.connection = connection
+        self.liveness = client.lanes[0]
         self.call = Call(operation, client.index, self.world.step)
         self.world.history.calls.append(self.call)
         self.over = False
@@ -139,6 +141,8 @@ class Client:
         self._script = deque(script)
         self._token = b""
         self._serial = 0
+        self.relayed = index in world.plan.relayed  # where it would like to connect
+        self._relayed = False  # where it is connected
         self._numbers = 0
         self._start: Action | None = None
         self._next: Operation | None = None
@@ -161,11 +165,24 @@ class Client:
         self.links = {}
         self.lanes = [self._open(0)]
 
+    @property
+    def pid(self) -> int:
+        """Of the process that it is now."""
+        return _LIVES * self.index + self.life
+
+    def _connection(self, lane: int, name: tuple[int, ...]) -> Connection:
+        uplink = self.world.uplink
+        if lane == 0:
+            self._relayed = uplink is not None and self.relayed and uplink.usable
+        if self._relayed and uplink is not None:
+            return Relayed(self.world, self, lane, name, uplink)
+        return Direct(self.world, self, lane, name)
+
     def _open(self, lane: int) -> Connection:
         self._serial += 1
-        connection = Direct(self.world, self, lane, (self.index, self._serial))
+        connection = self._connection(lane, (self.index, self._serial))
         here = self.world.here
-        facts = ClientFacts(_LIVES * self.index + self.life, here.host_id, "host", self.index)
+        facts = ClientFacts(self.pid, here.host_id, "host", self.index)
         number = self.number()
         hello = m.Hello(number, m.PROTOCOL_VERSION, self._token, here, facts)
         connection.ask(hello, number, None, None)
@@ -197,6 +214,7 @@ class Client:
             task.stop()
         self.tasks.clear()
         self.world.owners.forget(self.index)
+        self.world.process_ended(self.pid)
         for connection in lanes:
             connection.cut(keep, broken=broken)
         self._offer()
@@ -214,13 +232,30 @@ class Client:
         if connection not in self.lanes:
             return
         if connection.lane == 0:
-            self.crash(99)  # a process whose session has ended gives up everything
+            self._orphaned()
             return
-        self.lanes[connection.lane] = self._open(connection.lane)
+        if not self.lanes[0].closed:
+            self.lanes[connection.lane] = self._open(connection.lane)
         for task in list(self.tasks.values()):
-            if task.connection is connection:
+            if task.connection is connection and task.call.ended is None:
                 task.interrupt(Closed())
         self._offer()
+
+    def _orphaned(self) -> None:
+        """The session is over, though the process lives: it gives up everything but what it has
+        got already, which it may still look at, until it ends, too.
+        """
+        lanes, self.lanes = self.lanes, []
+        for task in list(self.tasks.values()):
+            if task.call.ended is None:
+                task.interrupt(Closed())
+        for connection in lanes:
+            connection.close()
+        self.world.once(("exit", self.index, self.life), self._exit)
+
+    def _exit(self) -> None:
+        self.leave()
+        self.begin()
 
     def cancel(self) -> None:
         """The user gives up the oldest operation under way."""

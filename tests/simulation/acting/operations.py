@@ -140,7 +140,7 @@ def putting(
         task.give_up(error)
         for volume, _ in unsettled:
             client.links.pop(volume, None)
-        via = client.lanes[0] if task.connection.closed or task.operation.spare else task.connection
+        via = task.liveness if task.connection.closed or task.operation.spare else task.connection
         via.send(m.Abort([txn], unsettled))
 
 
@@ -237,12 +237,12 @@ def _get(task: Task) -> Steps:
             if again != seen:
                 raise Violation("lease", f"what {operation} reads has changed under its lease")
         del owners.readers[holder]
-        via = client.lanes[0] if operation.spare or task.connection.closed else task.connection
+        via = task.liveness if operation.spare or task.connection.closed else task.connection
         via.send(m.Release([lease]))
     except (Cancelled, Closed) as error:
         owners.readers.pop(holder, None)
         task.give_up(error)
-        client.lanes[0].send(m.Release([lease]))
+        task.liveness.send(m.Release([lease]))
 
 
 def _pieces(entry: m.Entry) -> list[tuple[str, int, bytes | None, m.Grant | None]]:

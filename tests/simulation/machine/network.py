@@ -114,6 +114,7 @@ class Connection(ABC):
             self._world.schedule.disable(self._answer)
         if not frame:
             self.closed = True
+            self._forget()
             self.client.connection_lost(self)
             return
         reply = decode_reply(memoryview(frame)[HEADER:])
@@ -142,7 +143,7 @@ class Connection(ABC):
             return
         if self._broken:
             self._ended = True
-            self._breaks([body, *(one for one, _ in self._up)])
+            self._breaks([(body, call), *self._up])
         elif body:
             self._receive(body, call)
         else:
@@ -160,7 +161,7 @@ class Connection(ABC):
         """Everything has arrived, and the connection is closed."""
 
     @abstractmethod
-    def _breaks(self, bodies: list[bytes]) -> None:
+    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
         """The connection is closed, and these were not read."""
 
     @abstractmethod
@@ -209,8 +210,8 @@ class Direct(Connection):
     def _end(self) -> None:
         self._conversation.ended()
 
-    def _breaks(self, bodies: list[bytes]) -> None:
-        for body in bodies:
+    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
+        for body, _ in left:
             if body:
                 self._world.point += 1
                 if self._world.telling:

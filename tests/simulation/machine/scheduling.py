@@ -74,8 +74,8 @@ class Schedule:
 
 
 class Recorded(Schedule):
-    """Follows names that were recorded, as far as what they name can happen; then takes what has
-    been enabled longest.
+    """Follows names that were recorded, as far as what they name can happen; then everything else
+    takes turns.
     """
 
     def __init__(self, names: Sequence[Name]) -> None:
@@ -83,7 +83,7 @@ class Recorded(Schedule):
         self._ranked = False
         self._names = iter(names)
         self._by_name: dict[Name, Action] = {}
-        self._over = False
+        self._turn = 0
 
     def enable(self, action: Action) -> None:
         super().enable(action)
@@ -94,7 +94,8 @@ class Recorded(Schedule):
             action = self._by_name.get(name)
             if action is not None and action.at >= 0:
                 return action
-        return self.enabled[0] if self.enabled else None
+        self._turn += 1
+        return self.enabled[self._turn % len(self.enabled)] if self.enabled else None
 
 
 def _rank(action: Action) -> float:

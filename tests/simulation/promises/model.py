@@ -14,6 +14,7 @@ from tests.simulation.promises.histories import Call, plain
 
 __all__ = ["Model"]
 
+_ERRORS = {"", "key-not-found", "partial-put", "version-gone", "layout-mismatch"}
 _REFUSED = {"store-full", "store-closed", "configuration", "Closed", "Cancelled"}
 
 #: What each piece of a version may be.
@@ -181,6 +182,8 @@ class Model:
             return ""
         if code == "protocol":  # a put that was given up may come after that
             return "" if call.ended is None else "it was refused"
+        if code not in _ERRORS:
+            return "no such error is promised"
         return self._apply[call.operation.kind](call)
 
     # ---- putting --------------------------------------------------------------------------
@@ -297,6 +300,8 @@ class Model:
         return ""
 
     def _wait(self, call: Call) -> str:
+        if call.code:
+            return "a wait does not fail"
         for name, version in zip(call.operation.keys, call.result, strict=True):
             if wrong := self._sees(name, self.key(name), version):
                 return wrong
@@ -305,6 +310,8 @@ class Model:
         return ""
 
     def _versions(self, call: Call) -> str:
+        if call.code:
+            return "it does not fail"
         (name,) = call.operation.keys
         key = self.key(name)
         if call.result:
@@ -316,6 +323,8 @@ class Model:
         return "" if call.result == there or not key.exact else f"the versions are {there}"
 
     def _exists(self, call: Call) -> str:
+        if call.code:
+            return "it does not fail"
         keys = [self.key(name) for name in call.operation.keys]
         there = [key.newest > 0 for key in keys]
         return "" if call.result == there or not all(k.exact for k in keys) else f"it is {there}"
