@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-__all__ = ["ROOMY", "Fault", "Operation", "Plan", "plan_of"]
+__all__ = ["KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
 
 KEYS = ("a", "b", "c")
 #: So many cache lines that no plan fills them.
 ROOMY = 2000
+#: What is got stays until the process ends.
+KEPT = -1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -24,7 +26,8 @@ class Operation:
         lines: how many cache lines each value has; 0: it is small and travels inside messages.
         version: to get, to put, or to wait for; 0: the newest, or the next.
         inline: whether a get wants small values inside the answer.
-        hold: how many times a reader looks at what it has got again, before it gives it back.
+        hold: how many times a reader looks at what it has got again, before it gives it back; or
+            ``KEPT``, if it never does while its process lives.
         spare: gives back over the liveness connection.
         strict: of a delete.
         names: the entries that a participant puts of a state dict; "all" is one that all put.
@@ -114,7 +117,7 @@ def plan_of(source: random.Random) -> Plan:
     make = _keys if flavour == "keys" else _joint
     inline = pick((0.0, 0.3, 0.9))
     relayed = tuple([at for at in range(clients) if chance() < 0.6]) if chance() < 0.2 else ()
-    holds = (0, 3, 20, 40) if relayed else (0, 0, 1, 3)
+    holds = (0, KEPT) if relayed else (0, 0, 1, 3)
     make(source, keys, scripts, total, inline, holds)
     faults: list[Fault] = []
     travels = chance() < 0.3
@@ -125,7 +128,7 @@ def plan_of(source: random.Random) -> Plan:
             Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99)), chance() < 0.3)
         )
     if relayed and chance() < 0.6:
-        faults.append(Fault(len(faults) + 1, "sever", relayed[0], source.randint(5, total * 6)))
+        faults.append(Fault(len(faults) + 1, "sever", relayed[0], source.randint(total, total * 7)))
     capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((8, 30, ROOMY, ROOMY))
     capacities = (capacity,) if chance() < 0.7 else (capacity, capacity)
     return Plan(
@@ -178,7 +181,7 @@ def _keys(
             some,
             sizes,
             version,
-            chance() < inline,
+            hold != KEPT and chance() < inline,
             hold,
             chance() < 0.3,
             chance() < 0.2,
@@ -233,6 +236,7 @@ def _joint(
             number += 1
             kind = pick(others)
             wanted = source.randint(1, 5) if kind == "wait" or chance() < 0.1 else 0
-            hold, small, spare = pick(holds), chance() < inline, chance() < 0.3
+            hold, spare = pick(holds), chance() < 0.3
+            small = hold != KEPT and chance() < inline
             operation = Operation(number, kind, keys, (), wanted, small, hold, spare)
             scripts[int(chance() * len(scripts))].append(operation)

@@ -76,6 +76,7 @@ class World:
         self.server = _server(self.loop, memories, self.halves)
         self.here = self.server.topology
         self.uplink: Uplink | None = None
+        self.at_rest: list[Callable[[], None]] = []  # what happens when all is quiet
         self._dead: set[int] = set()
         self._watched: dict[int, list[m.WatchProcess]] = {}
         self.server._watch = self._watch  # type: ignore[method-assign]
@@ -126,7 +127,7 @@ class World:
                     self.uplink = Uplink(self)
                 for client in self.clients:
                     client.begin()
-                self._go()
+                self._rest()
                 self._audit()
                 self._leave()
         except Violation:
@@ -135,8 +136,9 @@ class World:
             raise Violation("failure", f"{type(error).__name__}: {error}") from error
         check(self.history, self.plan)
 
-    def _audit(self) -> None:
-        """All is quiet: nobody waits for what is there, and somebody looks at it."""
+    def _rest(self) -> None:
+        """Go on until all is quiet: then only waits are left, for what nobody has put."""
+        self._go()
         while any(client.tasks for client in self.clients):
             for client in self.clients:
                 for task in list(client.tasks.values()):
@@ -145,19 +147,27 @@ class World:
                     task.call.unanswered = self.point
                     task.interrupt(Cancelled())
             self._go()
+
+    def _audit(self) -> None:
+        """Somebody looks at everything, and replaces it."""
         self.tell("all is quiet; somebody looks at what there is")
-        keys = self.plan.keys
-        looks = [
-            Operation(_AUDIT + at, "fetch" if key == "dicts" else "get", (key,))
-            for at, key in enumerate(keys)
-        ]
-        looks += [
-            Operation(_AUDIT + len(keys) + at, "versions", (key,)) for at, key in enumerate(keys)
-        ]
+        looks: list[Operation] = []
+        for key in self.plan.keys:
+            get = "fetch" if key == "dicts" else "get"
+            looks.append(Operation(_AUDIT + len(looks), get, (key,)))
+            looks.append(Operation(_AUDIT + len(looks), "versions", (key,)))
+            for _ in range(3):
+                looks.append(Operation(_AUDIT + len(looks), "put", (key,), (2,)))
+            last = "exists" if key == "dicts" else "get"
+            looks.append(Operation(_AUDIT + len(looks), last, (key,)))
         auditor = Client(self, len(self.clients), tuple(looks))
         auditor.begin()
         self.clients.append(auditor)
         self._go()
+        exits, self.at_rest = self.at_rest, []
+        for leave in exits:
+            leave()
+        self._rest()
 
     def _leave(self) -> None:
         """Everybody leaves, and nothing is left of them."""

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.acting.operations import Cancelled, Closed, steps_of
 from tests.simulation.machine.halves import Packet
+from tests.simulation.machine.memory import Range
 from tests.simulation.machine.network import Connection, Direct
 from tests.simulation.machine.relays import Relayed
 from tests.simulation.machine.scheduling import Action
 from tests.simulation.plans import Operation
 from tests.simulation.promises.histories import Call
+from tests.simulation.promises.violations import Violation
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.wire import messages as m
@@ -137,6 +139,7 @@ class Client:
         self.life = 0
         self.lanes: list[Connection] = []
         self.tasks: dict[int, Task] = {}
+        self.kept: list[tuple[list[Range], list[bytes]]] = []  # what it has got, and keeps
         self.links: dict[int, bytes] = {}  # tickets of the volumes that it has met
         self._script = deque(script)
         self._token = b""
@@ -210,6 +213,11 @@ class Client:
     def leave(self, keep: int = 99, *, broken: bool = False) -> None:
         """The process ends."""
         lanes, self.lanes = self.lanes, []
+        read = self.world.owners.read
+        for ranges, seen in self.kept:
+            if seen != [read(volume, start, end - start) for volume, start, end in ranges]:
+                raise Violation("lease", f"what client {self.index} keeps has changed")
+        self.kept = []
         for task in self.tasks.values():
             task.stop()
         self.tasks.clear()
@@ -251,6 +259,13 @@ class Client:
                 task.interrupt(Closed())
         for connection in lanes:
             connection.close()
+        self._token = b""
+        if self.index % 2:
+            self._may_exit()
+        else:  # it lives for as long as the others do anything
+            self.world.at_rest.append(self._may_exit)
+
+    def _may_exit(self) -> None:
         self.world.once(("exit", self.index, self.life), self._exit)
 
     def _exit(self) -> None:

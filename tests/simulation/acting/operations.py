@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.machine.halves import TRANSPORT, Packet
 from tests.simulation.machine.memory import LINE, Holder, Range
+from tests.simulation.plans import KEPT
 from tests.simulation.promises.violations import Violation
 
 from torchstore_core.values import TensorMeta, TensorSlice
@@ -231,6 +232,9 @@ def _get(task: Task) -> Steps:
         if not reply.leased:
             return
         seen = [owners.read(volume, start, end - start) for volume, start, end in ranges]
+        if operation.hold == KEPT:
+            client.kept.append((ranges, seen))
+            return
         for _ in range(operation.hold):
             yield None
             again = [owners.read(volume, start, end - start) for volume, start, end in ranges]

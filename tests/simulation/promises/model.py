@@ -65,6 +65,11 @@ class _Key:
         self.exact = exact
         self.puts = puts
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its newest version is one value."""
+        return "" in self.contents.get(self.newest, ())
+
     def becomes(self, version: int, content: Content) -> None:
         """A version is the newest one now."""
         self.newest = version
@@ -109,7 +114,7 @@ class _Key:
         joint = self.joint[version]
         content: Content = {}
         if joint.is_partial:
-            before = self.contents.get(self.newest, {})
+            before = {} if self.is_plain else self.contents.get(self.newest, {})
             content = {name: set(marks) for name, marks in before.items()}
             if not self.exact:  # some that are older may have been dropped, or not
                 for _, older in sorted(self.joint.items()):
@@ -206,7 +211,7 @@ class Model:
             late = operation.version and (operation.version <= used or not key.exact)
             return "" if late else f"only versions up to {used} were used"
         if call.code == "key-not-found":
-            none = operation.partial and not (key.newest and key.exact)
+            none = operation.partial and (key.is_plain or not (key.newest and key.exact))
             return "" if none else f"there is version {key.newest}"
         if call.code:
             return f"a put fails: {call.code}"
@@ -230,6 +235,8 @@ class Model:
         keys = [self.key(name) for name in operation.keys]
         if call.code in ("key-not-found", "partial-put"):
             return "" if any(not key.newest for key in keys) else "all keys are there"
+        if call.code == "layout-mismatch":
+            return "" if keys[0].is_plain else "it is a state dict"
         if call.code == "version-gone":
             there = all(operation.version in key.contents and key.exact for key in keys)
             return "that version is there" if there else ""
