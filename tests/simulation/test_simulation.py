@@ -11,6 +11,8 @@ import pytest
 from tests.simulation.shrinking import find, told
 from tests.simulation.world import run_seed
 
+from torchstore_core.server.controller import Controller
+
 
 def look(seeds: Iterable[int]) -> None:
     for seed in seeds:
@@ -62,11 +64,13 @@ def test_what_seeds_reach() -> None:
     seen: Counter[str] = Counter()
     for seed in range(400):
         world = run_seed(seed)
+        for name in world.names:
+            seen[str(name[0])] += 1
+        seen["severed"] += world.uplink is not None and world.uplink.severed
         for call in world.history.calls:
             kind = call.operation.kind
             seen[f"{kind}: {call.code or ('answered' if call.known else 'unknown')}"] += 1
-            if call.known and call.ended is None:
-                seen["an answer that nobody heard"] += 1
+            seen["an answer that nobody heard"] += call.known and call.ended is None
     for what in (
         *("put: answered", "put: store-full", "put: Cancelled", "put: Closed", "put: protocol"),
         *("get: answered", "get: key-not-found", "get: version-gone", "get: partial-put"),
@@ -75,5 +79,19 @@ def test_what_seeds_reach() -> None:
         *("shard: answered", "shard: version-gone"),
         *("delete: answered", "wait: answered", "wait: unknown", "versions: answered"),
         *("exists: answered", "an answer that nobody heard"),
+        *("died", "restart", "handshake", "disconnect", "land", "uplink", "severed", "tick"),
+        *("exit", "ended"),
     ):
-        assert seen[what] >= 2, f"{what}: never seen, but {seen}"
+        assert seen[what], f"{what}: never seen, but {seen}"
+
+
+def test_a_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the server itself fails: nothing that it raises is lost."""
+
+    def fails(self: Controller, *_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Controller, "close_session", fails)
+    found = find(0)
+    assert found is not None
+    assert "failure: RuntimeError: a bug" in told(found)

@@ -69,7 +69,7 @@ class World:
         self.touched = False
         self.names: list[Name] = []
         self.history = History()
-        self.loop = SimulatedLoop()
+        self.loop = SimulatedLoop()  # type: ignore[abstract]  # nothing else of a loop is used
         memories = [Memory(lines * LINE) for lines in plan.capacities]
         self.owners = Owners(memories)
         self.halves = [TravellingHalves(self, at) for at in range(len(memories))]
@@ -78,6 +78,7 @@ class World:
         self.uplink: Uplink | None = None
         self.at_rest: list[Callable[[], None]] = []  # what happens when all is quiet
         self._dead: set[int] = set()
+        self._asked: set[int] = set()
         self._watched: dict[int, list[m.WatchProcess]] = {}
         self.server._watch = self._watch  # type: ignore[method-assign]
         self._timed = () if recorded else plan.faults
@@ -94,6 +95,7 @@ class World:
 
     def _watch(self, volume: VolumeRecord, wanted: m.WatchProcess) -> None:
         """A volume is to say when a process has ended."""
+        self._asked.add(wanted.pid)
         self._watched.setdefault(wanted.pid, []).append(wanted)
         if wanted.pid in self._dead:
             self.process_ended(wanted.pid)
@@ -103,7 +105,7 @@ class World:
         self._dead.add(pid)
         for wanted in self._watched.pop(pid, ()):
             message = m.ProcessDied(wanted.session)
-            self.once(("ended", pid), lambda said=message: self.server.process_ended(said))
+            self.once(("ended", pid), functools.partial(self.server.process_ended, message))
 
     def once(self, name: Name, run: Callable[[], None]) -> None:
         """Let something happen once, some time."""
@@ -177,12 +179,18 @@ class World:
             client.leave()
         self._go()
         controller = self._controller
+        for token, left in list(controller.detached.sessions.items()):
+            # The server knew of the death of its process, and then its relay was lost. A forked
+            # child may have inherited the connection, so nothing tells that nobody reads any more:
+            # what such a session leased stays for good, and nobody is asked to watch its process.
+            if left.facts.pid not in self._asked:
+                controller.detached.process_ended(token)
         controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
         check_accounts(controller)
-        left = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
+        used = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
         sessions = [*controller.sessions, *controller.detached.sessions]
-        if any(map(any, left)) or sessions or self.server.conversations:
-            raise Violation("leak", f"everybody has left, and there is {left}")
+        if any(map(any, used)) or sessions or self.server.conversations:
+            raise Violation("leak", f"everybody has left, and there is {used}")
 
     def _go(self) -> None:
         schedule, loop, names, controller = self.schedule, self.loop, self.names, self._controller

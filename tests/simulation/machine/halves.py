@@ -69,7 +69,12 @@ class TravellingHalves:
 
     async def _some_time(self, what: str, whose: str) -> None:
         waits = asyncio.get_running_loop().create_future()
-        self._once(what, whose, lambda: waits.done() or waits.set_result(None))
+
+        def over() -> None:
+            if not waits.done():
+                waits.set_result(None)
+
+        self._once(what, whose, over)
         await waits
 
     def send(self, packet: Packet, then: Callable[[bool], None]) -> None:

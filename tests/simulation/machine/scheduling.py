@@ -90,12 +90,14 @@ class Recorded(Schedule):
         self._by_name[action.name] = action
 
     def choose(self) -> Action | None:
+        if not self.enabled:
+            return None
         for name in self._names:
             action = self._by_name.get(name)
             if action is not None and action.at >= 0:
                 return action
         self._turn += 1
-        return self.enabled[self._turn % len(self.enabled)] if self.enabled else None
+        return self.enabled[self._turn % len(self.enabled)]
 
 
 def _rank(action: Action) -> float:

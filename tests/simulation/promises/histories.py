@@ -25,8 +25,19 @@ class Call:
             it was given up after it might have had an effect.
     """
 
-    __slots__ = ("at", "begun", "client", "code", "ended", "known", "operation", "result")
-    __slots__ += ("sent", "started", "unanswered")
+    __slots__ = (
+        "at",
+        "begun",
+        "client",
+        "code",
+        "ended",
+        "known",
+        "operation",
+        "result",
+        "sent",
+        "started",
+        "unanswered",
+    )
 
     def __init__(self, operation: Operation, client: int, started: int) -> None:
         self.operation = operation
