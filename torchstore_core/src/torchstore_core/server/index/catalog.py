@@ -486,7 +486,7 @@ class Catalog:
         used = max(
             [newest.version if newest is not None else self._lowest_version(key) - 1, version]
         )
-        used = max([used, *old.pending])
+        used = max([used, old.dropped, *old.pending])
         before, freed = branch.take_over(old, newest)
         if before is not None:
             self.newest[key] = before
