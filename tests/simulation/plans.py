@@ -63,8 +63,8 @@ class Fault:
 
     Args:
         number: of the fault, in its plan.
-        kind: crash, cut, cancel, sever.
-        client: to whom.
+        kind: crash, cut, cancel, sever; lose is of a volume.
+        client: to whom; or to which volume.
         after: at which step, unless a recorded schedule says when.
         keep: how many messages under way still arrive.
         broken: whether those count as last words, see ``Conversation.hear_last``.
@@ -88,6 +88,7 @@ class Plan:
         channels: how many each client has besides its liveness connection.
         travels: whether bytes that are put travel for themselves, see :mod:`.halves`.
         relayed: the clients that come over a relay, as long as it works.
+        copies: how many of each value there are, on volumes of their own.
         slots: how many operations of one client run at the same time.
     """
 
@@ -98,6 +99,7 @@ class Plan:
     slots: int = 1
     travels: bool = False
     relayed: tuple[int, ...] = ()
+    copies: int = 1
     keys: tuple[str, ...] = field(default=KEYS)
 
     @property
@@ -130,7 +132,10 @@ def plan_of(source: random.Random) -> Plan:
     if relayed and chance() < 0.6:
         faults.append(Fault(len(faults) + 1, "sever", relayed[0], source.randint(total, total * 7)))
     capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((8, 30, ROOMY, ROOMY))
-    capacities = (capacity,) if chance() < 0.7 else (capacity, capacity)
+    capacities = (capacity,) if chance() < 0.6 else (capacity, capacity)
+    copies = pick((1, 2)) if len(capacities) > 1 else 1
+    if len(capacities) > 1 and chance() < 0.5:
+        faults.append(Fault(len(faults) + 1, "lose", pick((0, 1)), source.randint(5, total * 6)))
     return Plan(
         capacities,
         tuple([tuple(script) for script in scripts]),
@@ -139,6 +144,7 @@ def plan_of(source: random.Random) -> Plan:
         pick((1, 2, 3)),
         travels,
         relayed,
+        copies,
         keys,
     )
 

@@ -80,7 +80,7 @@ def test_what_seeds_reach() -> None:
         *("delete: answered", "wait: answered", "wait: unknown", "versions: answered"),
         *("exists: answered", "an answer that nobody heard"),
         *("died", "restart", "handshake", "disconnect", "land", "uplink", "severed", "tick"),
-        *("exit", "ended"),
+        *("exit", "ended", "get: object-lost", "put: object-lost"),
     ):
         assert seen[what], f"{what}: never seen, but {seen}"
 

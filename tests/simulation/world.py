@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import functools
 import hashlib
-import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from tests.simulation.acting.clients import Client
 from tests.simulation.acting.operations import Cancelled
-from tests.simulation.machine.halves import TRANSPORT, TravellingHalves
+from tests.simulation.machine.halves import TravellingHalves
 from tests.simulation.machine.loop import SimulatedLoop
-from tests.simulation.machine.memory import LINE, Memory, Owners, simulated_volume
+from tests.simulation.machine.memory import LINE, Memory, Owners
 from tests.simulation.machine.relays import Uplink
 from tests.simulation.machine.scheduling import Action, Name, Schedule
+from tests.simulation.machine.servers import running, server_on
 from tests.simulation.plans import Fault, Operation, Plan, plan_of
 from tests.simulation.promises.accounts import check_accounts
 from tests.simulation.promises.checking import check
 from tests.simulation.promises.histories import History
 from tests.simulation.promises.violations import Violation
 
-from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.memory.volume_record import VolumeRecord
-from torchstore_core.server.server import Server, ServerOptions
-from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.wire import messages as m
 
 __all__ = ["World", "run_seed"]
@@ -73,7 +67,7 @@ class World:
         memories = [Memory(lines * LINE) for lines in plan.capacities]
         self.owners = Owners(memories)
         self.halves = [TravellingHalves(self, at) for at in range(len(memories))]
-        self.server = _server(self.loop, memories, self.halves)
+        self.server = server_on(self.loop, memories, self.halves, plan.copies)
         self.here = self.server.topology
         self.uplink: Uplink | None = None
         self.at_rest: list[Callable[[], None]] = []  # what happens when all is quiet
@@ -124,7 +118,7 @@ class World:
             Violation: the store has broken a promise.
         """
         try:
-            with _running(self.loop):
+            with running(self.loop):
                 if self.plan.relayed:
                     self.uplink = Uplink(self)
                 for client in self.clients:
@@ -238,6 +232,9 @@ class World:
         self.names.append(name)
 
     def _fail(self, fault: Fault) -> None:
+        if fault.kind == "lose":
+            self._lose(fault.client)
+            return
         client = self.clients[fault.client]
         self.tell(f"client {fault.client}: {fault.kind}")
         match fault.kind:
@@ -251,50 +248,19 @@ class World:
             case _:
                 client.cancel()
 
+    def _lose(self, volume: int) -> None:
+        """The memory of a volume is gone, except for those who have mapped it."""
+        self.tell(f"volume {volume} is lost")
+        self.touched = True
+        self.point += 1
+        self.history.lost = self.history.lost or self.point
+        self.halves[volume].lose()
+        self._controller.lose_volume(volume, "it was killed")
+        self.server._to_liveness_connections(m.Lost(volume, "it was killed"))
+
     @property
     def _controller(self) -> Controller:
         return self.server.controller
-
-
-@functools.cache
-def _pattern() -> Server:
-    """A server that has looked at its machine, which takes long."""
-    return Server(ServerOptions(store_name="simulated", prefault=0))
-
-
-def _server(
-    loop: SimulatedLoop, memories: Sequence[Memory], halves: Sequence[TravellingHalves]
-) -> Server:
-    """A server of its own that does not listen anywhere."""
-    server = copy.copy(_pattern())
-    server.conversations = set()
-    server.connections = set()
-    server.refusals = Refusals()
-    server._when_trimmed = []
-    server._loop = loop
-    server._strategy = Strategy()
-    volumes = [
-        simulated_volume(at, memory, half, server.topology, (TRANSPORT,))
-        for at, (memory, half) in enumerate(zip(memories, halves, strict=True))
-    ]
-    server._begin(volumes)
-    # The controller has been given the method of the class: let a world take its place.
-    server.controller.detached._watch = lambda volume, wanted: server._watch(volume, wanted)
-    return server
-
-
-@contextmanager
-def _running(loop: SimulatedLoop) -> Iterator[None]:
-    """While the loop is the one that asyncio knows, and nothing is logged."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    asyncio._set_running_loop(loop)
-    try:
-        yield
-    finally:
-        loop.end()
-        asyncio._set_running_loop(None)
-        logging.disable(disabled)
 
 
 def run_seed(seed: int) -> World:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.simulation.machine.memory import Holder
 from tests.simulation.machine.scheduling import Name
 
+from torchstore_core.errors import TransportUnavailableError
+
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
@@ -43,6 +45,7 @@ class TravellingHalves:
         self._world = world
         self._volume = volume
         self._numbers = itertools.count(1)
+        self._lost = False
         self._peers: dict[bytes, bytes] = {}  # by their tickets
         self._names: dict[bytes, str] = {}  # of the peers
         self._times: dict[Name, int] = {}
@@ -61,6 +64,11 @@ class TravellingHalves:
         for ticket in [ticket for ticket, whose in self._peers.items() if whose == peer]:
             del self._peers[ticket]
 
+    def lose(self) -> None:
+        """The volume is gone."""
+        self._lost = True
+        self._peers.clear()
+
     def _once(self, what: str, whose: str, happens: Callable[[], None]) -> None:
         """The names are those of the clients, so that they mean the same in similar runs."""
         key = (what, self._volume, whose)
@@ -76,6 +84,8 @@ class TravellingHalves:
 
         self._once(what, whose, over)
         await waits
+        if self._lost:
+            raise TransportUnavailableError("the volume is gone")
 
     def send(self, packet: Packet, then: Callable[[bool], None]) -> None:
         """Bytes are on their way; ``then`` is told whether they have landed."""

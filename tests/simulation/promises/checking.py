@@ -11,6 +11,9 @@ __all__ = ["check"]
 
 _GIVEN_UP = {"Closed", "Cancelled", "store-closed", "protocol"}
 
+# With these the store may drop versions on their way.
+_FORGETS = {"crash", "lose"}
+
 
 def check(history: History, plan: Plan) -> None:
     """Explain a history by doing its calls one by one, in the order in which the server did.
@@ -23,11 +26,12 @@ def check(history: History, plan: Plan) -> None:
         if call.operation.participants:
             puts.setdefault(call.operation.keys[0], []).append(call)
     exact = {key for key in plan.keys if key not in puts}
-    if min(plan.capacities) >= ROOMY and not any(f.kind == "crash" for f in plan.faults):
+    if min(plan.capacities) >= ROOMY and not any(f.kind in _FORGETS for f in plan.faults):
         for key, contributions in puts.items():
             if all(call.known and call.code not in _GIVEN_UP for call in contributions):
                 exact.add(key)
-    model = Model(puts, exact)
+    lost = history.lost if plan.copies == 1 else 0
+    model = Model(puts, exact, lost)
     waits = sorted((c for c in history.calls if c.unanswered and not c.known), key=_quiet)
     for call in history.in_order():
         while waits and waits[0].unanswered < call.at:

@@ -72,7 +72,7 @@ class Call:
 
     def never_heard(self, reply: m.Message, point: float) -> None:
         """The server has answered the last request, but the client does not listen any more."""
-        if self.known or type(reply) is m.Granted:
+        if self.known or not self.sent:
             return
         match reply:
             case m.Failure():
@@ -100,6 +100,7 @@ class History:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.lost = 0  # the point at which a volume was lost
 
     def in_order(self) -> Sequence[Call]:
         """Those of which it is known what became of them, in the order of the server's answers."""

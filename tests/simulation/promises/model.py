@@ -7,147 +7,19 @@ model allows both, and believes what readers see.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 
 from tests.simulation.acting.operations import mark
 from tests.simulation.promises.histories import Call, plain
+from tests.simulation.promises.keys import Joint, Key
 
 __all__ = ["Model"]
 
 _ERRORS = {"", "key-not-found", "partial-put", "version-gone", "layout-mismatch"}
+# Operations that are about bytes, which may be lost.
+_MOVE = {"put", "publish", "shard", "get", "fetch"}
 _REFUSED = {"store-full", "store-closed", "configuration", "Closed", "Cancelled"}
-
-#: What each piece of a version may be.
-Content = dict[str, set[bytes]]
-
-
-class _Joint:
-    """A version that several participants put together, while it is not whole."""
-
-    __slots__ = ("needed", "parts")
-
-    def __init__(self, needed: int) -> None:
-        self.needed = needed
-        self.parts: dict[int, Call] = {}  # by participant
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.parts) == self.needed
-
-    @property
-    def is_partial(self) -> bool:
-        return any(call.operation.partial for call in self.parts.values())
-
-
-class _Key:
-    """One key.
-
-    Attributes:
-        newest: its newest version; 0: there is none.
-        used: the highest version that it ever had.
-        contents: what can be read, by version.
-        keep: how many versions can be read.
-        joint: versions that are not whole.
-        deleted: the point of the last delete.
-        exact: whether the store has no choice about versions that several participants put.
-        puts: all calls that contribute to such versions.
-    """
-
-    __slots__ = ("contents", "deleted", "exact", "joint", "keep", "newest", "puts", "used")
-
-    def __init__(self, puts: Collection[Call], *, exact: bool) -> None:
-        self.newest = 0
-        self.used = 0
-        self.contents: dict[int, Content] = {}
-        self.keep = 1
-        self.joint: dict[int, _Joint] = {}
-        self.deleted = 0.0
-        self.exact = exact
-        self.puts = puts
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its newest version is one value."""
-        return "" in self.contents.get(self.newest, ())
-
-    def becomes(self, version: int, content: Content) -> None:
-        """A version is the newest one now."""
-        self.newest = version
-        self.used = max(self.used, version)
-        self.contents[version] = content
-        while self.exact and len(self.contents) > self.keep:
-            del self.contents[min(self.contents)]
-        for older in [v for v in self.joint if v <= version]:
-            del self.joint[older]
-
-    def clear(self, point: float) -> None:
-        """It is deleted."""
-        begun = [c.result[0] for c in self.puts if c.result and c.begun < point]
-        self.used = max([self.used, self.newest, *self.joint, *begun])
-        self.newest, self.keep, self.deleted = 0, 1, point
-        self.contents = {}
-        self.joint = {}
-
-    def waits_for(self, version: int, point: float) -> Call | None:
-        """A put to an older version that is not whole, which a partial one has to wait for."""
-        for call in self.puts:
-            if not (call.begun and self.deleted < call.begun < point) or call.code:
-                continue
-            if self.newest < call.result[0] < version:
-                return call
-        return None
-
-    def publish(self, version: int) -> None:
-        """A version that is complete becomes the newest one."""
-        joint = self.joint[version]
-        if not self.exact:  # older ones may have been visible in between
-            for older in sorted(self.joint):
-                if older < version and self.joint[older].is_complete:
-                    self.contents[older] = self._content(older)
-        content = self._content(version)
-        keep = max(call.operation.keep for call in joint.parts.values())
-        self.keep = keep or self.keep
-        self.becomes(version, content)
-
-    def _content(self, version: int) -> Content:
-        """What a joint version is when it becomes visible now."""
-        joint = self.joint[version]
-        content: Content = {}
-        if joint.is_partial:
-            before = {} if self.is_plain else self.contents.get(self.newest, {})
-            content = {name: set(marks) for name, marks in before.items()}
-            if not self.exact:  # some that are older may have been dropped, or not
-                for _, older in sorted(self.joint.items()):
-                    for name, marks in _brought(older).items():
-                        content.setdefault(name, set()).update(marks)
-        for name, marks in _brought(joint).items():
-            content[name] = marks if self.exact else marks | content.get(name, set())
-        return content
-
-    def settle(self, point: float) -> None:
-        """Complete versions become visible that have to."""
-        while self.exact:
-            for version, joint in sorted(self.joint.items()):
-                waits = joint.is_partial and (
-                    not self.newest or self.waits_for(version, point) is not None
-                )
-                if joint.is_complete and not waits:
-                    self.publish(version)
-                    break
-            else:
-                return
-
-
-def _brought(joint: _Joint) -> Content:
-    content: Content = {}
-    for who, call in joint.parts.items():
-        operation = call.operation
-        for at, name in enumerate(operation.names):
-            piece = name
-            if operation.kind == "shard":
-                piece = f"@{64 * who}" if operation.participants > 1 else ""
-            content.setdefault(piece, set()).add(mark(operation.number, at))
-    return content
 
 
 class Model:
@@ -156,10 +28,12 @@ class Model:
     Args:
         puts: the calls that contribute to versions of several participants, by key.
         exact: the keys about which the store has no choice.
+        lost: the point from which on values without a copy may be lost; 0: none is.
     """
 
-    def __init__(self, puts: dict[str, list[Call]], exact: Collection[str]) -> None:
-        self._keys: dict[str, _Key] = {}
+    def __init__(self, puts: dict[str, list[Call]], exact: Collection[str], lost: int = 0) -> None:
+        self._lost = lost
+        self._keys: dict[str, Key] = {}
         self._puts = puts
         self._exact = exact
         self._apply: dict[str, Callable[[Call], str]] = {
@@ -174,10 +48,10 @@ class Model:
             "exists": self._exists,
         }
 
-    def key(self, name: str) -> _Key:
+    def key(self, name: str) -> Key:
         found = self._keys.get(name)
         if found is None:
-            found = self._keys[name] = _Key(self._puts.get(name, ()), exact=name in self._exact)
+            found = self._keys[name] = Key(self._puts.get(name, ()), exact=name in self._exact)
         return found
 
     def apply(self, call: Call) -> str:
@@ -187,6 +61,8 @@ class Model:
             return ""
         if code == "protocol":  # a put that was given up may come after that
             return "" if call.ended is None else "it was refused"
+        if code == "object-lost" and 0 < self._lost <= call.at and call.operation.kind in _MOVE:
+            return ""
         if code not in _ERRORS:
             return "no such error is promised"
         return self._apply[call.operation.kind](call)
@@ -223,7 +99,7 @@ class Model:
             return ""
         joint = key.joint.get(version)
         if joint is None:
-            joint = key.joint[version] = _Joint(operation.participants)
+            joint = key.joint[version] = Joint(operation.participants)
         joint.parts[call.client] = call
         key.settle(call.at)
         return ""
@@ -260,7 +136,7 @@ class Model:
     def _read(
         self,
         name: str,
-        key: _Key,
+        key: Key,
         wanted: int,
         version: int,
         pieces: list[tuple[str, int, bytes]],
@@ -279,7 +155,7 @@ class Model:
                 return f"it reads {plain(got)} as {what} of {name!r}, not {plain(content[piece])}"
         return ""
 
-    def _sees(self, name: str, key: _Key, version: int, wanted: int = 0) -> str:
+    def _sees(self, name: str, key: Key, version: int, wanted: int = 0) -> str:
         """A reader sees a version of a key as the newest, or because it wanted just that."""
         if version > key.newest:
             joint = key.joint.get(version)
@@ -334,9 +210,15 @@ class Model:
             return "it does not fail"
         keys = [self.key(name) for name in call.operation.keys]
         there = [key.newest > 0 for key in keys]
-        return "" if call.result == there or not all(k.exact for k in keys) else f"it is {there}"
+        if not all(key.exact for key in keys):
+            return ""
+        if 0 < self._lost < call.at:  # lost versions do not exist
+            return "" if all(map(operator.ge, there, call.result)) else f"it is {there}"
+        return "" if call.result == there else f"it is {there}"
 
     def satisfies(self, call: Call) -> bool:
         """Whether a wait has to be answered now."""
         newest = [self.key(name).newest for name in call.operation.keys]
+        if self._lost:  # of a version that is lost, the next one is waited for
+            return False
         return min(newest) >= max(call.operation.version, 1)
