@@ -240,9 +240,17 @@ def _get(task: Task) -> Steps:
             again = [owners.read(volume, start, end - start) for volume, start, end in ranges]
             if again != seen:
                 raise Violation("lease", f"what {operation} reads has changed under its lease")
-        del owners.readers[holder]
         via = task.liveness if operation.spare or task.connection.closed else task.connection
-        via.send(m.Release([lease]))
+        if operation.hold % 2 == 0:
+            del owners.readers[holder]
+            via.send(m.Release([lease]))
+            return
+        for at, (*_, nbytes, _, grant) in enumerate(pieces):  # one after the other
+            if grant is not None:
+                ranges.remove((grant.volume, grant.offset, grant.offset + nbytes))
+                via.send(m.Release([], [(lease, [at])]))
+                yield None
+        del owners.readers[holder]
     except (Cancelled, Closed) as error:
         owners.readers.pop(holder, None)
         task.give_up(error)
