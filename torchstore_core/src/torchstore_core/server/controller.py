@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from bisect import bisect_left
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -523,9 +524,15 @@ class Controller:
 
     def keys(self, prefix: str) -> list[str]:
         """Return the keys and state dict entries that start with ``prefix``, sorted, including lost
-        ones.
+        ones. Hidden ones are left out, unless the prefix is a hidden one.
         """
-        return self.catalog.names.page(prefix)
+        names = self.catalog.names.page(prefix)
+        if not prefix.startswith(m.HIDDEN):
+            begin = end = bisect_left(names, m.HIDDEN)
+            while end < len(names) and names[end].startswith(m.HIDDEN):
+                end += 1
+            del names[begin:end]
+        return names
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return, for each key or entry, whether it has a complete version with no part lost."""

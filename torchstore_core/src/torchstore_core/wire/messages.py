@@ -48,6 +48,9 @@ MAX_FRAME = 64 << 20
 MAX_HELLO_FRAME = 64 << 10
 #: Longest key, in characters.
 MAX_KEY = 4096
+#: Keys that begin with this belong to parts of the library. Only a prefix that begins with it, too,
+#: lists them.
+HIDDEN = ".torchstore-"
 #: Most bytes of values that one message carries inline.
 MAX_INLINE = 1 << 20
 #: Most bytes in one handshake of a transport, and in its answer.

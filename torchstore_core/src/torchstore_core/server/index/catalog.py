@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 
 import msgspec
 
+from torchstore_core import moments
 from torchstore_core.errors import KeyNotFoundError
-from torchstore_core.machine import moments
 from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.errors import (
     entry_error,
@@ -216,8 +216,8 @@ class Catalog:
     def _next_version(self, key: str) -> int:
         """Return the lowest version of a key above all present, past and unfinished ones."""
         history = self.histories.get(key)
-        pending = 0 if history is None else max(history.pending, default=0)
-        return max(pending + 1, self._lowest_version(key))
+        known = 0 if history is None else max([history.dropped, *history.pending])
+        return max(known + 1, self._lowest_version(key))
 
     def _lowest_version(self, key: str) -> int:
         """Return the lowest version of a key that a put may name."""
@@ -486,7 +486,7 @@ class Catalog:
         used = max(
             [newest.version if newest is not None else self._lowest_version(key) - 1, version]
         )
-        used = max([used, *old.pending])
+        used = max([used, old.dropped, *old.pending])
         before, freed = branch.take_over(old, newest)
         if before is not None:
             self.newest[key] = before
@@ -535,15 +535,14 @@ class Catalog:
         """
         for key, history in self.histories.items():
             for branch in (None, *history.branches.values()):
-                pending = history.pending if branch is None else branch.history.pending
-                for version, old in pending.items():
+                there = history if branch is None else branch.history
+                for version, old in there.pending.items():
                     if old in kept or old.is_written or (old.is_alive and key not in keys):
                         continue
                     if old.is_complete and self._has_base(key, version, branch):
                         continue  # it will become visible
-                    del pending[version]
                     self.unsettled.add(key)
-                    return old.discard() + history.drop_empty()
+                    return there.drop(old) + history.drop_empty()
         return None
 
     def lose(self, reason: Callable[[Iterable[Value]], str]) -> Change:
@@ -556,11 +555,10 @@ class Catalog:
         freed: list[Value] = []
         for key, history in self.histories.items():
             for branch in (None, *history.branches.values()):
-                pending = history.pending if branch is None else branch.history.pending
-                for version, generation in list(pending.items()):
+                there = history if branch is None else branch.history
+                for version, generation in list(there.pending.items()):
                     if why := reason(generation.stored_values()):
-                        del pending[version]
-                        freed += generation.discard()
+                        freed += there.drop(generation)
                         generation.lost = generation.sequence.lost[version] = why
                         self.unsettled.add(key)
             freed += history.drop_empty()
@@ -596,7 +594,8 @@ class Catalog:
             target.sequence.versions.remove(generation.version)
             generation.dropped = True
             freed += history.drop_empty()
-            if target.key not in self.newest and not (history.pending or history.branches):
+            known = history.pending or history.branches or history.dropped
+            if target.key not in self.newest and not known:
                 del self.histories[target.key]
         return Change.of([Change(freed), *self._settle(target.key)])
 
@@ -618,7 +617,7 @@ class Catalog:
             freed += release(all_values(stored))
         if history is not None:
             del self.histories[key]
-            last = max([last, *history.pending, self.timelines.forget(key)])
+            last = max([last, history.dropped, *history.pending, self.timelines.forget(key)])
             for branch in list(history.branches.values()):
                 freed += branch.drop_from(history)
             for generation in history.pending.values():

@@ -16,11 +16,10 @@ from functools import lru_cache
 
 import msgspec
 
-from torchstore_core import boxes
+from torchstore_core import boxes, moments
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import LayoutMismatchError
-from torchstore_core.machine import moments
 from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 import msgspec
 
+from torchstore_core import moments
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import TorchStoreError
-from torchstore_core.machine import moments
 from torchstore_core.machine.topology import Topology
 from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m

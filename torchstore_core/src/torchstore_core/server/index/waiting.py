@@ -30,7 +30,8 @@ class Waiting:
     def __init__(self, catalog: Catalog, is_lost: Callable[[Stored], bool]) -> None:
         self._catalog = catalog
         self._is_lost = is_lost
-        self._by_key: dict[str, set[Waiter]] = {}
+        # Those who have waited longest come first, and are answered first.
+        self._by_key: dict[str, dict[Waiter, None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_key)
@@ -61,7 +62,7 @@ class Waiting:
             reply(versions)
             return None
         for key in keys:
-            self._by_key.setdefault(key, set()).add(waiter)
+            self._by_key.setdefault(key, {})[waiter] = None
         return waiter
 
     def forget(self, waiter: Waiter) -> None:
@@ -69,7 +70,7 @@ class Waiting:
         for key in waiter.keys:
             waiting = self._by_key.get(key)
             if waiting is not None:
-                waiting.discard(waiter)
+                waiting.pop(waiter, None)
                 if not waiting:
                     del self._by_key[key]
 
@@ -77,9 +78,9 @@ class Waiting:
         """Check the waiters again that wait for one of ``keys``, or for one of ``state_dicts`` or
         an entry of one, and answer those whose condition is met.
         """
-        woken: set[Waiter] = set()
+        woken: dict[Waiter, None] = {}
         for key in keys:
-            woken |= self._by_key.get(key, set())
+            woken |= self._by_key.get(key, {})
         for base in state_dicts:
             for key, waiting in self._by_key.items():
                 if key == base or key.startswith(f"{base}/"):

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
+from torchstore_core import moments
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.errors import TorchStoreError
-from torchstore_core.machine import moments
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
