@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import (
     ConfigurationError,
+    EvictedError,
     KeyNotFoundError,
     LayoutMismatchError,
     ObjectLostError,
@@ -80,6 +81,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Client",
     "ConfigurationError",
+    "EvictedError",
     "KeyNotFoundError",
     "LayoutMismatchError",
     "ObjectLostError",

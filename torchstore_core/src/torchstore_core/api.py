@@ -8,6 +8,7 @@ name and the environment does not name one either.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from torchstore_core.clients.stores.joined import DEFAULT_TIMEOUT_S, JoinedStore
 from torchstore_core.contracts.ranks import SPMDEnv
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.contracts.when_full import check_spill, check_when_full
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
@@ -77,6 +79,9 @@ async def initialize(
     allow_pickle: bool | None = None,
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
+    spill: str | os.PathLike[str] | None = None,
+    spill_capacity: int | None = None,
+    when_full: str | None = None,
 ) -> Client:
     """Start a store that is owned by this process. The store ends when the process does, however
     the process ends.
@@ -100,15 +105,31 @@ async def initialize(
         prefer: transports to use first (also TORCHSTORE_PREFER, comma-separated).
         block: plug-ins of any kind that must not be loaded, here and in the server (also
             TORCHSTORE_BLOCK).
+        spill: a directory, on a disk of the server's host. If memory is nearly full, values that
+            may be spilled are written to an unnamed file there, the least recently used first;
+            a get reads them back. Nothing is left there when the server ends, however it ends.
+        spill_capacity: the most bytes to spill; None: as many as the disk has.
+        when_full: what is done with the values of puts that do not say, when memory is full, see
+            :meth:`Client.put`; None: ``"pinned"``, but ``"spillable"`` for state dicts of which
+            older versions are kept (``keep=``), if there is ``spill``.
 
     Raises:
-        ConfigurationError: an argument is invalid or names a plug-in that is not installed, or this
-            process already has such a store: :func:`connect_or_initialize` returns that one.
+        ConfigurationError: an argument is invalid or names a plug-in that is not installed, or
+            nothing can be written to ``spill``, or this process already has such a store: :func:`connect_or_initialize` returns that one.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not provide enough address space for a volume.
         StoreTimeoutError, StoreClosedError: the server did not start.
+
+    >>> async def main():  # 64 GB of activations in 8 GB of memory
+    ...     await ts.initialize(capacity=8 << 30, spill="/local/disk", when_full="spillable")
+    ...     for step in range(1000):
+    ...         await ts.put(f"activations/{step}", torch.randn(1 << 24))
+    ...     print((await ts.get("activations/0")).shape)  # read back from disk
+    ...     await ts.shutdown()
     """
     timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    place = check_spill(spill, spill_capacity)
+    check_when_full(when_full, place)
     policy = Policy.make(prefer, block)
     registry = Registry(block=policy.block)
     with table.reserve(store_name) as ended:
@@ -126,6 +147,9 @@ async def initialize(
                 prefault=prefault,
                 timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
                 block=policy.block,
+                spill=place,
+                spill_capacity=spill_capacity,
+                when_full=when_full,
             ),
             host,
             mesh,
@@ -147,6 +171,9 @@ async def initialize_spmd(
     allow_pickle: bool | None = None,
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
+    spill: str | os.PathLike[str] | None = None,
+    spill_capacity: int | None = None,
+    when_full: str | None = None,
 ) -> Client:
     """Start one store for all ranks of a job, for example one started by torchrun. Every rank calls
     this with the same arguments; it returns when all of them have joined.
@@ -168,7 +195,8 @@ async def initialize_spmd(
             LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         num_storage_volumes: how many volumes share ``capacity``; None: one per rank, with the
             strategy ``host`` one per host, with ``singleton`` one.
-        capacity, prefault, allow_pickle, prefer, block: as for :func:`initialize`.
+        capacity, prefault, allow_pickle, prefer, block, spill, spill_capacity, when_full: as for
+            :func:`initialize`. Only stores of a single host can spill yet.
         timeout: seconds until all ranks must have joined, and default for every operation.
 
     Raises:
@@ -200,6 +228,8 @@ async def initialize_spmd(
             if volumes is None:
                 volumes = host.default_volumes(placing)
             timeout = starting.check(volumes, store_name, capacity, prefault, timeout)
+            spill_to = check_spill(spill, spill_capacity)
+            check_when_full(when_full, spill_to)
             if allow_pickle is None:
                 allow_pickle = environment.allow_pickle_default()
             ended = reserved.enter_context(table.reserve(store_name))
@@ -218,6 +248,9 @@ async def initialize_spmd(
             prefault=prefault,
             timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
             block=policy.block,
+            spill=spill_to,
+            spill_capacity=spill_capacity,
+            when_full=when_full,
         )
         return await starting.start(options, host, None, policy, timeout, allow_pickle)
 
@@ -278,6 +311,9 @@ async def connect_or_initialize(
     allow_pickle: bool | None = None,
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
+    spill: str | os.PathLike[str] | None = None,
+    spill_capacity: int | None = None,
+    when_full: str | None = None,
 ) -> Client:
     """Join the store of that name if there is one, otherwise start it.
 
@@ -285,8 +321,8 @@ async def connect_or_initialize(
     (so that a notebook cell can run again), the store of the distributed job that this process
     belongs to, and the store that ``TORCHSTORE_ADDRESS`` names. A store whose server has ended does
     not count. An existing store is joined as by :func:`connect`, unchanged:
-    ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity`` and ``prefault``
-    apply only to a new store, which is then owned by this process, as with :func:`initialize`.
+    ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity``, ``prefault``,
+    ``spill``, ``spill_capacity`` and ``when_full`` apply only to a new store, which is then owned by this process, as with :func:`initialize`.
 
     Threads and tasks of this process may call this at the same time: one of them starts the store
     and the others join it. If two processes call it before either has a store, however, each may
@@ -295,7 +331,8 @@ async def connect_or_initialize(
 
     Args:
         num_storage_volumes, strategy, store_name, mesh, runtime, capacity, timeout, prefault,
-            allow_pickle, prefer, block: as for :func:`initialize`.
+            allow_pickle, prefer, block, spill, spill_capacity, when_full: as for
+            :func:`initialize`.
 
     Raises:
         StoreTimeoutError: the existing store does not answer within ``timeout`` seconds: it hangs,
@@ -307,6 +344,7 @@ async def connect_or_initialize(
         TorchStoreError: everything that :func:`initialize` raises.
     """
     starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    check_when_full(when_full, check_spill(spill, spill_capacity))
 
     async def join(where: str) -> Client:
         joined = await connect(
@@ -354,6 +392,9 @@ async def connect_or_initialize(
                 allow_pickle=allow_pickle,
                 prefer=prefer,
                 block=block,
+                spill=spill,
+                spill_capacity=spill_capacity,
+                when_full=when_full,
             )
         except ConfigurationError as error:
             # Another thread or task was faster.
@@ -442,6 +483,7 @@ async def put(
     tensor_slice_spec: TensorSlice | None = None,
     *,
     version: int | None = None,
+    when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
@@ -452,6 +494,7 @@ async def put(
         value,
         tensor_slice_spec,
         version=version,
+        when_full=when_full,
         timeout=timeout,
         allow_pickle=allow_pickle,
     )
@@ -461,13 +504,15 @@ async def put_batch(
     items: Mapping[str, Any],
     *,
     version: int | None = None,
+    when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> dict[str, ObjectRef]:
     """See :meth:`Client.put_batch`; raises the same."""
-    made = _client(store_name)
-    return await made.put_batch(items, version=version, timeout=timeout, allow_pickle=allow_pickle)
+    return await _client(store_name).put_batch(
+        items, version=version, when_full=when_full, timeout=timeout, allow_pickle=allow_pickle
+    )
 
 
 async def get(
@@ -508,6 +553,7 @@ async def put_state_dict(
     partial: bool = False,
     keep: int | None = None,
     blocking: bool = True,
+    when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
@@ -523,6 +569,7 @@ async def put_state_dict(
         partial=partial,
         keep=keep,
         blocking=blocking,
+        when_full=when_full,
         timeout=timeout,
         allow_pickle=allow_pickle,
     )

@@ -38,6 +38,7 @@ from torchstore_core.clients.values import sharding
 from torchstore_core.contracts import ranks
 from torchstore_core.errors import (
     ConfigurationError,
+    EvictedError,
     KeyNotFoundError,
     LayoutMismatchError,
     ObjectLostError,
@@ -60,6 +61,7 @@ from torchstore_core.errors import (
 __all__ = [
     "Client",
     "ConfigurationError",
+    "EvictedError",
     "KeyNotFoundError",
     "LayoutMismatchError",
     "ObjectLostError",

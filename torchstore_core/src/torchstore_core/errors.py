@@ -90,6 +90,16 @@ class PartialPutError(KeyNotFoundError):
     code = "partial-put"
 
 
+class EvictedError(KeyNotFoundError):
+    """A value that was put with ``when_full="evictable"`` had to make room for others.
+
+    ``details``: ``missing`` as for KeyNotFoundError; the ``version``, its size ``nbytes``, when it
+    was ``evicted`` (seconds since the epoch), and ``reason``, which is ``"evicted"``.
+    """
+
+    code = "evicted"
+
+
 class VersionGoneError(TorchStoreError):
     """A version was overwritten or deleted; in a put, it is not newer than the stored version."""
 
@@ -125,7 +135,8 @@ class StoreTimeoutError(TorchStoreError, TimeoutError):
 
     ``details`` of every operation: ``operation`` (its name), ``timeout`` and ``address``; if the
     server did not respond at all, ``answered`` is False. A wait adds the ``keys`` and
-    ``min_version`` that it waited for. If the server could still report it, there is also
+    ``min_version`` that it waited for, and a put or a get that waited for memory adds
+    ``waiting_for``, in words. If the server could still report it, there is also
     ``unmet``: for each key that did not meet the condition (only the first ones, if there are many)
     its ``key``, its newest ``version`` (0 if there is none), whether that version is ``lost``, and
     the ``pending`` versions that are only partly put, with the number of their ``participants`` and
@@ -204,6 +215,7 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
         TorchStoreError,
         KeyNotFoundError,
         PartialPutError,
+        EvictedError,
         VersionGoneError,
         ObjectLostError,
         StoreFullError,

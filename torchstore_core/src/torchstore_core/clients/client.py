@@ -19,6 +19,7 @@ from torchstore_core.clients.transfer.gets import ValueRequest, asks_of, get_ask
 from torchstore_core.clients.transfer.puts import Putting, put_sources
 from torchstore_core.clients.transfer.sources import Source, look_again, prepare_all
 from torchstore_core.clients.values.sharding import TensorShard
+from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
 from torchstore_core.wire import messages as m
@@ -54,6 +55,7 @@ class Client(KeyOperations):
         tensor_slice_spec: TensorSlice | None = None,
         *,
         version: int | None = None,
+        when_full: str | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> ObjectRef:
@@ -71,7 +73,12 @@ class Client(KeyOperations):
             tensor_slice_spec: the slice of a larger tensor that ``value`` is.
             version: the version to create, which must be above the newest; None: the next one.
                 Ranks that may restart should pass it, so that they always agree on the step.
-            timeout: seconds.
+            when_full: what is done with the value when memory is full: ``"pinned"``: it stays;
+                ``"spillable"``: it is written to disk, and read back by the next get;
+                ``"evictable"``: it is dropped, the least recently used value first. None: what the
+                store was initialized with. Values that somebody reads, or holds a zero-copy tensor
+                of, stay in any case; so do small values that are spillable.
+            timeout: seconds. A put that finds memory full waits until other values are on disk.
             allow_pickle: False refuses objects that need pickle; None: the client's default.
 
         Returns:
@@ -80,6 +87,7 @@ class Client(KeyOperations):
 
         Raises:
             StoreFullError: the value does not fit; nothing was changed.
+            ConfigurationError: ``when_full`` is invalid, or the store has no place to spill to.
             UnsupportedValueError: the value cannot be stored (meta, sparse, ... tensors, a
                 DTensor with Partial placements).
             LayoutMismatchError: a shard does not fit its slice or placements.
@@ -92,8 +100,8 @@ class Client(KeyOperations):
             if tensor_slice_spec is not None:
                 value = TensorShard(value, tensor_slice_spec)
             if isinstance(value, TorchStoreStateDict):
-                return await self._put_packed(key, value, version, clock, allow_pickle)
-            versions = await self._put(((key, value),), version, clock, allow_pickle)
+                return await self._put_packed(key, value, version, clock, allow_pickle, when_full)
+            versions = await self._put(((key, value),), version, clock, allow_pickle, when_full)
             return ObjectRef(key, versions[0])
 
     async def put_batch(
@@ -101,6 +109,7 @@ class Client(KeyOperations):
         items: Mapping[str, Any],
         *,
         version: int | None = None,
+        when_full: str | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> dict[str, ObjectRef]:
@@ -119,7 +128,7 @@ class Client(KeyOperations):
             if not items:
                 return {}
             clock.key = next(iter(items))
-            versions = await self._put(items.items(), version, clock, allow_pickle)
+            versions = await self._put(items.items(), version, clock, allow_pickle, when_full)
             return dict(zip(items, map(ObjectRef, items, versions), strict=True))
 
     async def _put(
@@ -128,10 +137,12 @@ class Client(KeyOperations):
         version: int | None,
         clock: Clock,
         allow_pickle: bool | None,
+        when_full: str | None,
     ) -> list[int]:
         """Put the items; returns their versions, in order."""
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version)
+        code = 0 if when_full is None else when_full_code(when_full)
         sources, counts = prepare_all(items, allow_pickle=pickle_too)
         versions: list[int] = []
         if sources:
@@ -141,7 +152,9 @@ class Client(KeyOperations):
                 here = await self._join(clock)
                 look_again(sources)
             session, channel = here
-            versions = await put_sources(session, channel, sources, nbytes, clock, version=exact)
+            versions = await put_sources(
+                session, channel, sources, nbytes, clock, version=exact, when_full=code
+            )
         if counts is not None:
             each = iter(versions)  # one for each shard
             versions = [max([next(each) for _ in range(count)], default=0) for count in counts]
@@ -155,14 +168,16 @@ class Client(KeyOperations):
         version: int | None,
         clock: Clock,
         allow_pickle: bool | None,
+        when_full: str | None,
     ) -> ObjectRef:
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version)
+        code = when_full_code(when_full)
         session, channel = self._here(clock) or await self._join(clock)
         planned = plan_put(
             value, check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
         )
-        return await _publish(session, channel, key, planned, clock, exact)
+        return await _publish(session, channel, key, planned, clock, exact, code)
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -288,6 +303,7 @@ class Client(KeyOperations):
         partial: bool = False,
         keep: int | None = None,
         blocking: bool = True,
+        when_full: str | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> ObjectRef | PendingPut:
@@ -316,6 +332,8 @@ class Client(KeyOperations):
                 memory.
             keep: how many versions stay readable; None: as many as before, initially one.
             blocking: False: return a :class:`PendingPut` as soon as the values may be changed.
+            when_full: as for ``put``; None: what the store was initialized with, or, if that is
+                nothing and ``keep`` is above 1, ``"spillable"`` where the store can spill.
             timeout: seconds.
             allow_pickle: False refuses values that need pickle; None: the client's default.
 
@@ -327,6 +345,7 @@ class Client(KeyOperations):
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         with self._watch("put_state_dict", timeout, key) as clock:
             clock.version = exact = check_version(version)
+            code = when_full_code(when_full)
             session, channel = self._here(clock) or await self._join(clock)
             planned = plan_put(
                 state_dict,
@@ -342,12 +361,12 @@ class Client(KeyOperations):
             sources, group = planned
             clock.entries = len(sources)
             if blocking:
-                return await _publish(session, channel, key, planned, clock, exact)
+                return await _publish(session, channel, key, planned, clock, exact, code)
             nbytes = sum([source.nbytes for source in sources])
             if group is None or nbytes <= session.inline_max():
-                ref = await _publish(session, channel, key, planned, clock, exact)
+                ref = await _publish(session, channel, key, planned, clock, exact, code)
                 return PendingPut.finished(ref)
-            putting = Putting(session, channel, sources, clock, exact, group)
+            putting = Putting(session, channel, sources, clock, exact, group, code)
             try:
                 await putting.begin()
                 await putting.write()
@@ -415,6 +434,7 @@ async def _publish(
     planned: tuple[list[Source], m.Publication | None],
     clock: Clock,
     version: int,
+    when_full: int,
 ) -> ObjectRef:
     """Put what was planned, and commit it. Returns version 0 if there is nothing to put."""
     sources, group = planned
@@ -422,7 +442,14 @@ async def _publish(
         return ObjectRef(key, 0)
     nbytes = sum([source.nbytes for source in sources])
     versions = await put_sources(
-        session, channel, sources, nbytes, clock, version=version, group=group
+        session,
+        channel,
+        sources,
+        nbytes,
+        clock,
+        version=version,
+        group=group,
+        when_full=when_full,
     )
     clock.version = versions[0]
     return ObjectRef(key, versions[0])

@@ -23,6 +23,9 @@ class StoreOptions(msgspec.Struct, frozen=True):
         prefault: bytes of pool to make warm in the background; None: chosen from capacity.
         timeout: seconds to wait for the server to come up.
         block: plug-in names that the server does not load.
+        spill: directory to which the server spills values; None: it does not.
+        spill_capacity: the most bytes to spill; None: as many as the disk has.
+        when_full: what is done with puts that do not say, when memory is full, see ``when_full``.
     """
 
     store_name: str
@@ -32,6 +35,9 @@ class StoreOptions(msgspec.Struct, frozen=True):
     prefault: int | None = None
     timeout: float = 60.0
     block: tuple[str, ...] = ()
+    spill: str | None = None
+    spill_capacity: int | None = None
+    when_full: str | None = None
 
 
 class Runtime(ABC):

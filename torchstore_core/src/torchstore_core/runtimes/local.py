@@ -67,6 +67,9 @@ class LocalRuntime(Runtime):
             "prefault": options.prefault,
             "block": Policy.unchecked(block=options.block).block,
             "owner": os.getpid(),
+            "spill": options.spill,
+            "spill_capacity": options.spill_capacity,
+            "when_full": options.when_full,
             "members": self._members,
         }
         if strategy is not None:

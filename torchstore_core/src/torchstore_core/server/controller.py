@@ -31,6 +31,7 @@ from torchstore_core.server.index.records import (
     Txn,
     Value,
     release,
+    values_in,
 )
 from torchstore_core.server.index.waiting import Waiting
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
@@ -45,6 +46,8 @@ from torchstore_core.server.memory.placement import (
 )
 from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]
@@ -61,6 +64,10 @@ class Controller:
         prefault: whether to keep n bytes warm for the next put after a put of n bytes.
         warmed: called (from a thread) when a background prefault has ended.
         watch: asks a live volume to report when a process on its host has ended.
+        when_full: what is done with puts that do not say, when memory is full; see
+            ``messages.Put``.
+        mover: moves values to disk and back; None: the store does not spill.
+        later: calls something after so many seconds.
     """
 
     def __init__(
@@ -71,6 +78,9 @@ class Controller:
         prefault: bool = True,
         warmed: Callable[[], None] = lambda: None,
         watch: Callable[[VolumeRecord, m.WatchProcess], None] = lambda volume, wanted: None,
+        when_full: int = 0,
+        mover: Mover | None = None,
+        later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
     ) -> None:
         self.volumes = list(volumes)
         self.strategy = strategy
@@ -86,6 +96,7 @@ class Controller:
         self.lost_volumes = LostVolumes(self.volumes)
         self.waiting = Waiting(self.catalog, self.lost_volumes.is_lost)
         self._leases = Leases(self.volumes, strategy)
+        self.spilling = Spilling(self.volumes, self.catalog, self._free, when_full, mover, later)
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -130,6 +141,7 @@ class Controller:
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: the put
                 does not match the present state of its generation; see ``Catalog.target``.
             ObjectLostError: parts of that version that others have put are lost.
+            Delayed: memory is full, and there will be room soon.
         """
         if session.closed is not None:  # no process is left that could write or abort it
             raise StoreClosedError("the process of this session has ended")
@@ -146,12 +158,16 @@ class Controller:
         for item in items:
             if item.part is not None:
                 return self._put_joined(session, request)
+        when_full = self.spilling.choice(request.when_full)
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         if not sizes:
             self._apply(self.catalog.flip(values), plain=values)
+            if when_full != m.PINNED:
+                self.spilling.track(values, when_full)
             return [value.version for value in values], None
-        self._begin(session, request.txn, Txn(values, granted, values, [], values))
+        txn = Txn(values, granted, values, [], values, when_full)
+        self._begin(session, request.txn, txn)
         if len(granted) == 1:
             return [], [m.Grant(v.volume, 0, v.offset) for v in values if v.data is None]
         return [], grants_of([v for v in values if v.data is None])
@@ -161,12 +177,14 @@ class Controller:
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """A put that contributes to generations: shards, a state dict, an explicit version."""
         put = CollectivePut(self.catalog, session, request)
+        when_full = self.spilling.choice(request.when_full, keeps=put.keeps_older)
         self._free(put.clear())
         try:
             put.compare()
             placed, inline, sizes = sizes_of(put.items)
             values, granted = self._make(session, put.items, put, placed, inline, sizes)
             txn = put.enter(values, granted)
+            txn.when_full = when_full
         finally:  # it may have dropped a generation that others were waiting for
             if self.catalog.unsettled:
                 self._apply(*self.catalog.settle())
@@ -211,11 +229,12 @@ class Controller:
         sizes: list[int],
         joint: CollectivePut | None,
     ) -> list[Run]:
-        """Find places for the items. If there is no room, stalled generations are dropped (see
-        ``Catalog.reclaim``).
+        """Find places for the items. If there is no room, values that may leave memory do (see
+        ``Spilling.make_room``), and stalled generations are dropped (see ``Catalog.reclaim``).
 
         Raises:
             StoreFullError: there is no room.
+            Delayed: there will be.
         """
         prefix = "" if joint is None else joint.prefix
         while True:
@@ -225,13 +244,18 @@ class Controller:
                 return runs
             keys = () if joint is None else joint.keys
             kept = () if joint is None else joint.generations
-            most = most_bytes(self.strategy, self.volumes)
-            freed = None if placed + inline > most else self.catalog.reclaim(keys, kept)
+            fits = placed + inline <= most_bytes(self.strategy, self.volumes)
+            if fits and self.spilling.active:
+                taken = keys if joint is not None else [item.key for item in items]
+                if self.spilling.make_room(placed + inline, taken):
+                    continue
+            freed = self.catalog.reclaim(keys, kept) if fits else None
             if freed is None:
                 break
             self._free(freed)
         there = self.catalog.newest.values(), self.catalog.waiting_bytes(), self.strategy, items
-        raise full_error(placed + inline, self.volumes, self._holders.values(), *there)
+        error = full_error(placed + inline, self.volumes, self._holders.values(), *there)
+        raise self.spilling.noted(error)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         """Make all keys of a put visible at once; returns their new versions, see
@@ -266,6 +290,8 @@ class Controller:
         if txn.contributions:
             changes = [self.catalog.commit(*one) for one in txn.contributions]
             freed, visible = Change.of([Change(freed), *changes])
+        if txn.when_full != m.PINNED:
+            self.spilling.track_put(txn)
         self._apply(freed, visible, txn.plain)
         return [result.version for result in txn.results]
 
@@ -341,6 +367,7 @@ class Controller:
         Raises:
             KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
             ProtocolError: the lease id is in use.
+            Delayed, StoreFullError: see ``Spilling.use``.
         """
         find, newest = self.catalog.find, self.catalog.newest
         found: list[tuple[Stored, int]] = []
@@ -361,6 +388,10 @@ class Controller:
         if self.lost_volumes.any:
             for want, (there, _) in zip(request.wants, found, strict=True):
                 self.lost_volumes.check(want.key, there, want.box)
+        if self.spilling.active:
+            self.spilling.use(
+                [v for (one, _), box in zip(found, boxes, strict=True) for v in values_in(one, box)]
+            )
         return self._leases.entries(
             session, request.lease, found, boxes, request.inline_max, request.avoid
         )
@@ -403,6 +434,11 @@ class Controller:
             for name, some, box in zip(asked_names, wanted, boxes, strict=True):
                 if some is not None:
                     self.lost_volumes.check(f"{request.key}/{name}", some, box)
+        if self.spilling.active:
+            self.spilling.use(
+                [v for (one, _), box in zip(there, cuts, strict=True) for v in values_in(one, box)],
+                f"{request.key}/",
+            )
         made, leased = self._leases.entries(
             session, request.lease, there, cuts, request.inline_max, request.avoid
         )
@@ -447,6 +483,8 @@ class Controller:
                 del session.leases[lease]
         unpin = self._leases.unpin
         self._free([value for value in returned if value is not None and unpin(value)])
+        if len(self.spilling.room):
+            self.spilling.retry_soon()
 
     # ---- keys -----------------------------------------------------------------------------
 
@@ -473,6 +511,10 @@ class Controller:
     # ---- memory ---------------------------------------------------------------------------
 
     def _free(self, values: Iterable[Value]) -> None:
+        if self.spilling.active:
+            values = self.spilling.forget(values)
+            if len(self.spilling.room):
+                self.spilling.retry_soon()
         ranges: dict[int, list[tuple[int, int]]] = {}
         last = -1
         there: list[tuple[int, int]] = []

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from torchstore_core.contracts.when_full import WHEN_FULL, check_when_full
 from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
@@ -38,6 +39,8 @@ from torchstore_core.server.serving.handshakes import Handshakes
 from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.server.serving.members import Members, is_member
+from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
 
 __all__ = ["Ready", "Server", "ServerOptions"]
@@ -58,6 +61,11 @@ class ServerOptions(msgspec.Struct, frozen=True):
         prefault: bytes to warm at the start; None: up to 1 GiB, at most half of the capacity and
             an eighth of the memory limit; 0: never warm anything in the background.
         strategy: name and fields of the strategy.
+        spill: directory to spill to; None: nothing is spilled.
+        spill_capacity: the most bytes to spill; None: as many as the disk has.
+        when_full: what is done with puts that do not say, when memory is full: "pinned",
+            "spillable" or "evictable"; None: pinned, but spillable if older versions are kept and
+            there is a directory to spill to.
         trim_after: seconds without a put after which free pool memory beyond ``prefault`` goes
             back to the system.
         block: plug-in names not to load.
@@ -72,6 +80,9 @@ class ServerOptions(msgspec.Struct, frozen=True):
     prefault: int | None = None
     strategy: str = "singleton"
     strategy_fields: bytes = b"{}"
+    spill: str | None = None
+    spill_capacity: int | None = None
+    when_full: str | None = None
     trim_after: float = 60.0
     block: tuple[str, ...] = ()
     owner: int = 0
@@ -114,6 +125,7 @@ class Server:
         self._stopped = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._directory: PrivateDirectory | None = None
+        self._spill_file: SpillFile | None = None
         self.before_close: Callable[[int], Awaitable[None]] | None = None
         self.owner = 0
         self.members: Members | None = None
@@ -133,6 +145,7 @@ class Server:
         self._directory = PrivateDirectory(options.directory)
         self._loop = asyncio.get_running_loop()
         try:
+            self._spill_file = self._open_spill_file()
             if not options.attached:
                 self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
             self._listener.open(self._directory.control)
@@ -142,6 +155,19 @@ class Server:
         if not options.attached:
             self._say_started()
         return self._address
+
+    def _open_spill_file(self) -> SpillFile | None:
+        options = self.options
+        check_when_full(options.when_full, options.spill)
+        if options.spill is None:
+            return None
+        if options.attached:
+            raise ConfigurationError(
+                "this store cannot spill: its volumes are in other processes, and only a server "
+                "that has its volumes in its own process spills yet (runtime local, or ranks of "
+                "one host)"
+            )
+        return SpillFile(options.spill, options.spill_capacity)
 
     @property
     def _address(self) -> str:
@@ -184,12 +210,20 @@ class Server:
     def _begin(self, volumes: list[VolumeRecord]) -> None:
         """All volumes are there."""
         self.handshakes = Handshakes(volumes)
+        mover = None
+        if self._spill_file is not None:
+            memories = [volume.memory.fd for volume in self._volumes]
+            soon = functools.partial(call_from_thread, self._loop)
+            mover = Mover(self._spill_file, volumes, memories, soon)
         self._controller = Controller(
             volumes,
             self._strategy,
             prefault=self.options.prefault != 0,
             warmed=self._warmed_in_thread,
             watch=self._watch,
+            when_full=0 if self.options.when_full is None else WHEN_FULL[self.options.when_full],
+            mover=mover,
+            later=self._loop.call_later,
         )
         self._start_prefault()
         self._loop.call_later(1.0, self._sample_rate)
@@ -226,6 +260,9 @@ class Server:
                 log.warning("%d connections did not close in time", len(self.connections))
         if self._controller is not None:
             self.handshakes.close()
+            self._controller.spilling.close()
+        elif self._spill_file is not None:
+            self._spill_file.close()
         for volume in self._volumes:
             await volume.close()
         if self._directory is not None:

@@ -38,7 +38,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 #: Largest frame, in bytes. A longer reply comes in pages (``wire.paging``); a request cannot be
 #: longer. 18,000 entries of a state dict need about 2 MB.
@@ -58,6 +58,9 @@ MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
 #: Most unfinished versions of one StatusReply.
 MAX_PENDING = 100
+#: What is done with the values of a put when memory is full. 0 in a Put: as the store does by
+#: default.
+PINNED, SPILLABLE, EVICTABLE = 1, 2, 3
 
 
 # ---- client to server ---------------------------------------------------------------------
@@ -113,7 +116,8 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
 class Put(Message, frozen=True, tag="put"):
     """Begin a put. With all items inline it commits at once (reply :class:`Committed`).
 
-    ``version``: the version to be, for every key; 0: the next one.
+    ``version``: the version to be, for every key; 0: the next one. ``when_full``: what is done with
+    the values when memory is full: PINNED, SPILLABLE, EVICTABLE, or 0.
     """
 
     id: int
@@ -121,6 +125,7 @@ class Put(Message, frozen=True, tag="put"):
     items: list[PutItem]
     version: int = 0
     group: Publication | None = None
+    when_full: int = 0
 
 
 class Commit(Message, frozen=True, tag="commit"):
@@ -523,6 +528,13 @@ class UnmetKeys(Message, frozen=True, tag="unmet-keys"):
     keys: list[UnmetKey]
 
 
+class Delayed(Message, frozen=True, tag="delayed"):
+    """The reply will come later. ``why``: for an error, if it does not come in time."""
+
+    id: int
+    why: str
+
+
 class Failure(Message, frozen=True, tag="failure"):
     """A typed error. ``id`` 0: it is about the connection, which closes."""
 
@@ -555,5 +567,6 @@ Reply = (
     | PeerHandshake
     | PeerGone
     | Lost
+    | Delayed
     | Failure
 )

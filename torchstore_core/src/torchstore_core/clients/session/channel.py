@@ -74,6 +74,7 @@ class Channel:
         self._reader = FrameReader(m.MAX_FRAME)
         self._pending: dict[int, tuple[asyncio.Future[m.Message], float | None]] = {}
         self._pages: dict[int, list[m.Message]] = {}  # of replies that are not complete yet
+        self._delays: dict[int, str] = {}  # why the replies to these requests come later
         self._limits: set[asyncio.Timeout] = set()
         self._unsent = bytearray()
         self._buffer = memoryview(bytearray(_RECEIVE))
@@ -140,6 +141,9 @@ class Channel:
             direct = self._receive_directly(request_id)
             if type(direct) is expect:
                 return direct
+            if type(direct) is m.Delayed:
+                self._delays[request_id] = direct.why
+                direct = None
             reply = direct if direct is not None else await self._wait(request_id, timeout)
         else:
             self._direct_calls_left = (
@@ -176,6 +180,8 @@ class Channel:
             raise
         finally:
             self._pending.pop(request_id, None)
+            if self._delays:
+                self._delays.pop(request_id, None)
             if request_id in self._pages:
                 del self._pages[request_id]
                 self.cancel(request_id)
@@ -351,6 +357,9 @@ class Channel:
         waiting = self._pending.get(request_id)
         if waiting is None or waiting[0].done():
             return
+        if type(reply) is m.Delayed:
+            self._delays[request_id] = reply.why
+            return
         whole = self._assembled(request_id, reply)
         if whole is not None:
             waiting[0].set_result(whole)
@@ -407,14 +416,15 @@ class Channel:
         self._timer = None
         now = self.loop.time()
         soonest: float | None = None
-        for future, deadline in list(self._pending.values()):
+        for request_id, (future, deadline) in list(self._pending.items()):
             if deadline is None or future.done():
                 continue
             if deadline <= now:
+                details: dict[str, object] = {"answered": False}
+                if why := self._delays.get(request_id):
+                    details = {"waiting_for": why}
                 future.set_exception(
-                    StoreTimeoutError(
-                        "the server did not answer in time", details={"answered": False}
-                    )
+                    StoreTimeoutError("the server did not answer in time", details=details)
                 )
             elif soonest is None or deadline < soonest:
                 soonest = deadline

@@ -31,6 +31,7 @@ async def put_sources(
     *,
     version: int = 0,
     group: m.Publication | None = None,
+    when_full: int = 0,
 ) -> list[int]:
     """Put with one message if it is small; otherwise begin, write and commit. If anything fails,
     the put is undone.
@@ -40,13 +41,13 @@ async def put_sources(
     """
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [source.item(inline_bytes(source)) for source in sources]
-        put = m.Put(channel.next_id(), session.next_id(), items, version, group)
+        put = m.Put(channel.next_id(), session.next_id(), items, version, group, when_full)
         reply = await _begin(session, channel, put, m.Committed, clock)
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
         return reply.versions
-    with Putting(session, channel, sources, clock, version, group) as putting:
+    with Putting(session, channel, sources, clock, version, group, when_full) as putting:
         await putting.begin()
         await putting.write()
         return await putting.commit()
@@ -63,6 +64,7 @@ class Putting:
         clock: Clock,
         version: int,
         group: m.Publication | None,
+        when_full: int = 0,
     ) -> None:
         self._session = session
         self._channel = channel
@@ -70,6 +72,7 @@ class Putting:
         self.clock = clock
         self._version = version
         self._group = group
+        self._when_full = when_full
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
@@ -86,7 +89,8 @@ class Putting:
             else source.item(None if source.nbytes else b"")
             for source in self._sources
         ]
-        put = m.Put(self._channel.next_id(), self._txn, items, self._version, self._group)
+        number = self._channel.next_id()
+        put = m.Put(number, self._txn, items, self._version, self._group, self._when_full)
         granted = await _begin(self._session, self._channel, put, m.Granted, self.clock)
         self._grants = granted.grants
         self.clock.phase("plan")

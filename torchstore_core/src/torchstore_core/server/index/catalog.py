@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from torchstore_core.errors import KeyNotFoundError
+from torchstore_core.errors import KeyNotFoundError, VersionGoneError
 from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.errors import (
     entry_error,
@@ -19,6 +19,7 @@ from torchstore_core.server.index.errors import (
     used_error,
     version_lost_error,
 )
+from torchstore_core.server.index.evictions import Evictions
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.key_history import KeyHistory, PutTarget
 from torchstore_core.server.index.key_names import KeyNames, splits
@@ -59,6 +60,7 @@ class Catalog:
         self.names = KeyNames(self.newest)
         self.histories: dict[str, KeyHistory] = {}
         self.unsettled: set[str] = set()
+        self.evictions = Evictions(self)
         # A key that is put again after a delete goes on above its last version, so no (key,
         # version) is ever used twice. The last versions of the latest deleted keys are remembered;
         # keys that are not go on above the highest version that was forgotten.
@@ -77,15 +79,19 @@ class Catalog:
         if stored is None:
             entry = self._entry(key, version)
             if entry is None and version:
-                raise gone_error(key, version, self.versions(key))
+                raise self._gone_error(key, version)
             return entry
         if not version or stored.version == version:
             return stored, stored.version
         history = self.histories.get(key)
         old = None if history is None else history.kept.get(version)
         if old is None:
-            raise gone_error(key, version, self.versions(key))
+            raise self._gone_error(key, version)
         return old, version
+
+    def _gone_error(self, key: str, version: int) -> VersionGoneError:
+        there = self.versions(key)
+        return self.evictions.gone_error(key, version, there) or gone_error(key, version, there)
 
     def _entry(self, key: str, version: int) -> tuple[Stored, int] | None:
         """The entry of a state dict that a key names."""
@@ -107,7 +113,7 @@ class Catalog:
                     return partial_error(key, base, pending[0])
             if self._entry(key, 0) is not None:
                 return entry_error(key, keys)
-        return missing_error(keys)
+        return self.evictions.missing_error(keys) or missing_error(keys)
 
     def newest_version(self, key: str) -> int:
         """The newest version of a key or entry; 0 if there is none."""
@@ -430,6 +436,7 @@ class Catalog:
         if stored is None and (history is None or not history.pending):
             return None
         freed: list[Value] = []
+        self.evictions.forget(key)
         last = self._lowest_version(key) - 1
         if stored is not None:
             del self.newest[key]
@@ -444,6 +451,13 @@ class Catalog:
                 freed += release(all_values(old))
         self._bury(key, last)
         return freed
+
+    def hide(self, key: str) -> None:
+        """Forget the newest version of a key, but not which versions there were."""
+        last = self._lowest_version(key) - 1
+        del self.newest[key]
+        self.names.remove(key)
+        self._bury(key, last)
 
     def _bury(self, key: str, version: int) -> None:
         self._deleted[key] = version

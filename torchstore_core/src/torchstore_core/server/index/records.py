@@ -182,6 +182,7 @@ class Txn(msgspec.Struct, eq=False):
         plain: the values that become versions of their keys by themselves.
         contributions: what it brings to generations, see ``server.index.generations``.
         results: whose versions the commit returns, in order.
+        when_full: what is done with its values when memory is full, see ``messages.Put``.
     """
 
     values: list[Value]
@@ -189,6 +190,7 @@ class Txn(msgspec.Struct, eq=False):
     plain: list[Value]
     contributions: list[tuple[PutTarget, Contribution]]
     results: Sequence[Value | PutTarget]
+    when_full: int = m.PINNED
 
     @property
     def nbytes(self) -> int:

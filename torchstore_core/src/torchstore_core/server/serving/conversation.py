@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +24,7 @@ from torchstore_core.server.index.records import SessionRecord, Waiter
 from torchstore_core.server.serving import inspection
 from torchstore_core.server.serving.members import is_member
 from torchstore_core.server.serving.sending import Sender
+from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_request
 
@@ -70,6 +71,7 @@ class Conversation:
         self._volume = -1
         self._liveness = False
         self._waiters: dict[int, Waiter] = {}
+        self._delayed: dict[int, m.Put | m.Locate | m.Fetch] = {}  # by their ids
         server.conversations.add(self)
 
     @property
@@ -149,6 +151,7 @@ class Conversation:
         for waiter in self._waiters.values():
             self._server.controller.waiting.forget(waiter)
         self._waiters.clear()
+        self._delayed.clear()
         if self._volume >= 0:
             self._server.volume_ended(self._volume, why)
         if self._session is not None:
@@ -186,6 +189,9 @@ class Conversation:
             raise StoreClosedError("this session has ended")
         try:
             reply = self._answer(request, self._session)
+        except Delayed as delayed:
+            self._delay(request, delayed)
+            return
         except StoreFullError as error:
             if self._server.when_trimmed(lambda: self._again(request)):
                 return
@@ -197,8 +203,30 @@ class Conversation:
             log.exception("request failed: %s", type(request).__name__)
             text = f"the server failed on {type(request).__name__}; its log has the traceback"
             reply = m.Failure(getattr(request, "id", 0), TorchStoreError.code, text)
+        if self._delayed:
+            self._delayed.pop(getattr(request, "id", 0), None)
         if reply is not None:
             self.send(reply)
+
+    def _delay(self, request: m.Request, delayed: Delayed) -> None:
+        """Answer a request later, unless its client gives it up."""
+        if isinstance(request, m.Put | m.Locate | m.Fetch):
+            if self._delayed.get(request.id) is not request:
+                self._delayed[request.id] = request
+                self.send(m.Delayed(request.id, delayed.why))
+            delayed.then(lambda: self._retry(request))
+
+    def _retry(self, request: m.Put | m.Locate | m.Fetch) -> None:
+        if self._delayed.get(request.id) is request:
+            self._server.controller.operations[type(request)] -= 1  # it was counted already
+            self._again(request)
+
+    def _give_up(self, puts: Iterable[int], leases: Iterable[int]) -> None:
+        """Forget delayed requests: their client has given back what they would get."""
+        txns, given_back = set(puts), set(leases)
+        for number, request in list(self._delayed.items()):
+            if (request.txn in txns) if isinstance(request, m.Put) else request.lease in given_back:
+                del self._delayed[number]
 
     def _again(self, request: m.Request) -> None:
         """Answer a request that had to wait."""
@@ -262,8 +290,12 @@ class Conversation:
             case m.Commit():
                 return m.Committed(request.id, controller.commit(session, request.txn))
             case m.Release():
+                if self._delayed:
+                    self._give_up((), request.leases)
                 controller.release(session, request.leases, request.parts, remember=self._liveness)
             case m.Abort():
+                if self._delayed:
+                    self._give_up(request.txns, ())
                 self._abort(session, request)
             case m.Keep():
                 session.keeps_memory = True
