@@ -21,6 +21,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs/json.md").read_text()
 SECTIONS = {
     "torchstore status": reports.StatusReport,
     "A volume": m.VolumeStatus,
+    "Full memory": m.SpillStatus,
     "A session": m.SessionStatus,
     "A pending version": m.Pending,
     "torchstore ls": reports.KeyReport,

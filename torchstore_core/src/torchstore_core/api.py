@@ -108,14 +108,15 @@ async def initialize(
         spill: a directory, on a disk of the server's host. If memory is nearly full, values that
             may be spilled are written to an unnamed file there, the least recently used first;
             a get reads them back. Nothing is left there when the server ends, however it ends.
-        spill_capacity: the most bytes to spill; None: as many as the disk has.
+        spill_capacity: the most bytes to spill; None: as many as are free at the start.
         when_full: what is done with the values of puts that do not say, when memory is full, see
             :meth:`Client.put`; None: ``"pinned"``, but ``"spillable"`` for state dicts of which
             older versions are kept (``keep=``), if there is ``spill``.
 
     Raises:
         ConfigurationError: an argument is invalid or names a plug-in that is not installed, or
-            nothing can be written to ``spill``, or this process already has such a store: :func:`connect_or_initialize` returns that one.
+            nothing can be written to ``spill``, or this process already has such a store:
+            :func:`connect_or_initialize` returns that one.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not provide enough address space for a volume.
         StoreTimeoutError, StoreClosedError: the server did not start.
@@ -322,7 +323,8 @@ async def connect_or_initialize(
     belongs to, and the store that ``TORCHSTORE_ADDRESS`` names. A store whose server has ended does
     not count. An existing store is joined as by :func:`connect`, unchanged:
     ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity``, ``prefault``,
-    ``spill``, ``spill_capacity`` and ``when_full`` apply only to a new store, which is then owned by this process, as with :func:`initialize`.
+    ``spill``, ``spill_capacity`` and ``when_full`` apply only to a new store, which is then owned
+    by this process, as with :func:`initialize`.
 
     Threads and tasks of this process may call this at the same time: one of them starts the store
     and the others join it. If two processes call it before either has a store, however, each may

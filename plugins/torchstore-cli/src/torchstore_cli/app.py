@@ -14,6 +14,7 @@ import msgspec
 
 from torchstore_cli.reports import Failed, Report, Serving
 from torchstore_core import __version__
+from torchstore_core.contracts.when_full import WHEN_FULL
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.reports.units import parse_bytes
 
@@ -274,6 +275,23 @@ def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
     type=click.Path(file_okay=False, resolve_path=True),
     help="Where to put the sockets. Default: a new one that other commands find.",
 )
+@click.option(
+    "--spill",
+    type=click.Path(file_okay=False, resolve_path=True),
+    help="Directory on a disk, for values that leave memory when it is full.",
+)
+@click.option(
+    "--spill-capacity",
+    metavar="SIZE",
+    callback=_bytes,
+    help="Most bytes to spill. Default: as many as are free.",
+)
+@click.option(
+    "--when-full",
+    type=click.Choice(list(WHEN_FULL)),
+    help="What is done when memory is full with values whose put does not say it. "
+    "Default: they stay; but older versions that are kept are spilled.",
+)
 @_json
 @click.pass_obj
 def serve(
@@ -284,6 +302,9 @@ def serve(
     strategy: str,
     prefault: int | None,
     directory: str | None,
+    spill: str | None,
+    spill_capacity: int | None,
+    when_full: str | None,
 ) -> None:
     """Run a store in the foreground, until Ctrl-C or SIGTERM.
 
@@ -311,6 +332,9 @@ def serve(
         strategy=strategy,
         block=Policy.make().block,
         directory=directory,
+        spill=spill,
+        spill_capacity=spill_capacity,
+        when_full=when_full,
     )
     run_server(options, ready)
 

@@ -66,6 +66,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     pending: list[m.Pending]
     pending_versions: int
     pending_bytes: int
+    spill: m.SpillStatus
 
 
 class KeyLine(msgspec.Struct, frozen=True):
@@ -117,7 +118,7 @@ class KeyDetails(msgspec.Struct, frozen=True):
 
     ``parts`` counts the shards of a tensor. ``versions`` can be read, ``pending`` ones wait for
     shards or participants. ``lost`` says why some of the value cannot be read any more; ``copies``
-    in how many volumes it lies.
+    in how many volumes it lies; ``spilled_bytes`` how many of its bytes are only on disk.
     """
 
     key: str
@@ -140,6 +141,7 @@ class KeyDetails(msgspec.Struct, frozen=True):
     pending: list[m.Pending]
     lost: str = ""
     copies: int = 1
+    spilled_bytes: int = 0
 
     @classmethod
     def make(cls, found: m.Found) -> KeyDetails:

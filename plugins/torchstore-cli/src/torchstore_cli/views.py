@@ -63,6 +63,8 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
         ("controller", f"pid {report.controller_pid}"),
         ("strategy", report.strategy),
     ]
+    if spill := str(report.spill):
+        rows.insert(1, ("when full", printable(spill)))
     screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
     _volumes(screen, report)
     if report.pending:

@@ -24,7 +24,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
         timeout: seconds to wait for the server to come up.
         block: plug-in names that the server does not load.
         spill: directory to which the server spills values; None: it does not.
-        spill_capacity: the most bytes to spill; None: as many as the disk has.
+        spill_capacity: the most bytes to spill; None: as many as are free at the start.
         when_full: what is done with puts that do not say, when memory is full, see ``when_full``.
     """
 

@@ -124,6 +124,7 @@ class Found(Described, msgspec.Struct, frozen=True):
         pending: those on their way.
         lost: why some or all of it cannot be read any more; empty if it can.
         copies: in how many volumes each byte lies, at least.
+        spilled_bytes: how many bytes of it are only on disk; a get reads them back.
     """
 
     key: str
@@ -141,6 +142,7 @@ class Found(Described, msgspec.Struct, frozen=True):
     pending: list[Pending] = []
     lost: str = ""
     copies: int = 1
+    spilled_bytes: int = 0
 
     def __str__(self) -> str:
         """What it is, where it lies, who put it."""
@@ -157,6 +159,8 @@ class Found(Described, msgspec.Struct, frozen=True):
         ]
         if len(self.versions) > 1:
             lines.append(f"  kept, too: version {', '.join(map(str, self.versions[:-1]))}")
+        if self.spilled_bytes:
+            lines.append(f"  {human_bytes(self.spilled_bytes)} of it on disk only")
         if self.lost:
             lines.append(f"  lost: {self.lost}")
         lines += [f"  version {p.version}: {pending_text(p)}" for p in self.pending]

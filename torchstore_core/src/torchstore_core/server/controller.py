@@ -237,7 +237,8 @@ class Controller:
             Delayed: there will be.
         """
         prefix = "" if joint is None else joint.prefix
-        while True:
+        spilling = self.spilling
+        while not spilling.active or spilling.leaves_room(placed + inline):
             sought = facts, items, prefix, placed, inline, sizes
             runs = find_place(self.strategy, self.volumes, *sought)
             if runs is not None:
@@ -245,9 +246,9 @@ class Controller:
             keys = () if joint is None else joint.keys
             kept = () if joint is None else joint.generations
             fits = placed + inline <= most_bytes(self.strategy, self.volumes)
-            if fits and self.spilling.active:
+            if fits and spilling.active:
                 taken = keys if joint is not None else [item.key for item in items]
-                if self.spilling.make_room(placed + inline, taken):
+                if spilling.make_room(placed + inline, taken):
                     continue
             freed = self.catalog.reclaim(keys, kept) if fits else None
             if freed is None:
@@ -255,7 +256,7 @@ class Controller:
             self._free(freed)
         there = self.catalog.newest.values(), self.catalog.waiting_bytes(), self.strategy, items
         error = full_error(placed + inline, self.volumes, self._holders.values(), *there)
-        raise self.spilling.noted(error)
+        raise spilling.noted(error)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         """Make all keys of a put visible at once; returns their new versions, see

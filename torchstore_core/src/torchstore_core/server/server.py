@@ -62,7 +62,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
             an eighth of the memory limit; 0: never warm anything in the background.
         strategy: name and fields of the strategy.
         spill: directory to spill to; None: nothing is spilled.
-        spill_capacity: the most bytes to spill; None: as many as the disk has.
+        spill_capacity: the most bytes to spill; None: as many as are free at the start.
         when_full: what is done with puts that do not say, when memory is full: "pinned",
             "spillable" or "evictable"; None: pinned, but spillable if older versions are kept and
             there is a directory to spill to.
@@ -473,4 +473,5 @@ class Server:
             pending=pending,
             pending_versions=pending_versions,
             pending_bytes=pending_bytes,
+            spill=controller.spilling.status(),
         )

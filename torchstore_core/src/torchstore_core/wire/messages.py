@@ -21,6 +21,7 @@ from torchstore_core.reports.stat import Found as Found
 from torchstore_core.reports.stat import Listed as Listed
 from torchstore_core.reports.stat import Pending as Pending
 from torchstore_core.reports.status import SessionStatus as SessionStatus
+from torchstore_core.reports.status import SpillStatus as SpillStatus
 from torchstore_core.reports.status import StatusReport as StatusReport
 from torchstore_core.reports.status import VolumeStatus as VolumeStatus
 from torchstore_core.values import TensorSlice, ValueMeta

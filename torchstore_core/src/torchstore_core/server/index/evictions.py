@@ -37,18 +37,18 @@ class Evictions:
         self._catalog = catalog
         self._latest: dict[str, Eviction] = {}
 
-    def can_evict(self, key: str, value: Value) -> bool:
+    def can_evict(self, key: str, value: Value, *, newest_too: bool) -> bool:
         """Whether a value belongs to a version of a key that can be read, and no put that is under
-        way is based on it.
+        way is based on it. ``newest_too``: it may belong to the newest one.
         """
         newest = self._catalog.newest.get(key)
         if newest is value:
-            return True
+            return newest_too
         history = self._catalog.histories.get(key)
         if history is not None and any(g.is_partial for g in history.pending.values()):
             return False
         if newest is not None and _holds(newest, value):
-            return True
+            return newest_too
         return history is not None and any(_holds(old, value) for old in history.kept.values())
 
     def evict(self, key: str, value: Value) -> list[Value]:

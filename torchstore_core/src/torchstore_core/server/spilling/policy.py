@@ -189,6 +189,11 @@ class Residency:
                 nbytes -= tracked.nbytes
         return found
 
+    def largest_on_disk(self) -> int:
+        """Bytes of memory that the largest value takes that is on disk, or can be at once."""
+        states = (State.ON_DISK, State.READING, State.CLEAN)
+        return max((t.nbytes for t in self._tracked.values() if t.state in states), default=0)
+
     def newest(self, state: State) -> Iterator[Tracked]:
         """The values in this state, the most recently used first."""
         return iter(list(reversed(self._by_use[state].values())))

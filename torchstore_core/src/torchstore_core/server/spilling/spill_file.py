@@ -74,11 +74,10 @@ class SpillFile:
 
     Args:
         directory: where to make the file; it is created if it does not exist.
-        capacity: the most bytes that it may have; None: as many as the file system has.
+        capacity: the most bytes that it may have; None: as many as are free on the disk now.
 
     Attributes:
         is_direct: whether the page cache is bypassed.
-        is_memory: whether the file system keeps its files in memory, so that spilling frees none.
 
     Raises:
         ConfigurationError: no file can be made there.
@@ -97,15 +96,19 @@ class SpillFile:
                 "disk that this process may write to",
                 details={"spill": directory},
             ) from error
-        total = there.f_blocks * there.f_frsize
-        self.capacity = total if capacity is None else capacity
-        self.free_disk = there.f_bavail * there.f_frsize
+        free = there.f_bavail * there.f_frsize
+        self.capacity = free if capacity is None else capacity
         self._allocator = Allocator(self.capacity & -_PAGE)
 
     @property
     def used(self) -> int:
         """Bytes of the file that are in use."""
         return self._allocator.used
+
+    @property
+    def free(self) -> int:
+        """Bytes that are left."""
+        return self._allocator.free_bytes
 
     def reserve(self, head: int, nbytes: int) -> Extent | None:
         """Reserve room for a value; None if the capacity is used up."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torchstore_core.errors import ConfigurationError, ObjectLostError, StoreFullError
+from torchstore_core.reports.status import SpillStatus
 from torchstore_core.reports.units import human_bytes
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.records import Txn, Value
@@ -199,7 +200,7 @@ class Spilling:
         try again; False if nothing can be.
 
         Args:
-            keys: of the put that needs it; no version of these is evicted.
+            keys: of the put that needs it; the newest versions of these are not evicted.
 
         Raises:
             Delayed: some will be freed soon.
@@ -223,9 +224,33 @@ class Spilling:
             place = f"{waiting} were still to be written to {mover.file.directory!r}"
             raise self._delayed(f"memory was full, and {place} to make room")
         held = sum(bytes_of[state] for state in State if state is not State.ON_DISK)
-        if held >= short and time.monotonic() - self._last_progress < _PATIENCE_S:
+        patient = not len(self.room) and not self.room.retrying
+        patient = patient or time.monotonic() - self._last_progress < _PATIENCE_S
+        if held >= short and patient:
             leased = sum(v.leased for v in self._volumes)
             raise self._delayed(f"memory was full, and readers held {human_bytes(leased)} of it")
+        return False
+
+    def leaves_room(self, nbytes: int) -> bool:
+        """Whether values on disk can still be brought back after a put of so many bytes. While the
+        disk takes more, they always can.
+
+        Raises:
+            Delayed: it is being tried whether the disk takes more now.
+        """
+        mover = self._mover
+        if mover is None or (mover.file.free >= self._capacity and not mover.trouble):
+            return True
+        largest = self.values.largest_on_disk()
+        if mover.file.free >= 2 * largest and not mover.trouble:
+            return True
+        of = self.values.bytes_of
+        there = sum(v.free for v in self._volumes) + of[State.CLEAN] + of[State.CACHED]
+        if there - nbytes >= largest:
+            return True
+        mover.write(nbytes)
+        if of[State.WRITING]:
+            raise self._delayed(f"memory was full, and so was {mover.file.directory!r}")
         return False
 
     def _delayed(self, why: str) -> Delayed:
@@ -275,16 +300,16 @@ class Spilling:
 
     def _evict(self, nbytes: int, keys: Collection[str]) -> bool:
         """Evict versions; returns whether any was."""
-        catalog = self._catalog
+        evictions = self._catalog.evictions
         found = self.values.oldest(
             State.CACHED,
             nbytes,
-            lambda t: t.key not in keys and catalog.evictions.can_evict(t.key, t.value),
+            lambda t: evictions.can_evict(t.key, t.value, newest_too=t.key not in keys),
         )
         for tracked in found:
             if tracked.gone:  # it went with another one of its version
                 continue
-            freed = catalog.evictions.evict(tracked.key, tracked.value)
+            freed = evictions.evict(tracked.key, tracked.value)
             count, before = self.evicted
             self.evicted = count + len(freed), before + sum(value.nbytes for value in freed)
             self._free(freed)
@@ -306,15 +331,41 @@ class Spilling:
         if self._mover is not None:
             self._mover.close()
 
+    def status(self) -> SpillStatus:
+        """What has left memory."""
+        values, mover = self.values, self._mover
+        evicted, evicted_bytes = self.evicted
+        if mover is None:
+            return SpillStatus(evicted=evicted, evicted_bytes=evicted_bytes)
+        return SpillStatus(
+            directory=mover.file.directory,
+            capacity_bytes=mover.file.capacity,
+            disk_bytes=mover.file.used,
+            spilled=values.count_of[State.ON_DISK],
+            spilled_bytes=values.bytes_of[State.ON_DISK],
+            clean_bytes=values.bytes_of[State.CLEAN],
+            waiting=len(self.room),
+            written_bytes=mover.written_bytes,
+            read_bytes=mover.read_bytes,
+            evicted=evicted,
+            evicted_bytes=evicted_bytes,
+            trouble=mover.trouble,
+        )
+
     def noted(self, error: StoreFullError) -> StoreFullError:
         """Add what spilling has to do with it to the error of a put that does not fit."""
         if self._mover is None:
             return error
         of, mover = self.values.bytes_of, self._mover
         text = f"{human_bytes(of[State.ON_DISK])} are spilled to {mover.file.directory!r}"
-        if mover.trouble:
-            text += f", and no more can be: {mover.trouble}"
+        trouble = mover.trouble
+        if not trouble and mover.file.free < self._capacity:
+            trouble = (
+                f"{human_bytes(mover.file.free)} of {human_bytes(mover.file.capacity)} are left"
+            )
+        if trouble:
+            text += f", and no more can be: {trouble}"
         else:
             text += ", and what is left in memory is pinned or being used"
-        details = {**error.details, "spilled_bytes": of[State.ON_DISK], "spill": mover.trouble}
+        details = {**error.details, "spilled_bytes": of[State.ON_DISK], "spill": trouble}
         return StoreFullError(f"{error.message}. {text}", key=error.key, details=details)
