@@ -38,12 +38,14 @@ async def test_the_least_recently_used_go_first(cache):
     await ts.put("k5", value(5))
     assert [await ts.exists(f"k{at}") for at in range(6)] == [True, False, False, True, True, True]
     assert await ts.keys() == ["k0", "k3", "k4", "k5"]
-    with pytest.raises(ts.EvictedError, match="'k1' was evicted .* to make room") as caught:
+    with pytest.raises(ts.EvictedError, match=r"'k1' was evicted .* to make room") as caught:
         await ts.get("k1")
     assert isinstance(caught.value, ts.KeyNotFoundError)
     details = caught.value.details
-    assert details["reason"] == "evicted" and details["missing"] == ["k1"]
-    assert details["version"] == 1 and details["nbytes"] == 4 * MB
+    assert details["reason"] == "evicted"
+    assert details["missing"] == ["k1"]
+    assert details["version"] == 1
+    assert details["nbytes"] == 4 * MB
     status = (await ts.status()).spill
     assert (status.evicted, status.evicted_bytes) == (2, 8 * MB)
     ref = await ts.put("k1", torch.ones(3))
@@ -85,7 +87,8 @@ async def test_a_state_dict_goes_as_a_whole(cache):
     with pytest.raises(ts.KeyNotFoundError):
         await ts.get("m0/b")
     got = await ts.get_state_dict("m3")
-    assert got["n"] == 3 and torch.equal(got["b"], value(3, MB))
+    assert got["n"] == 3
+    assert torch.equal(got["b"], value(3, MB))
     del got
     gc.collect()
     assert (await ts.put_state_dict({"a": value(9)}, "m0")).version == 2

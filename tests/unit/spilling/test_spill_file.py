@@ -36,7 +36,8 @@ def _moves(memory: int, file: SpillFile, at: int, to: int, nbytes: int) -> None:
     content = os.urandom(nbytes)
     os.pwrite(memory, content, at)
     extent = file.reserve(at % 4096, nbytes)
-    assert extent is not None and extent.offset % 4096 == 0
+    assert extent is not None
+    assert extent.offset % 4096 == 0
     sums = file.write(memory, at, extent)
     start = max(to - 5000, 0)
     before, after = to - start, min(5000, CAPACITY - to - nbytes)
