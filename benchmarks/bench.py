@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from scenarios import (
+    full_memory,
     monarch_jobs,
     networks,
     overheads,
@@ -64,6 +65,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "partial": publishing.partial,
     "cast": publishing.cast,
     "networks": networks.networks,
+    "spilling": full_memory.spilling,
     "small": overheads.small,
     "batch": overheads.batch,
     "keys": overheads.keys,

@@ -9,6 +9,7 @@ import sys
 
 from measured.checkpoints import Checkpoints
 from measured.dicts import Dicts
+from measured.full_memory.spilling import MoreThanMemory
 from measured.jobs import Job
 from measured.many_keys import ManyKeys
 from measured.mapped import MappedTensors
@@ -38,6 +39,7 @@ def main(loop: str) -> None:
             "volumes": SeveralVolumes(stores.run),
             "network": OverNetwork(stores.run),
             "networks": BetweenNetworks(stores.run, dicts),
+            "spilling": MoreThanMemory(stores.run),
             "job": job,
             "snapshot-access": SnapshotAccess(),
             "snapshot-files": SnapshotFiles(),

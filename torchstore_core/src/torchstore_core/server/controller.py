@@ -158,7 +158,8 @@ class Controller:
         for item in items:
             if item.part is not None:
                 return self._put_joined(session, request)
-        when_full = self.spilling.choice(request.when_full)
+        when_full = request.when_full
+        when_full = self.spilling.choice(when_full) if when_full else self.spilling.default
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         if not sizes:

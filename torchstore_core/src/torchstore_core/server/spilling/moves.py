@@ -24,6 +24,8 @@ _PAGE = 4096
 _WRITERS = 2
 _READERS = 4
 _NICE = 10
+# A thread reads at least so many pieces of a value.
+_LEAST_PIECES = 2
 # A job writes several values if they are small, of so many bytes in all.
 _BATCH = 16 << 20
 # After the disk has refused a write, none is tried for so many seconds.
@@ -173,8 +175,17 @@ class Mover:
         for tracked, place in zip(wanted, places, strict=True):
             tracked.place = place
             self._values.move(tracked, State.READING)
-            self._readers.submit(functools.partial(self._read_in_thread, tracked))
+            self._submit_read(tracked)
         return True
+
+    def _submit_read(self, tracked: Tracked) -> None:
+        """Have all readers read pieces of a large value."""
+        count = len(tracked.sums)
+        step = max(-(-count // _READERS), _LEAST_PIECES)
+        shares = [slice(start, start + step) for start in range(0, count, step)]
+        tracked.reads, tracked.error = len(shares), None
+        for share in shares:
+            self._readers.submit(functools.partial(self._read_in_thread, tracked, share))
 
     def _place(self, tracked: Tracked) -> tuple[int, int] | None:
         """Memory for a value, in the volume where it was if there is room."""
@@ -189,14 +200,21 @@ class Mover:
                 return volume.index, offset
         return None
 
-    def _read_in_thread(self, tracked: Tracked) -> Callable[[], None]:
+    def _read_in_thread(self, tracked: Tracked, share: slice) -> Callable[[], None]:
         volume, offset = tracked.place
-        if tracked.extent is not None and not tracked.gone:
+        extent, memory = tracked.extent, self._memories[volume]
+        if extent is not None and not tracked.gone:
             try:
-                self.file.read(self._memories[volume], offset, tracked.extent, tracked.sums)
+                self.file.read(memory, offset, extent, tracked.sums, share)
             except OSError as error:
-                return functools.partial(self._read, tracked, error)
-        return functools.partial(self._read, tracked, None)
+                return functools.partial(self._share_read, tracked, error)
+        return functools.partial(self._share_read, tracked, None)
+
+    def _share_read(self, tracked: Tracked, error: OSError | None) -> None:
+        tracked.error = tracked.error or error
+        tracked.reads -= 1
+        if not tracked.reads:
+            self._read(tracked, tracked.error)
 
     def _read(self, tracked: Tracked, error: OSError | None) -> None:
         at, offset = tracked.place

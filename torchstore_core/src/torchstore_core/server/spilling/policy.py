@@ -52,6 +52,7 @@ class Tracked(msgspec.Struct, eq=False):
         failure: why it could not be read.
         is_damaged: whether it never can be.
         place: volume and offset that it is being read to.
+        reads, error: how many threads are reading pieces of it, and the first error of one.
         waiting: requests that are retried when it has been read.
     """
 
@@ -65,6 +66,8 @@ class Tracked(msgspec.Struct, eq=False):
     failure: str = ""
     is_damaged: bool = False
     place: tuple[int, int] = (-1, -1)
+    reads: int = 0
+    error: OSError | None = None
     waiting: list[Ticket] = []
 
     @property

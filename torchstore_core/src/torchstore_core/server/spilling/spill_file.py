@@ -150,22 +150,25 @@ class SpillFile:
                 unmap(address, nbytes)
         return sums
 
-    def read(self, memory: int, offset: int, extent: Extent, sums: list[int]) -> None:
-        """Read a value into a segment.
+    def read(
+        self, memory: int, offset: int, extent: Extent, sums: list[int], pieces: slice = slice(None)
+    ) -> None:
+        """Read a value, or some pieces of it, into a segment.
 
         Args:
             memory: descriptor of the segment.
-            offset: where in the segment.
+            offset: where in the segment the value is to begin.
             sums: what :meth:`write` returned.
+            pieces: which ones to read. Several threads may read different pieces of a value.
 
         Raises:
             DamagedError: these are not the bytes that were written.
             OSError: the disk fails.
         """
         if offset % _PAGE != extent.head:
-            self._read_through_buffer(memory, offset, extent, sums)
+            self._read_through_buffer(memory, offset, extent, sums, pieces)
             return
-        for (at, nbytes), expected in zip(_pieces(extent), sums, strict=True):
+        for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
             start = offset - extent.head + at
             view, address = _mapped(memory, start, nbytes)
             try:
@@ -201,18 +204,16 @@ class SpillFile:
                 view[last:tail] = edge[: tail - last]
 
     def _read_through_buffer(
-        self, memory: int, offset: int, extent: Extent, sums: list[int]
+        self, memory: int, offset: int, extent: Extent, sums: list[int], pieces: slice
     ) -> None:
         """Read a value to another position within a page than it had."""
-        done = 0
         with mmap.mmap(-1, PIECE) as buffer, memoryview(buffer) as whole:
-            for (at, nbytes), expected in zip(_pieces(extent), sums, strict=True):
+            for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
                 with whole[:nbytes] as view, _own(view, extent, at, nbytes) as own:
                     _read_all(self.fd, view, extent.offset + at)
                     if checksum(own) != expected:
                         raise DamagedError(errno.EIO, "its bytes do not match their checksum")
-                    _write_all(memory, own, offset + done)
-                    done += len(own)
+                    _write_all(memory, own, offset + max(0, at - extent.head))
 
     def close(self) -> None:
         """Close the file; the file system frees it."""

@@ -41,6 +41,7 @@ class Spilling:
         later: calls something after so many seconds.
 
     Attributes:
+        default: as above, for puts that keep no older versions; never 0.
         active: whether any value is tracked. Until then there is nothing to do here.
         room: requests that wait for room.
         evicted: how many values have been evicted, and how many bytes they had.
@@ -58,7 +59,8 @@ class Spilling:
         self._volumes = volumes
         self._catalog = catalog
         self._free = free
-        self._default = default
+        self._keeps_spillable = not default and mover is not None
+        self.default = default or m.PINNED
         self._later = later
         self._mover = mover
         self._capacity = sum(v.info.capacity_bytes for v in volumes)
@@ -83,8 +85,6 @@ class Spilling:
         Raises:
             ConfigurationError: it wants to be spilled, but the store has no place for that.
         """
-        if not wanted and not keeps:  # the usual case
-            return self._default or m.PINNED
         if not 0 <= wanted <= m.EVICTABLE:
             raise ConfigurationError(f"this server does not know when_full={wanted}")
         if wanted == m.SPILLABLE and self._mover is None:
@@ -92,9 +92,9 @@ class Spilling:
                 'when_full="spillable" needs a store with a place to spill to: initialize it with '
                 "spill= (a directory)"
             )
-        if wanted or self._default:
-            return wanted or self._default
-        return m.SPILLABLE if keeps and self._mover is not None else m.PINNED
+        if not wanted and keeps and self._keeps_spillable:
+            return m.SPILLABLE
+        return wanted or self.default
 
     def track(self, values: Iterable[Value], choice: int) -> None:
         """Values that are versions of their keys by themselves are committed."""
