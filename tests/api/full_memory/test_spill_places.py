@@ -13,6 +13,7 @@ import torch
 from tests.support import running_store, until
 
 import torchstore_core as ts
+from torchstore_cli.doctor.examination import examine
 from torchstore_strategies import ReplicatedStrategy
 
 pytestmark = pytest.mark.local_only
@@ -56,6 +57,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("this process may not mount a file system")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+async def test_the_doctor_and_the_status_tell_of_it(small_disk, runtime):
+    async with running_store(runtime, capacity=16 * MB, spill=small_disk, when_full="spillable"):
+        for at in range(5):
+            await ts.put(f"k{at}", value(at))
+        found = await examine(await ts.address(), 10.0)
+        notes = [note for note in found.notes if str(small_disk) in note]
+        assert len(notes) == 2
+        assert "which is in memory (tmpfs)" in notes[0]
+        assert "room for 9.0 MiB, less than its memory (16.0 MiB)" in notes[1]
+        status = await ts.status()
+        assert status.spill.file_system == "tmpfs"
+        assert "8.0 MiB of 9.0 MiB on disk used" in str(status)
+        assert "of it on disk only" in str(await ts.stat("k0"))
 
 
 async def test_a_full_disk(small_disk, runtime):

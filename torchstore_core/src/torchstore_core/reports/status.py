@@ -76,6 +76,7 @@ class SpillStatus(msgspec.Struct, frozen=True):
         written_bytes, read_bytes: how much has been written to disk, and read back, so far.
         evicted, evicted_bytes: how many values have been evicted so far, and their bytes.
         trouble: why nothing could be written the last time; empty if it could.
+        file_system: the type of the directory's file system; empty if it is not known.
     """
 
     directory: str = ""
@@ -90,6 +91,7 @@ class SpillStatus(msgspec.Struct, frozen=True):
     evicted: int = 0
     evicted_bytes: int = 0
     trouble: str = ""
+    file_system: str = ""
 
     def __str__(self) -> str:
         """One line for people; empty if nothing is spilled or evicted."""

@@ -21,6 +21,7 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.checksums import checksum
+from torchstore_core.machine.directories import MEMORY_FILE_SYSTEMS, file_system
 from torchstore_core.machine.virtual_memory import map_shared, populate_write, punch_hole, unmap
 from torchstore_core.server.memory.allocator import Allocator
 
@@ -78,6 +79,7 @@ class SpillFile:
 
     Attributes:
         is_direct: whether the page cache is bypassed.
+        file_system: the type of the file system; empty if it is not known.
 
     Raises:
         ConfigurationError: no file can be made there.
@@ -98,7 +100,14 @@ class SpillFile:
             ) from error
         free = there.f_bavail * there.f_frsize
         self.capacity = free if capacity is None else capacity
+        self.file_system = file_system(directory)
         self._allocator = Allocator(self.capacity & -_PAGE)
+        if self.file_system in MEMORY_FILE_SYSTEMS:
+            log.warning(
+                "%s is in memory (%s), so that spilling to it frees none",
+                directory,
+                self.file_system,
+            )
 
     @property
     def used(self) -> int:

@@ -350,6 +350,7 @@ class Spilling:
             evicted=evicted,
             evicted_bytes=evicted_bytes,
             trouble=mover.trouble,
+            file_system=mover.file.file_system,
         )
 
     def noted(self, error: StoreFullError) -> StoreFullError:
