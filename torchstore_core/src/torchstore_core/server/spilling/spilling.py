@@ -69,7 +69,7 @@ class Spilling:
         self.room = RoomQueue()
         self.evicted = (0, 0)
         self._last_progress = 0.0
-        self._retry_is_due = False
+        self._retry_is_due = self._is_timed = False
         if mover is not None:
             mover.begin(self.values, self._progress)
 
@@ -260,7 +260,19 @@ class Spilling:
         if not len(self.room) and not self.room.retrying:
             self._last_progress = time.monotonic()
         self.room.add(retry)
-        self._later(_PATIENCE_S + 0.1, self.room.retry)
+        self._retry_later()
+
+    def _retry_later(self) -> None:
+        """Retry requests that wait for room even if nothing happens, so that they are refused."""
+        if not self._is_timed and len(self.room):
+            self._is_timed = True
+            self._later(_PATIENCE_S / 4, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._is_timed = False
+        if time.monotonic() - self._last_progress > _PATIENCE_S:
+            self.room.retry()
+        self._retry_later()
 
     def retry_soon(self) -> None:
         """Memory was freed, or readers have released some: retry requests that wait for room."""

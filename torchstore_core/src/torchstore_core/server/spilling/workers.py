@@ -65,8 +65,10 @@ class Workers:
         while (job := self._jobs.get()) is not None:
             if self._closed:
                 continue
-            done = job()
+            try:
+                self._soon(job())
+            except Exception:
+                log.exception("thread %s failed", self._name)
             with self._lock:
                 self._open -= 1
-            self._soon(done)
-            del job, done
+            del job
