@@ -45,9 +45,15 @@ def _moves(memory: int, file: SpillFile, at: int, to: int, nbytes: int) -> None:
     file.read(memory, to, extent, sums)
     found = os.pread(memory, before + nbytes + after, start)
     assert found == _FILLED * before + content + _FILLED * after
-    file.punch([extent])
-    file.release([extent])
+    file.release(extent)
     assert file.used == 0
+    tail = file.take_tail()
+    assert tail is not None
+    assert file.reserve(0, 1) is None
+    file.cut(tail)
+    file.return_tail(tail)
+    assert os.fstat(file.fd).st_blocks == 0
+    assert file.take_tail() is None
 
 
 @given(
@@ -84,7 +90,7 @@ def test_every_byte_counts(memory: int, file: SpillFile) -> None:
             opened.seek(extent.offset + at)
             opened.write(b"\0")
             file.read(memory, 1 << 20, extent, sums)
-    file.release([extent])
+    file.release(extent)
 
 
 def test_its_capacity_is_a_limit(tmp_path: Path) -> None:
@@ -96,7 +102,8 @@ def test_its_capacity_is_a_limit(tmp_path: Path) -> None:
     assert second.span == 4096
     assert made.free == 0
     assert made.reserve(0, 1) is None
-    made.release([first, second])
+    made.release(first)
+    made.release(second)
     assert made.reserve(0, 3 * 4096) is not None
     made.close()
 

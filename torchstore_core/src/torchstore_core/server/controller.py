@@ -343,7 +343,8 @@ class Controller:
             volume.memory.touched(max(ends, default=0))
 
     def trim(self, idle_s: float, keep: int) -> int:
-        """Return free memory to the system if there has been no put for ``idle_s`` seconds.
+        """Return free memory, and what is unused of the spill file, to the system if there has
+        been no put for ``idle_s`` seconds.
 
         Args:
             keep: bytes of each volume that always stay warm.
@@ -353,6 +354,7 @@ class Controller:
         """
         if time.monotonic() - self._last_put < idle_s:
             return 0
+        self.spilling.trim()
         if any(session.keeps_memory for session in self._holders.values()):
             return 0
         return sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -60,8 +61,7 @@ class Mover:
         self._memories = memories
         self._writers = Workers("torchstore-spill", _WRITERS, _NICE, soon)
         self._readers = Workers("torchstore-unspill", _READERS, 0, soon)
-        self._dead: list[Extent] = []
-        self._punching = False
+        self._trimming = False
         self._paused_until = 0.0
         self.trouble = ""
         self.written_bytes = self.read_bytes = 0
@@ -77,9 +77,14 @@ class Mover:
         """Have values written, the least recently used first, until ``nbytes`` are under way.
 
         Args:
-            at_any_price: if the spill file is full, also give up the copies in it of values that
-                are in memory.
+            at_any_price: somebody waits for it. If the spill file is full, also give up the copies
+                in it of values that are in memory.
         """
+        self._write(nbytes, at_any_price)
+        if at_any_price:
+            self._writers.hurry()
+
+    def _write(self, nbytes: int, at_any_price: bool) -> None:
         if time.monotonic() < self._paused_until:
             return
         values = self._values
@@ -109,7 +114,7 @@ class Mover:
             return extent
         for clean in self._values.newest(State.CLEAN):
             if clean.extent is not None:
-                self.file.release([clean.extent])
+                self.file.release(clean.extent)
                 clean.extent = None
             self._values.move(clean, State.DIRTY)
             extent = self.file.reserve(head, value.nbytes)
@@ -149,7 +154,6 @@ class Mover:
                 tracked.sums = sums
                 self.written_bytes += tracked.value.nbytes
                 self._values.move(tracked, State.CLEAN)
-        self._punch()
         self._moved()
 
     def _pause(self, why: str) -> None:
@@ -236,7 +240,6 @@ class Mover:
         waiting, tracked.waiting = tracked.waiting, []
         for ticket in waiting:
             ticket.one_read()
-        self._punch()
         self._moved()
 
     # ---- ends -----------------------------------------------------------------------------
@@ -247,36 +250,39 @@ class Mover:
             return False  # freed as soon as nothing is read into it any more
         if tracked.state is not State.WRITING:
             self._discard(tracked)
-            self._punch()
         return tracked.state is not State.ON_DISK
 
     def _discard(self, tracked: Tracked) -> None:
         if tracked.extent is not None:
-            self._dead.append(tracked.extent)
+            self.file.release(tracked.extent)
             tracked.extent = None
 
-    def _punch(self) -> None:
-        """Return disk space to the file system. Only then it is used again, so that no hole is made
-        where something new has been written.
+    def trim(self) -> None:
+        """Return the unused end of the file to the file system. It takes long on some, so the space
+        is not returned whenever a value goes, but used for the next one.
         """
-        if self._punching or not self._dead:
+        if self._trimming:
             return
-        self._punching = True
-        dead, self._dead = self._dead, []
+        tail = self.file.take_tail()
+        if tail is None:
+            return
+        self._trimming = True
 
         def job() -> Callable[[], None]:
-            self.file.punch(dead)
-            return functools.partial(self._punched, dead)
+            with contextlib.suppress(OSError):  # then it stays on disk, and is used again
+                self.file.cut(tail)
+            return functools.partial(self._trimmed, tail)
 
         self._writers.submit(job)
 
-    def _punched(self, dead: list[Extent]) -> None:
-        self._punching = False
-        self.file.release(dead)
-        self._punch()
+    def _trimmed(self, tail: tuple[int, int]) -> None:
+        self._trimming = False
+        self.file.return_tail(tail)
+        self._moved()
 
     def close(self) -> None:
         """End the threads and close the file."""
+        self.file.stop()
         self._writers.close()
         self._readers.close()
         self.file.close()

@@ -22,7 +22,7 @@ import msgspec
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.machine.checksums import checksum
 from torchstore_core.machine.directories import MEMORY_FILE_SYSTEMS, file_system
-from torchstore_core.machine.virtual_memory import map_shared, populate_write, punch_hole, unmap
+from torchstore_core.machine.virtual_memory import map_shared, populate_write, unmap
 from torchstore_core.server.memory.allocator import Allocator
 
 __all__ = ["DamagedError", "Extent", "SpillFile", "spanned"]
@@ -70,8 +70,9 @@ def spanned(head: int, nbytes: int) -> int:
 class SpillFile:
     """One unnamed file, and which parts of it are in use.
 
-    The bookkeeping (:meth:`reserve`, :meth:`release`) belongs to the event loop; :meth:`write`,
-    :meth:`read` and :meth:`punch` may be called in any thread.
+    The bookkeeping (:meth:`reserve`, :meth:`release`, :meth:`take_tail`, :meth:`return_tail`)
+    belongs to the event loop; :meth:`write`, :meth:`read` and :meth:`cut` may be called in any
+    thread.
 
     Args:
         directory: where to make the file; it is created if it does not exist.
@@ -87,6 +88,8 @@ class SpillFile:
 
     def __init__(self, directory: str, capacity: int | None) -> None:
         self.directory = directory
+        self._stopped = False
+        self._written_end = 0
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             _clean(directory)
@@ -121,18 +124,33 @@ class SpillFile:
 
     def reserve(self, head: int, nbytes: int) -> Extent | None:
         """Reserve room for a value; None if the capacity is used up."""
-        offset = self._allocator.allocate(spanned(head, nbytes))
-        return None if offset is None else Extent(offset, head, nbytes)
+        span = spanned(head, nbytes)
+        offset = self._allocator.allocate(span)
+        if offset is None:
+            return None
+        self._written_end = max(self._written_end, offset + span)
+        return Extent(offset, head, nbytes)
 
-    def release(self, extents: list[Extent]) -> None:
-        """Let the room of these values be used again."""
-        self._allocator.free([(extent.offset, extent.span) for extent in extents])
+    def release(self, extent: Extent) -> None:
+        """Let the room of a value be used again."""
+        self._allocator.free([(extent.offset, extent.span)])
 
-    def punch(self, extents: list[Extent]) -> None:
-        """Return the disk space of values that are gone to the file system, if it can do this."""
-        for extent in extents:
-            if not punch_hole(self.fd, extent.offset, extent.span):
-                return
+    def take_tail(self) -> tuple[int, int] | None:
+        """Reserve what was written once, but is not in use now, at the end of the file: its offset
+        and size. None if there is nothing.
+        """
+        if self._allocator.used_end >= self._written_end:
+            return None
+        return self._allocator.take_tail()
+
+    def cut(self, tail: tuple[int, int]) -> None:
+        """Return the disk space of a reserved tail to the file system."""
+        os.ftruncate(self.fd, tail[0])
+
+    def return_tail(self, tail: tuple[int, int]) -> None:
+        """Let a tail that was cut be used again."""
+        self._written_end = tail[0]
+        self._allocator.free([tail])
 
     def write(self, memory: int, offset: int, extent: Extent) -> list[int]:
         """Write a value from a segment to its extent.
@@ -149,6 +167,7 @@ class SpillFile:
         """
         sums: list[int] = []
         for at, nbytes in _pieces(extent):
+            self._check_stopped()
             start = offset - extent.head + at
             view, address = _mapped(memory, start, nbytes)
             try:
@@ -178,6 +197,7 @@ class SpillFile:
             self._read_through_buffer(memory, offset, extent, sums, pieces)
             return
         for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
+            self._check_stopped()
             start = offset - extent.head + at
             view, address = _mapped(memory, start, nbytes)
             try:
@@ -223,6 +243,14 @@ class SpillFile:
                     if checksum(own) != expected:
                         raise DamagedError(errno.EIO, "its bytes do not match their checksum")
                     _write_all(memory, own, offset + max(0, at - extent.head))
+
+    def stop(self) -> None:
+        """Have reads and writes that are under way fail soon, because the server ends."""
+        self._stopped = True
+
+    def _check_stopped(self) -> None:
+        if self._stopped:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
     def close(self) -> None:
         """Close the file; the file system frees it."""

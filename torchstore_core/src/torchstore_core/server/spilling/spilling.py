@@ -338,6 +338,11 @@ class Spilling:
                 here.append(value)
         return here
 
+    def trim(self) -> None:
+        """Return disk space that is not used to the file system."""
+        if self._mover is not None:
+            self._mover.trim()
+
     def close(self) -> None:
         """End the threads, and give the disk space back."""
         if self._mover is not None:
