@@ -21,6 +21,7 @@ _WRITERS, _READERS = 2, 4
 # Puts, or gets, that the client has under way.
 _AT_ONCE = 3
 _SMALL = "small"
+_PAUSE_S = 0.002
 
 
 class MoreThanMemory:
@@ -92,7 +93,7 @@ class MoreThanMemory:
         return {**found, "raw write": wrote, "raw read": read, "wrong": wrong}
 
     def small(self, seconds: float) -> list[float]:
-        """Seconds of each of the small gets that fit into the time, one after the other."""
+        """Seconds of each of the small gets that fit into the time, one every few milliseconds."""
 
         async def measure() -> list[float]:
             found: list[float] = []
@@ -100,6 +101,7 @@ class MoreThanMemory:
             while (begun := time.perf_counter()) < end:
                 await ts.get(_SMALL)
                 found.append(time.perf_counter() - begun)
+                await asyncio.sleep(_PAUSE_S)
             return found
 
         return self._run(measure())  # type: ignore[no-any-return]
