@@ -209,6 +209,7 @@ async def test_ctrl_c_ends_everything_without_a_traceback(name: str) -> None:
         await until(lambda: not alive(started))
 
 
+@pytest.mark.quick
 async def test_two_lines_carry_a_module_to_another_process() -> None:
     with example("two_lines.py") as process:
         status, out, err = await output(process)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
+
+from torchstore_core.testing import TransportTests
 
 from .pairs import needs_nixl
 
 pytestmark = needs_nixl
-_KIT = "torchstore_core.testing.transports"
-
-if find_spec(_KIT) is None:
-    pytest.skip("this torchstore-core has no requirements for transports", allow_module_level=True)
-
-from torchstore_core.testing import TransportTests  # noqa: E402
 
 
 class TestRdma(TransportTests):

@@ -76,6 +76,7 @@ async def test_ten_thousand_tensors_in_a_batch() -> None:
         assert await _uses_rdma(client)
 
 
+@pytest.mark.quick
 async def test_another_process_reads_what_was_put_and_the_reverse() -> None:
     async with running_store(**_RDMA) as client:
         await client.put("there", torch.arange(4 * MB))

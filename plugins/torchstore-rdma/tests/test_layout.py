@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
-
-layout = pytest.importorskip("torchstore_rdma.layout", reason="numpy is not installed")
-from torchstore_rdma.protocol import Exposed  # noqa: E402
+from torchstore_rdma import layout
+from torchstore_rdma.protocol import Exposed
 
 _SIZE = 1 << 40
 _SEGMENTS = {0: Exposed(0, 1 << 44, _SIZE, _SIZE), 3: Exposed(3, 1 << 45, _SIZE, _SIZE)}

@@ -43,6 +43,7 @@ def holds(snapshot: Snapshot, expected: StateDict) -> bool:
     )
 
 
+@pytest.mark.quick
 def test_tensors_may_change_at_once(tmp_path: Path) -> None:
     own = state(1)
     pending = Snapshot.async_take(tmp_path / "s", {"m": own}, fsync=False)

@@ -32,6 +32,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype).view(shape)
 
 
+@pytest.mark.quick
 def test_every_dtype(tmp_path: Path) -> None:
     stored = {str(dtype): random_bits((3, 4), dtype) for dtype in DTYPES}
     stored |= {f"{dtype} 0-dim": random_bits((), dtype) for dtype in DTYPES}
@@ -67,6 +68,7 @@ def test_strides_of_sources_and_destinations(tmp_path: Path) -> None:
         assert torch.equal(own[name], tensor)
 
 
+@pytest.mark.quick
 def test_nested_values(tmp_path: Path) -> None:
     value: dict[str, Any] = {
         "list": [torch.ones(2), {"deep": torch.zeros(1), "n": 3}],

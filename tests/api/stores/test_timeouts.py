@@ -32,6 +32,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "wait": ["a"],
     "stat": ["a"],
 }
+# What those that read find.
+READ: dict[str, Any] = {"get": 1, "get_state_dict": {"w": 1}, "exists": True}
 
 
 def _calls() -> list[str]:
@@ -65,7 +67,8 @@ async def test_long_times_are_taken(shared):
     await ts.put_state_dict({"w": 1}, "d")
     for timeout in GOOD:
         for name in ("put", "put_state_dict", "get", "get_state_dict", "wait", "exists", "client"):
-            await getattr(ts, name)(*ARGUMENTS.get(name, []), timeout=timeout)
+            found = await getattr(ts, name)(*ARGUMENTS.get(name, []), timeout=timeout)
+            assert name not in READ or found == READ[name], name
         await ts.connect(shared.address, store_name="other", timeout=timeout)
         await ts.reset_client("other", timeout=timeout)
         await ts.shutdown("other", timeout=timeout)

@@ -133,6 +133,7 @@ async def test_a_server_that_blocks_it_does_not_offer_it() -> None:
 # ---- the bytes ------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 async def test_bytes_are_right_both_ways(server: ServerThread) -> None:
     """Without a window or a map: packed, moved, spread; every layout and kind."""
     big = torch.randn(300, 400)
@@ -204,6 +205,7 @@ async def test_it_ends_with_its_server_and_leaves_nothing(server: ServerThread) 
 # ---- several volumes ------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 async def test_several_volumes_are_written_and_read_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

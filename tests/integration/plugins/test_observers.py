@@ -138,6 +138,7 @@ def test_the_calls_above_are_all_there_are() -> None:
     assert {call.name for call in CALLS} == {n for n in methods if not n.startswith("_")}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("way", ["method", "function", "blocking"])
 async def test_every_call_is_told_of_by_its_own_name(
     site: Site, server: ServerThread, way: str

@@ -198,8 +198,10 @@ async def test_initialise_again_without_a_call_in_between(job: Job) -> None:
 
 
 async def test_shutdown_of_what_is_not_there_does_nothing(job: Job) -> None:
+    before = job.directories()
     await job.at(0, acts.shutdown, "never")
     await job.root(acts.shutdown, "never")
+    assert job.directories() == before
 
 
 async def test_without_a_store_the_error_says_what_to_do(job: Job) -> None:

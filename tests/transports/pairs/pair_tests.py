@@ -64,6 +64,7 @@ class PairTests:
 
     # ---- bytes ----------------------------------------------------------------------------
 
+    @pytest.mark.quick
     async def test_every_byte_arrives(self) -> None:
         torch.manual_seed(1)
         async with self.store() as client:

@@ -86,9 +86,13 @@ async def test_ten_thousand_pieces() -> None:
 
 
 async def test_nothing_to_move() -> None:
-    async with linked() as (link, _):
+    async with linked() as (link, there):
+        there.memory[:1024] = before = os.urandom(1024)
         await link.write([])
+        await link.write([Copy(0, 7, 0, 0), Copy(0, 7, 5, 10, rows=0)])
+        await link.read([])
         await link.read([Copy(0, 7, 0, 0), Copy(0, 7, 5, 10, rows=0)])
+        assert there.memory[:1024] == before
 
 
 @pytest.mark.parametrize(

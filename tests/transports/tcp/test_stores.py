@@ -38,6 +38,7 @@ async def _server(client: ts.Client) -> int:
     return (await client.status()).controller_pid
 
 
+@pytest.mark.quick
 async def test_tensors_of_every_kind() -> None:
     async with running_store(prefer=["tcp"], **SMALL) as client:
         whole = torch.randn(1024, 2048)
@@ -64,6 +65,7 @@ async def test_tensors_of_every_kind() -> None:
         assert {entry["chosen"] for entry in await client.explain()} == {"tcp"}
 
 
+@pytest.mark.quick
 async def test_state_dicts() -> None:
     async with running_store(prefer=["tcp"], **SMALL) as client:
         state = {"layers": [{"w": torch.randn(300, 700), "b": torch.randn(700)} for _ in range(40)]}

@@ -353,7 +353,8 @@ def test_bytes_that_nobody_encoded_give_a_typed_error_or_an_object(data: bytes) 
     """From a client of another version, say."""
     with contextlib.suppress(UnsupportedValueError):
         value = decode_object("k", ObjectMeta("msgpack"), data, allow_pickle=False)
-        through(value, allow_pickle=False)
+        _, again = through(value, allow_pickle=False)
+        assert type(again) is type(value)
 
 
 @pytest.mark.parametrize(

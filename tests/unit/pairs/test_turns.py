@@ -73,10 +73,16 @@ async def test_a_call_that_nobody_waits_for_ends_alone() -> None:
         ended.set()
         raise ValueError("nobody reads this")
 
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     waiting = in_thread(call)
     waiting.cancel()
     gate.set()
     await until(ended.is_set)
+    del waiting
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not reported
 
 
 async def test_an_error_keeps_nothing_alive() -> None:

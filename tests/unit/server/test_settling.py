@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.unit.server.ranks import Rank, a_store, content, newest, obj, pending, tensor
-from tests.unit.server.test_losing import controller_of
+from tests.unit.server.test_lost_parts import controller_of
 
 from torchstore_core.errors import KeyNotFoundError
 from torchstore_core.server.controller import Controller

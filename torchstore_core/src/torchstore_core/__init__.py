@@ -10,8 +10,7 @@
 >>> asyncio.run(main())
 1 [1, 2, 3]
 
-The server imports this package too, so nothing here imports torch until a name that needs it is
-used.
+The server imports this package, too, so torch is not imported until a name that needs it is used.
 """
 
 from __future__ import annotations
@@ -148,8 +147,8 @@ _HOMES = {
     "stores": "clients.stores.discovery",
 }
 
-# The strategies of torchstore-strategies, by the names that users know them by. They are not in
-# __all__: this package does not depend on that one.
+# The strategies of the package torchstore-strategies, by the names that users use. They are not in
+# __all__, because this package does not depend on that one.
 _STRATEGIES = {
     "ControllerStorageVolumes": "singleton",
     "HashStrategy": "hash",

@@ -137,7 +137,7 @@ async def initialize(
         if ended is not None:
             await _leave(ended, _STOP_TIMEOUT_S)
         host = starting.runtime(registry, runtime, mesh)
-        if not host.shared:  # otherwise its engine refuses a second one
+        if not host.shared:  # an engine that keeps track of stores refuses a second one itself
             await starting.warn_of_another(store_name)
         return await starting.start(
             StoreOptions(
@@ -182,8 +182,8 @@ async def initialize_spmd(
     On a single host, rank 0 starts the server. No rank owns the store: it ends when the last rank
     has shut it down or has ended, however it ended. If there are ranks on several hosts, the
     package of a distributed engine is needed as well; the error names one. This function needs the
-    package ``torchstore-spmd``. ``torch.distributed`` need not be initialised; if it is, that makes
-    no difference.
+    package ``torchstore-spmd``. It makes no difference whether ``torch.distributed`` is
+    initialised.
 
     If the environment names a store that is already running, this call starts a second one, and the
     first rank of each host issues a RuntimeWarning; :func:`connect_or_initialize`, called by all
@@ -203,7 +203,7 @@ async def initialize_spmd(
     Raises:
         ConfigurationError: the environment is not that of a rank (the error lists everything that
             is wrong with it), an argument is invalid, or this process already has such a store.
-        StoreTimeoutError: a rank did not join in time; ``details["missing_ranks"]`` lists these.
+        StoreTimeoutError: ranks did not join in time; ``details["missing_ranks"]`` lists them.
         PluginError: ``torchstore-spmd`` is not installed, or, with ranks on several hosts, no
             engine that spans them; or the strategy is unknown.
         TorchStoreError: the error that kept another rank from joining, raised by every rank.
@@ -238,7 +238,7 @@ async def initialize_spmd(
                 await _leave(ended, _STOP_TIMEOUT_S)
             if place.local_rank == 0:  # once per host is enough
                 await starting.warn_of_another(store_name)
-        except (TorchStoreError, RuntimeWarning) as error:  # others would wait for this rank
+        except (TorchStoreError, RuntimeWarning) as error:  # the others must not wait for this rank
             await host.withdraw(store_name, error)
             raise
         options = StoreOptions(
@@ -399,7 +399,7 @@ async def connect_or_initialize(
                 when_full=when_full,
             )
         except ConfigurationError as error:
-            # Another thread or task was faster.
+            # If another thread or task has started the store meanwhile, join that one.
             if "taken" not in error.details and table.known(store_name) is before:
                 raise
 
@@ -438,7 +438,8 @@ async def _leave(store: JoinedStore, limit: float) -> None:
 
 
 async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> str:
-    """The address that other processes pass to :func:`connect` (or find in ``TORCHSTORE_ADDRESS``).
+    """Return the address that other processes pass to :func:`connect`, or find in
+    ``TORCHSTORE_ADDRESS``.
 
     Raises:
         StoreClosedError: this process knows no such store.
@@ -448,7 +449,7 @@ async def address(store_name: str = DEFAULT_NAME, *, timeout: float | None = Non
 
 
 async def client(store_name: str = DEFAULT_NAME, *, timeout: float | None = None) -> Client:
-    """A connected client of a store.
+    """Return a connected client of a store.
 
     Raises:
         StoreClosedError: this process knows no such store, or its server is gone.

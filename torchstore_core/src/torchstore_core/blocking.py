@@ -1,4 +1,4 @@
-"""The same calls for scripts that are not async: ``import torchstore_core.blocking as ts``.
+"""The blocking API, for scripts that are not async: ``import torchstore_core.blocking as ts``.
 
 >>> import torch
 >>> import torchstore_core.blocking as ts
@@ -9,13 +9,13 @@ ObjectRef(key='w', version=1)
 tensor([0, 1, 2])
 >>> ts.shutdown()
 
-Names (those of the strategies, too), arguments, results and errors are those of
-:mod:`torchstore_core`. What returns a client there returns a :class:`Client` whose methods block,
-and ``put_state_dict(..., blocking=False)`` a :class:`PendingPut` with ``result()``.
+Names (including those of the strategies), arguments, results and errors are the same as in
+:mod:`torchstore_core`. Functions that return a client there return a :class:`Client` whose methods
+block, and ``put_state_dict(..., blocking=False)`` returns a :class:`PendingPut` with ``result()``.
 
-Each thread has an event loop of its own, which runs while a call of that thread waits: there is no
-other thread to hand the call to. Any number of threads may call at once, also after a fork.
-``KeyboardInterrupt`` cancels the operation under way, as a cancelled ``await`` does.
+Each thread has an event loop of its own, which runs while a call of that thread waits, so that no
+call is handed to another thread. Any number of threads may make calls at once, also after a fork.
+``KeyboardInterrupt`` cancels the operation under way, like cancelling an ``await``.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ T = TypeVar("T")
 
 
 def _blocking(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """The call without its ``await``."""
+    """Return a blocking version of an async function."""
 
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -146,7 +146,7 @@ def _blocking(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 
 def _opening(call: Callable[P, Coroutine[Any, Any, async_client.Client]]) -> Callable[P, Client]:
-    """The same of a call that returns a client."""
+    """Return a blocking version of an async function that returns a client."""
 
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> Client:
@@ -159,7 +159,7 @@ def _opening(call: Callable[P, Coroutine[Any, Any, async_client.Client]]) -> Cal
 def _putting(
     call: Callable[P, Coroutine[Any, Any, ObjectRef | putting.PendingPut]],
 ) -> Callable[P, ObjectRef | PendingPut]:
-    """The same of ``put_state_dict``."""
+    """Return a blocking version of the function ``put_state_dict``."""
 
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> ObjectRef | PendingPut:
@@ -174,7 +174,7 @@ def _putting(
 def _method(
     call: Callable[Concatenate[async_client.Client, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """The same of a method."""
+    """Return a blocking version of an async method of the client."""
 
     @functools.wraps(call)
     def run(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -190,7 +190,7 @@ def _putting_method(
         Coroutine[Any, Any, ObjectRef | putting.PendingPut],
     ],
 ) -> Callable[Concatenate[Client, P], ObjectRef | PendingPut]:
-    """The same of the method ``put_state_dict``."""
+    """Return a blocking version of the method ``put_state_dict``."""
 
     @functools.wraps(call)
     def run(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> ObjectRef | PendingPut:
@@ -203,8 +203,8 @@ def _putting_method(
 
 
 class PendingPut:
-    """A state dict whose values may be changed again, while its commit is under way; returned by
-    ``put_state_dict(blocking=False)``. It commits whether or not anyone waits for it.
+    """A put whose commit is still under way, although its state dict may already be changed again;
+    returned by ``put_state_dict(blocking=False)``. It commits whether or not anyone waits for it.
     """
 
     def __init__(self, key: str, ref: futures.Future[ObjectRef]) -> None:
@@ -215,22 +215,22 @@ class PendingPut:
         return f"<PendingPut of {self.key!r}, {'done' if self.done() else 'committing'}>"
 
     def done(self) -> bool:
-        """Whether the commit has ended, one way or the other."""
+        """Return whether the commit has ended, successfully or not."""
         return self._ref.done()
 
     def result(self, timeout: float | None = None) -> ObjectRef:
-        """Wait for the commit; which version it is.
+        """Wait for the commit, and return the version that was put.
 
         Args:
-            timeout: seconds; None: the put's own time-out is all that counts.
+            timeout: seconds to wait; None: only the put's own time-out applies.
 
         Raises:
-            StoreTimeoutError: not within ``timeout`` seconds; it goes on.
-            ConfigurationError: a timeout that is no number of at least 0.
-            TorchStoreError: what went wrong.
+            StoreTimeoutError: the commit took longer than ``timeout`` seconds; it continues.
+            ConfigurationError: the timeout is not a number of at least 0.
+            TorchStoreError: the put failed with this error.
         """
         limit = check_timeout(timeout)
-        # One that is over raises what went wrong, which may be a time-out too.
+        # A put that has ended raises its own error, which may be a time-out, too.
         if not self._ref.done() and not futures.wait([self._ref], limit).done:
             raise StoreTimeoutError(
                 f"the commit of {self.key!r} is not done within {in_seconds(limit)}",
@@ -272,14 +272,14 @@ async def _put_state_dict(
     if blocking:
         made = await put
         return await made if isinstance(made, putting.PendingPut) else made
-    # What is still to be committed needs a loop that goes on running.
+    # The commit needs an event loop that keeps running after this call.
     handed = asyncio.run_coroutine_threadsafe(_in_background(put), thread_loops.background())
     return await asyncio.wrap_future(handed)
 
 
 class Client:
-    """A process's door to one store, as :class:`torchstore_core.Client`, with methods that block.
-    Safe to use from several threads.
+    """A process's access to one store, like :class:`torchstore_core.Client`, but with methods that
+    block. Safe to use from several threads.
     """
 
     def __init__(self, client: async_client.Client) -> None:
@@ -290,12 +290,12 @@ class Client:
 
     @property
     def address(self) -> str:
-        """What other processes give to ``connect``."""
+        """The address that other processes pass to ``connect``."""
         return self._client.address
 
     @property
     def store_name(self) -> str:
-        """The store's name."""
+        """The name of the store."""
         return self._client.store_name
 
     put = _method(async_client.Client.put)
@@ -345,7 +345,7 @@ explain = _blocking(api.explain)
 
 
 def __getattr__(name: str) -> Any:
-    """The strategies, whose package need not be installed."""
+    """Look up the strategies, whose package may not be installed."""
     if name in torchstore_core._STRATEGIES:
         return getattr(torchstore_core, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,7 +46,7 @@ class Box(NamedTuple):
         return tuple([start + n for start, n in zip(self.offset, self.shape, strict=True)])
 
     def contains(self, other: Box) -> bool:
-        """Whether ``other`` lies within this box. An empty box must lie within it, too."""
+        """Return whether ``other`` lies within this box; an empty box has to, as well."""
         _check(self, (other,))
         bounds = zip(self.offset, other.offset, other.end, self.end, strict=True)
         return all(low <= start and end <= high for low, start, end, high in bounds)
@@ -114,7 +114,7 @@ def missing(target: Box, boxes: Iterable[Box]) -> list[Box]:
 
 
 def covers(target: Box, boxes: Iterable[Box]) -> bool:
-    """Whether ``boxes`` together contain every element of ``target``; True if it is empty.
+    """Return whether ``boxes`` together contain every element of ``target``; True if it is empty.
 
     >>> covers(whole((4,)), [Box((0,), (3,)), Box((2,), (2,))]), covers(whole((4,)), [])
     (True, False)
@@ -138,7 +138,7 @@ def relative(inner: Box, outer: Box) -> Box:
 
 
 def is_contiguous(box: Box, shape: Sequence[int]) -> bool:
-    """Whether :func:`contiguous_runs` yields at most one run. Takes O(ndim)."""
+    """Return whether :func:`contiguous_runs` yields at most one run. Takes O(ndim)."""
     return prod(box.shape[: _run_dim(box, shape)]) == 1 or box.is_empty
 
 
@@ -202,7 +202,7 @@ def _intersection(a: Box, b: Box) -> Box | None:
 
 
 def _clipped(target: Box, boxes: Iterable[Box]) -> dict[Box, int]:
-    """The distinct parts of ``target`` in the boxes, each with the index of its first box."""
+    """Return the distinct parts of ``target`` in ``boxes``, each with its first box's index."""
     _check(target, boxes := tuple(boxes))
     parts: dict[Box, int] = {}
     for index, box in enumerate(boxes):
@@ -212,7 +212,7 @@ def _clipped(target: Box, boxes: Iterable[Box]) -> dict[Box, int]:
 
 
 def _without(box: Box, hole: Box, axes: Iterable[int]) -> Iterator[Box]:
-    """The rest of ``box`` without ``hole``, which lies in it: slabs cut off along each axis."""
+    """Yield ``box`` without ``hole``, which lies in it, as slabs cut off along each axis."""
     offset, shape = list(box.offset), list(box.shape)
     for d in axes:
         low, high = hole.offset[d], hole.offset[d] + hole.shape[d]
@@ -224,7 +224,7 @@ def _without(box: Box, hole: Box, axes: Iterable[int]) -> Iterator[Box]:
 
 
 def _merge_adjacent(boxes: list[Box]) -> list[Box]:
-    """The disjoint ``boxes`` with adjacent ones merged, sorted by offset."""
+    """Return the disjoint ``boxes`` with adjacent ones merged, sorted by offset."""
     for d in range(boxes[0].ndim if boxes else 0):
         by_end: dict[tuple[object, ...], Box] = {}
         for box in sorted(boxes):
@@ -237,7 +237,7 @@ def _merge_adjacent(boxes: list[Box]) -> list[Box]:
 
 
 def _earlier_overlaps(boxes: Sequence[Box]) -> list[list[Box]]:
-    """For each box, the boxes before it in the sequence that overlap it."""
+    """Return, for each box, the boxes before it in the sequence that overlap it."""
     axis = max(range(boxes[0].ndim), key=lambda d: len({box.offset[d] for box in boxes}))
     earlier: list[list[Box]] = [[] for _ in boxes]
     live: list[int] = []
@@ -251,6 +251,6 @@ def _earlier_overlaps(boxes: Sequence[Box]) -> list[list[Box]]:
 
 
 def _run_dim(box: Box, shape: Sequence[int]) -> int:
-    """The dimension along which a run extends; the box spans all later ones in full."""
+    """Return the dimension along which a run extends; the box spans all later ones in full."""
     relative(box, whole(shape))  # raises if the box is not inside
     return max((d for d in range(box.ndim) if box.shape[d] != shape[d]), default=0)

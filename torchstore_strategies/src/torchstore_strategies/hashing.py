@@ -1,4 +1,4 @@
-"""``hash``: every key has a volume of its own, whichever client puts it."""
+"""``hash``: the key alone decides the volume, whichever client puts it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HashStrategy(Strategy, frozen=True, tag="hash"):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """Return the volumes as the (first) key ranks them."""
+        """Return the volumes in the order in which the (first) key ranks them."""
         return _ranked(keys[0] if keys else "", tuple([v.id for v in volumes]))
 
 
@@ -53,7 +53,7 @@ _hash_id = lru_cache(maxsize=4096)(_hash)
 
 
 def _mixed(key: int, volume: int) -> int:
-    """Return 64 bits that depend on all bits of both (the finalizer of SplitMix64)."""
+    """Return 64 bits that depend on all bits of both numbers (the finalizer of SplitMix64)."""
     z = (key ^ (volume * 0x9E3779B97F4A7C15)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -22,7 +22,7 @@ class LocalRankStrategy(Strategy, frozen=True, tag="local-rank"):
         nbytes: int,
         keys: Sequence[str] = (),
     ) -> Sequence[int]:
-        """Return the rank's own volume, then (for when it is full or lost) the others in order."""
+        """Return the rank's own volume, then the others in order, in case it is full or lost."""
         rank = client.rank
         if rank is None:
             rank = client.local_rank

@@ -29,7 +29,7 @@ class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
         base: decides where the first copy goes, and in which order the other volumes are tried. It
             must not make copies itself.
         copies: number of copies; while fewer volumes are alive, one on each of them.
-        transport: see ``Strategy``; None means that of ``base``.
+        transport: see ``Strategy``; None: the transport of ``base``.
 
     Raises:
         ConfigurationError: ``copies`` is not a whole number or is below one; ``base`` is not a

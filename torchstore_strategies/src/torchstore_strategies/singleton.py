@@ -26,7 +26,7 @@ class SingletonStrategy(Strategy, frozen=True, tag="singleton"):
         return (0,)
 
 
-#: The name by which users of TorchStore know it.
+#: The name of this strategy in TorchStore.
 ControllerStorageVolumes = SingletonStrategy
 
 

@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; the exit status: 0, 1 for an error, 2 for wrong usage."""
+    """Run the tool; return the exit status: 0, 1 for an error, 2 for wrong usage."""
     from torchstore_cli.app import run
 
     return run(sys.argv[1:] if arguments is None else list(arguments))

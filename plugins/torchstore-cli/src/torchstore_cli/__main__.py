@@ -1,4 +1,4 @@
-"""``python -m torchstore_cli`` is ``torchstore``."""
+"""``python -m torchstore_cli`` runs ``torchstore``."""
 
 from __future__ import annotations
 

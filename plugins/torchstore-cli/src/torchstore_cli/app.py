@@ -1,4 +1,4 @@
-"""The commands of ``torchstore``: their options, how they answer, and how they end."""
+"""The commands of ``torchstore``: their options, their answers, and their errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Settings:
 
 
 def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """A size: ``4096``, ``512MB``, ``8GiB``."""
+    """Convert a size such as ``4096``, ``512MB`` or ``8GiB``."""
     try:
         return None if value is None else parse_bytes(value)
     except ValueError as error:
@@ -79,10 +79,10 @@ def _common(command: F) -> F:
 
 
 class _Commands(click.Group):
-    """The commands of this package, and those of others: click commands that are entry points in
-    the group ``torchstore.commands``, under their names. They are given these settings as the
-    context's object, return an exit status or nothing, and raise what :func:`run` prints. They are
-    imported when they are used, or listed by ``--help``.
+    """The commands of this package, and those of other packages: click commands that are entry
+    points in the group ``torchstore.commands``, by their names. They receive these settings as the
+    context's object, return an exit status or nothing, and may raise the errors that :func:`run`
+    prints. They are imported when they are used, or listed by ``--help``.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -343,7 +343,9 @@ def serve(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; its exit status. Errors are one line on stderr, or JSON on stdout."""
+    """Run one command; return its exit status. Prints an error as a line on stderr, and with
+    ``--json`` also as JSON on stdout.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     as_json = "--json" in arguments
@@ -374,8 +376,8 @@ def _fail(failed: Failed, as_json: bool, status: int = 1) -> int:
     stores = failed.details.get("stores")
     if isinstance(stores, list):
         for store in stores:
-            who = store["error"] or f"{store['store_name']} (pid {store['pid']})"
-            click.echo(f"  {store['address']}  {who}", err=True)
+            description = store["error"] or f"{store['store_name']} (pid {store['pid']})"
+            click.echo(f"  {store['address']}  {description}", err=True)
     return status
 
 
@@ -389,16 +391,16 @@ def _answer(settings: _Settings, report: Report, *, long: bool = False) -> None:
 
         show(Screen(), report, long=long)
         sys.stdout.flush()
-    except BrokenPipeError:  # `torchstore ls | head`: what is buffered has nowhere to go
+    except BrokenPipeError:  # `torchstore ls | head`: buffered output has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 def _print_json(report: msgspec.Struct) -> None:
     text = msgspec.json.encode(report)
-    if not isinstance(report, Serving):  # that is one line, for those who wait for it
+    if not isinstance(report, Serving):  # which is a single line, for programs that wait for it
         text = msgspec.json.format(text, indent=2)
     rest = memoryview(text + b"\n")
-    while rest:  # an unbuffered stream (PYTHONUNBUFFERED) may take a part
+    while rest:  # an unbuffered stream (PYTHONUNBUFFERED) may write only a part
         rest = rest[sys.stdout.buffer.write(rest) :]
     sys.stdout.buffer.flush()

@@ -1,6 +1,6 @@
-"""Finds the store that a command is about, and talks to it. Torch-free.
+"""Finds the store that a command is about, and communicates with it. Torch-free.
 
-One connection is enough here: it opens a session, which holds nothing, and sends its requests.
+One connection is enough here: it opens a session, which holds nothing, and sends requests.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class StoreConnection:
         self._timeout = timeout
 
     async def call(self, expect: type[R], request: type[m.Message], *args: object) -> R:
-        """Send ``request(id, *args)`` and return the reply, or raise the error that comes."""
+        """Send ``request(id, *args)``; return the server's reply, or raise its error."""
         make: type = request
         return await self.channel.call(make(self.channel.next_id(), *args), expect, self._timeout)
 
 
 def given_address(address: str | None) -> str | None:
-    """The address that the option gives, or else the environment, as ``unix:/path``."""
+    """Return the address from the option, or else from the environment, as ``unix:/path``."""
     return as_address(address) if address else inherited_address(DEFAULT_NAME)
 
 
 async def choose_address(address: str | None) -> str:
-    """The address to use: the given one, else that of the one server that is running.
+    """Return the address to use: the given one, or else that of the only running server.
 
     Raises:
-        StoreClosedError: none is running.
-        ConfigurationError: several are running, which ``details["stores"]`` lists; or the given
-            address is not that of a socket.
+        StoreClosedError: no server is running.
+        ConfigurationError: several servers are running, which ``details["stores"]`` lists; or the
+            given address is not that of a socket.
     """
     given = given_address(address)
     if given is not None:
@@ -89,8 +89,8 @@ async def open_store(address: str | None, timeout: float) -> AsyncIterator[Store
     """Connect to the chosen store; see :func:`choose_address`.
 
     Args:
-        address: the value of the option, or None.
-        timeout: seconds that connecting may take, and each call.
+        address: the value of the option; None: not given.
+        timeout: time limit in seconds, for connecting and for each call.
 
     Raises:
         StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.

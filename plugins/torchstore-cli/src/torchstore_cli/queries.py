@@ -19,7 +19,7 @@ __all__ = ["ask_key", "ask_keys", "ask_status", "remove"]
 
 
 async def ask_status(address: str | None, timeout: float) -> reports.StatusReport:
-    """Everything about one store."""
+    """Return the status of one store."""
     async with open_store(address, timeout) as store:
         status = (await store.call(m.StatusReply, m.Status)).status
     errors = {**await _observer_errors(), **status.plugin_errors}
@@ -32,7 +32,7 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
 
 
 async def _observer_errors() -> dict[str, str]:
-    """Errors of the observers that are installed here: clients load them, servers do not."""
+    """Return the errors of the observers installed here, which only clients load."""
     block = Policy.unchecked().block
     names = [(OBSERVERS, name) for name in Registry(block=block).names(OBSERVERS)]
     checked = await check_plugins(names, block)
@@ -40,7 +40,7 @@ async def _observer_errors() -> dict[str, str]:
 
 
 async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.KeyReport:
-    """Everything about the keys that start with ``prefix``, one page of the listing at a time."""
+    """List the keys that start with ``prefix``, one page at a time."""
     entries: list[reports.KeyLine] = []
     pending: list[m.Pending] = []
     async with open_store(address, timeout) as store:
@@ -56,7 +56,7 @@ async def ask_keys(address: str | None, timeout: float, prefix: str) -> reports.
 
 
 async def ask_key(address: str | None, timeout: float, key: str) -> reports.KeyDetails:
-    """What is known of one key. Raises KeyNotFoundError."""
+    """Return everything that is known about one key. Raises KeyNotFoundError."""
     async with open_store(address, timeout) as store:
         return reports.KeyDetails.make((await store.call(m.StatReply, m.Stat, key)).found)
 
@@ -64,10 +64,10 @@ async def ask_key(address: str | None, timeout: float, key: str) -> reports.KeyD
 async def remove(
     address: str | None, timeout: float, keys: Sequence[str], *, prefix: bool
 ) -> reports.Removed:
-    """Delete keys, or (``prefix``) all that start with one of ``keys``.
+    """Delete keys, or (``prefix``) all keys that start with one of ``keys``.
 
     Raises:
-        KeyNotFoundError: a key does not exist; none was deleted.
+        KeyNotFoundError: a key does not exist; nothing was deleted.
     """
     async with open_store(address, timeout) as store:
         if not prefix:

@@ -1,7 +1,7 @@
-"""What the commands answer, as data. ``--json`` writes exactly these fields, so their names stay:
-they are those that the Python API has for the same things, and ``docs/json.md`` lists them.
+"""The answers of the commands, as data. ``--json`` writes exactly these fields, so their names do
+not change: they are the names of the Python API, and ``docs/json.md`` lists them.
 
-Names that end in ``_bytes`` (and ``nbytes``) are exact numbers of bytes, those in ``_s`` seconds;
+Fields that end in ``_bytes`` (and ``nbytes``) are exact numbers of bytes, fields in ``_s`` seconds;
 ``created`` is in seconds since 1970.
 """
 
@@ -37,7 +37,9 @@ __all__ = [
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Any error. ``error``: a code of ``torchstore_core.errors``, ``usage`` or ``aborted``."""
+    """The answer of a failed command. ``error``: a code of ``torchstore_core.errors``, ``usage`` or
+    ``aborted``.
+    """
 
     error: str
     message: str
@@ -46,10 +48,10 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True):
-    """``torchstore status``: the fields of what ``ts.status()`` returns, and the address.
+    """``torchstore status``: the address, and the fields of the result of ``ts.status()``.
 
-    ``sessions`` leaves out that of the command itself. ``plugin_errors`` are those of the server's
-    plug-ins, and of the observers that are installed here, which clients load.
+    ``sessions`` omits the session of the command itself. ``plugin_errors`` are the errors of the
+    server's plug-ins, and of the observers installed here, which clients load.
     """
 
     address: str
@@ -91,12 +93,12 @@ class KeyLine(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, found: m.Listed) -> KeyLine:
-        """From the wire, where the fields have the same names."""
+        """Convert an entry of the wire, where the fields have the same names."""
         return msgspec.convert(found, cls, from_attributes=True)
 
 
 class KeyReport(msgspec.Struct, frozen=True):
-    """``torchstore ls``: sorted by key. ``pending`` are versions that are not whole yet."""
+    """``torchstore ls``: sorted by key. ``pending`` are versions that are not complete yet."""
 
     address: str
     prefix: str
@@ -113,12 +115,12 @@ class Creator(msgspec.Struct, frozen=True):
 
 
 class KeyDetails(msgspec.Struct, frozen=True):
-    """``torchstore stat``. ``segment`` and ``offset`` are None where the value is not one range of
+    """``torchstore stat``. ``segment`` and ``offset`` are None if the value is not one range of
     memory.
 
-    ``parts`` counts the shards of a tensor. ``versions`` can be read, ``pending`` ones wait for
-    shards or participants. ``lost`` says why some of the value cannot be read any more; ``copies``
-    in how many volumes it lies; ``spilled_bytes`` how many of its bytes are only on disk.
+    ``parts`` is the number of shards of a tensor, ``copies`` the number of volumes that hold the
+    value. ``versions`` can be read; ``pending`` ones wait for shards or participants. ``lost`` says
+    why part of the value can no longer be read; ``spilled_bytes`` how much of it is only on disk.
     """
 
     key: str
@@ -145,7 +147,7 @@ class KeyDetails(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, found: m.Found) -> KeyDetails:
-        """From the wire, where the fields have the same names."""
+        """Convert a reply of the wire, where the fields have the same names."""
         details = msgspec.convert(found, cls, from_attributes=True)
         if found.segment >= 0:
             return details
@@ -153,7 +155,7 @@ class KeyDetails(msgspec.Struct, frozen=True):
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """``torchstore rm``: how many keys were deleted, and which ones were named or found."""
+    """``torchstore rm``: how many keys were deleted, and the keys that were named or found."""
 
     address: str
     deleted: int
@@ -161,7 +163,7 @@ class Removed(msgspec.Struct, frozen=True):
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """``torchstore serve``, once it can be connected to."""
+    """``torchstore serve``, once clients can connect."""
 
     address: str
     pid: int
@@ -187,8 +189,8 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class CopyEngine(msgspec.Struct, frozen=True):
-    """``native``: the compiled copy module is there. ``threads`` is None where the environment
-    variable that sets their number is wrong.
+    """``native``: whether the compiled copy module is available. ``threads`` is None if the
+    environment variable that sets their number is invalid.
     """
 
     native: bool
@@ -231,7 +233,7 @@ class LinkReport(msgspec.Struct, frozen=True):
 
 
 class StoreLinks(msgspec.Struct, frozen=True):
-    """One running store and the links to its volumes, or the error that connecting ended with."""
+    """One running store and the links to its volumes, or the error with which connecting failed."""
 
     address: str
     store_name: str
@@ -251,8 +253,8 @@ class PluginLine(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """``torchstore doctor``. ``ok`` means that there are no ``problems``, which stop a store from
-    working here; ``notes`` are worth knowing. ``link`` is the one that a client would have to a
+    """``torchstore doctor``. ``ok`` means that there are no ``problems``, which keep a store from
+    working here; ``notes`` are worth knowing. ``link`` is the link that a client would have to a
     volume of another process on this host.
     """
 
@@ -298,9 +300,9 @@ class PeerReport(msgspec.Struct, frozen=True):
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """What the machine does without a store: the large value copied by a thread for each CPU into
-    warm and into never touched memory, and a small message over a Unix socket from an asyncio loop
-    to another process and back (median).
+    """What the machine does without a store: copies of the large value, by one thread per CPU, into
+    warm and into untouched memory; and the median time of a small message over a Unix socket from
+    an asyncio loop to another process and back.
     """
 
     warm_copy_s: float
@@ -319,8 +321,8 @@ class Small(msgspec.Struct, frozen=True):
 
 
 class Large(msgspec.Struct, frozen=True):
-    """Seconds that a large value takes, put by one process and got by another: the first put, and
-    else the best of a few.
+    """Seconds for a large value that one process puts and another gets: the first put, and the best
+    of several rounds for the others.
     """
 
     nbytes: int
@@ -331,10 +333,10 @@ class Large(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True):
-    """``torchstore bench``. ``address`` is None if it started a store of its own.
+    """``torchstore bench``. ``address`` is None if the command started a store of its own.
 
-    The ``ratios`` of large values are to the rate of the warm copy (1 is as fast as that, more is
-    better), those of small values to the time of the echo (less is better).
+    The ``ratios`` of large values compare rates with the warm copy (1 is as fast, more is better),
+    those of small values compare times with the echo (less is better).
     """
 
     address: str | None
@@ -347,9 +349,9 @@ class BenchReport(msgspec.Struct, frozen=True):
 
 
 class TransportLine(msgspec.Struct, frozen=True):
-    """One transport to one volume: medians of an in-place get and of a put of a large value, in
-    bytes/s, and seconds of a get of a value that is just too large for a message. ``error``: why it
-    could not be measured; the figures are 0 then.
+    """One transport to one volume: the median rates of an in-place get and of a put of a large
+    value, and the latency of a get of a value that is just too large for a message. ``error``: why
+    it could not be measured; then the figures are 0.
     """
 
     transport: str
@@ -361,7 +363,7 @@ class TransportLine(msgspec.Struct, frozen=True):
 
 
 class TransportsReport(msgspec.Struct, frozen=True):
-    """``torchstore bench --transports``. ``saved``: the file that later bids are corrected by."""
+    """``torchstore bench --transports``. ``saved``: the file that corrects later bids."""
 
     address: str | None
     nbytes: int

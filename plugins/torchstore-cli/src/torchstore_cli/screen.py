@@ -1,9 +1,9 @@
-"""Lines and tables for people, on rich: aligned, and coloured on a terminal only. (NO_COLOR: not
-even there; FORCE_COLOR: elsewhere, too.)
+"""Aligned lines and tables, printed with rich: coloured on a terminal only (with NO_COLOR: nowhere;
+with FORCE_COLOR: everywhere).
 
-A line that is too long is left to the terminal, so that what one copies from it is whole; but the
-last column of a table that is prose is wrapped, under itself, and a listing of many columns may be
-folded. Into a pipe nothing is wrapped or folded.
+Lines that are too long are left to the terminal, so that text copied from them is complete. Only
+the last column of a table of prose is wrapped within the column, and a listing of many columns may
+be folded. Output to a pipe is neither wrapped nor folded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cell = str | Text
 
 
 def printable(text: str) -> str:
-    r"""``text`` with everything that could move the cursor, or could not be seen, escaped.
+    r"""Return ``text`` with everything escaped that is invisible or could move the cursor.
 
     >>> print(printable("a\nb\x1b[31m é"))
     a\nb\x1b[31m é
@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def bar(fraction: float, width: int = 24) -> Text:
-    """How full something is."""
+    """Return a bar that shows how full something is."""
     full = max(0, min(width, round(fraction * width)))
     if fraction > 0:
         full = max(full, 1)
@@ -49,10 +49,10 @@ def bar(fraction: float, width: int = 24) -> Text:
 
 
 class Screen:
-    """Standard output (or standard error)."""
+    """Prints to standard output, or to standard error."""
 
     def __init__(self, *, stderr: bool = False) -> None:
-        plain = bool(os.environ.get("NO_COLOR"))  # neither bold nor dim: nothing but the text
+        plain = bool(os.environ.get("NO_COLOR"))  # neither bold nor dim, only the text
         self.console = Console(
             stderr=stderr,
             highlight=False,
@@ -64,17 +64,17 @@ class Screen:
         self._width = self.console.width if wraps else _ANY_WIDTH
 
     def line(self, *parts: Cell | tuple[str, str]) -> None:
-        """One line of plain strings, styled Texts and ``(text, style)`` pairs."""
+        """Print one line of plain strings, styled Texts and ``(text, style)`` pairs."""
         self.console.print(Text.assemble(*parts), soft_wrap=True)
 
     def heading(self, title: str, rest: str = "") -> None:
-        """A blank line and the title of a section."""
+        """Print a blank line and the title of a section."""
         self.line()
         self.line((title, "bold"), (f"  {rest}" if rest else "", "dim"))
 
     @contextmanager
     def progress(self, text: str) -> Iterator[Callable[[str], None]]:
-        """While it lasts, a terminal shows ``text``, or what the function was called with since."""
+        """Show ``text`` on a terminal while the context lasts; the function replaces the text."""
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -92,14 +92,14 @@ class Screen:
         prose: bool = False,
         indent: int = 0,
     ) -> None:
-        """Aligned columns.
+        """Print aligned columns.
 
         Args:
-            titles: one for each column; none at all: no head.
-            rows: cells.
-            right: columns to align at the right.
-            prose: wrap the last column under itself.
-            indent: blanks before each line.
+            titles: one for each column; empty: no header.
+            rows: the cells.
+            right: the columns to align at the right.
+            prose: whether to wrap the last column within itself.
+            indent: the number of blanks before each line.
         """
         lines = _lines(titles, rows)
         if not lines:
@@ -129,13 +129,13 @@ class Screen:
         right: Sequence[int],
         folds: Sequence[int],
     ) -> None:
-        """A table of perhaps many thousand rows, whose last column is always shown whole. (With
-        rich's tables 18,000 rows take five seconds.)
+        """Print a table of possibly many thousand rows, whose last column is always shown in full.
+        (With rich's tables, 18,000 rows take five seconds.)
 
         Args:
-            titles, rows, right: as of :meth:`table`; only the last column is styled.
-            folds: columns that may be shortened. If the lines are too long, the last column goes on
-                a line of its own, above the others; if they still are, these get shorter.
+            titles, rows, right: as for :meth:`table`; only the last column is styled.
+            folds: columns that may be shortened. If the lines are too long, the last column gets
+                a line of its own, above the others; if they still are, these columns are shortened.
         """
         lines = _lines(titles, rows)
         *widths, last_width = _widths(lines)
@@ -143,7 +143,7 @@ class Screen:
         while folded and sum(widths) + _GAP * len(widths) > self._width:
             widest = max(folds, key=lambda i: widths[i])
             if widths[widest] <= _LEAST_CELL:
-                break  # not even so
+                break  # they cannot get any shorter
             widths[widest] -= 1
         gap = " " * _GAP
         out: list[Text] = []
@@ -161,7 +161,7 @@ class Screen:
         for line in lines:
             line.rstrip()
         whole = Text("\n").join(lines)
-        if self.console.color_system is None:  # faster, for many keys into a pipe
+        if self.console.color_system is None:  # faster, for many keys that go into a pipe
             self.console.file.write(f"{whole}\n")
         else:
             self.console.print(whole, soft_wrap=True)

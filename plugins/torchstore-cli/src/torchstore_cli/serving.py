@@ -16,7 +16,7 @@ from torchstore_core.server.server import Ready, ServerOptions
 
 __all__ = ["serve"]
 
-# A Unix socket's path has at most 107 bytes, and a transport's socket beside ours may need 26.
+# A Unix socket's path has at most 107 bytes, and a transport's socket in the directory may need 26.
 _LONGEST_DIRECTORY = 80
 
 
@@ -24,11 +24,11 @@ def serve(options: ServerOptions, ready: Callable[[Serving], None]) -> None:
     """Run a server until SIGTERM or SIGINT.
 
     Args:
-        options: of the server.
-        ready: called when it can be connected to.
+        options: the options of the server.
+        ready: called when clients can connect.
 
     Raises:
-        TorchStoreError: it could not start.
+        TorchStoreError: the server could not start.
     """
     capacity = default_capacity() if options.capacity is None else options.capacity
     failure: dict[str, str] = {}
@@ -45,7 +45,7 @@ def serve(options: ServerOptions, ready: Callable[[Serving], None]) -> None:
             capacity_bytes=capacity,
             strategy=options.strategy,
         )
-        with suppress(OSError):  # nobody reads it: the store is up all the same
+        with suppress(OSError):  # nobody reads the output, but the store is up all the same
             ready(report)
 
     with _directory(options.directory):
@@ -56,7 +56,7 @@ def serve(options: ServerOptions, ready: Callable[[Serving], None]) -> None:
 
 @contextmanager
 def _directory(name: str | None) -> Iterator[None]:
-    """The directory that the user names for the sockets: made if missing, left as it was found."""
+    """Create the user's directory for the sockets if it is missing; leave it as it was found."""
     if name is None:
         yield
         return
@@ -89,7 +89,7 @@ def _listening(path: Path) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # its backlog is full: it is busy
+        except BlockingIOError:  # its backlog is full, so somebody listens
             return True
         except OSError:
             return False

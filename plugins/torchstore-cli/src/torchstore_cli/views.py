@@ -1,4 +1,4 @@
-"""The reports of the commands, for people."""
+"""The reports of the commands, as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_SESSIONS = 20
 
 
 def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
-    """Show one report; ``long``: with every column."""
+    """Show a report; ``long``: with every column."""
     match report:
         case reports.StatusReport():
             _status(screen, report)
@@ -47,7 +47,7 @@ def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
 
 
 def _status(screen: Screen, report: reports.StatusReport) -> None:
-    """A page about one store."""
+    """Show a page about one store."""
     living = [v for v in report.volumes if not v.lost]
     capacity = sum(v.capacity_bytes for v in living)
     used = sum(v.used_bytes for v in living)
@@ -101,14 +101,14 @@ def _volumes(screen: Screen, report: reports.StatusReport) -> None:
 
 
 def _unfinished(versions: int, nbytes: int) -> str:
-    """Unfinished versions, to go after a number of keys; empty if there are none."""
+    """Describe the unfinished versions, to follow a number of keys; empty if there are none."""
     if not versions:
         return ""
     return f"; {versions:,} unfinished version{'s' * (versions != 1)}, {human_bytes(nbytes)}"
 
 
 def _pending(screen: Screen, report: reports.StatusReport) -> None:
-    """Versions that are not whole yet, and for whom they wait."""
+    """Show the versions that are not complete yet, and whom they wait for."""
     screen.heading("Unfinished", "versions that nobody can read yet")
     screen.table(
         ("KEY", "VERSION", "SIZE", "STATE"),
@@ -125,7 +125,7 @@ def _state(p: m.Pending) -> str:
 
 
 def _most(operations: dict[str, int]) -> str:
-    """The three most frequent operations."""
+    """Return the three most frequent operations."""
     ranked = sorted(operations.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} {count:,}" for name, count in ranked) or "none"
 
@@ -163,8 +163,8 @@ def _shape(entry: reports.KeyLine | reports.KeyDetails) -> str:
 
 
 def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
-    """A line for each key, which comes last and is shown whole, whatever its length. A version that
-    is not whole yet has a line of its own, below that of the key.
+    """Show a line for each key, which comes last and is shown in full, whatever its length. A
+    version that is not complete yet has a line of its own, below that of the key.
     """
     if not report.entries and not report.pending:
         what = f"no key starts with {report.prefix!r}" if report.prefix else "no keys"
@@ -197,7 +197,7 @@ def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
         right=(0, 3, 4, 5, 6) if long else (0, 3),
         folds=(1, 2, 7) if long else (),
     )
-    # A state dict's entries are listed, too: its bytes are theirs.
+    # The entries of a state dict are listed, too, so its own bytes would count twice.
     total = human_bytes(sum(e.nbytes for e in report.entries if e.entries is None))
     count = len(report.entries)
     screen.line()
@@ -206,7 +206,7 @@ def _keys(screen: Screen, report: reports.KeyReport, *, long: bool) -> None:
 
 
 def _key(screen: Screen, e: reports.KeyDetails) -> None:
-    """Everything about one key."""
+    """Show everything about one key."""
     age = human_duration(time.time() - e.created)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.created))
     rank = "" if e.creator.rank is None else f", rank {e.creator.rank}"
@@ -238,14 +238,14 @@ def _key(screen: Screen, e: reports.KeyDetails) -> None:
 
 
 def _removed(screen: Screen, report: reports.Removed) -> None:
-    """How many keys were deleted, and which if they are few."""
+    """Show how many keys were deleted, and which, if they are few."""
     few = len(report.keys) <= 5
     names = f": {', '.join(map(printable, report.keys))}" if report.keys and few else ""
     screen.line(f"deleted {report.deleted:,} key{'s' if report.deleted != 1 else ''}{names}")
 
 
 def _serving(screen: Screen, report: reports.Serving) -> None:
-    """How programs and commands find the store that was started."""
+    """Show how programs and commands reach the store that was started."""
     volumes = report.num_storage_volumes
     screen.line(
         (report.store_name, "bold"),

@@ -1,1 +1,1 @@
-"""``gloo``: bytes over TCP by the library behind ``torch.distributed``'s CPU backend."""
+"""``gloo``: moves bytes over TCP with the library of ``torch.distributed``'s CPU backend."""

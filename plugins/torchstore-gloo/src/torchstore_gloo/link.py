@@ -1,4 +1,4 @@
-"""The client half."""
+"""Client half of ``gloo``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of ``ProcessGroupGloo``."""
+"""Pairs made from ``ProcessGroupGloo``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchstore_transports.pairs.pair import TIMEOUT_S, Pair, Store, Wait
 __all__ = ["GlooPair", "make"]
 
 _TIMEOUT = timedelta(seconds=TIMEOUT_S)
-# gloo waits so many times its time-out for a connection. An end whose peer has told its address and
-# then gone would otherwise wait, with its descriptors and threads, long after everybody forgot it.
+# gloo waits for a connection this many times its time-out, which is therefore divided by it: an end
+# whose peer has vanished must not wait, with descriptors and threads, long after it was given up.
 _CONNECT_FACTOR = 5
 # gloo matches the messages of a tag in the order in which they were sent.
 _TAG, _NEVER_SENT = 1, 2
@@ -24,7 +24,7 @@ _Group: Any = distributed.ProcessGroupGloo  # torch does not describe its method
 
 
 class GlooPair(Pair):
-    """A process group of two processes, which nobody else knows."""
+    """A process group of two processes, which is not registered with ``torch.distributed``."""
 
     def __init__(self, group: Any, store: Store, peer: int) -> None:
         self._group = group
@@ -44,24 +44,24 @@ class GlooPair(Pair):
     def kill(self) -> None:
         """See ``Pair``.
 
-        gloo cannot interrupt a wait, but it closes the connection of a pair as soon as one has
-        timed out. It does that in the lock under which it reads and writes the socket, so no
-        message is touched afterwards.
+        gloo cannot interrupt a wait, but it closes the connection of a pair as soon as one wait has
+        timed out. It does so under the lock under which it reads and writes the socket, so it
+        touches no message afterwards.
         """
-        with contextlib.suppress(RuntimeError):  # the time-out, or that the pair has failed before
+        with contextlib.suppress(RuntimeError):  # the time-out, or an earlier failure of the pair
             nothing = torch.empty(1, dtype=torch.uint8)
             self._group.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _wait(work: Any, tensor: torch.Tensor) -> None:
-    """Wait. The tensor is an argument so that it lives until then."""
+    """Wait for ``work``. The tensor is an argument so that it lives until then."""
     work.wait(_TIMEOUT)
 
 
 def make(store: Store, rank: int, address: str, timeout_s: float = TIMEOUT_S) -> Pair:
     """See ``torchstore_transports.pairs.pair.PairFactory``.
 
-    The time-out of the group is for its connections only: messages have one of their own.
+    The time-out of the group is only for its connections: messages have one of their own.
     """
     options = _Group._Options()
     options._devices = [_Group.create_device(hostname=address)]

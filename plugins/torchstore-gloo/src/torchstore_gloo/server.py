@@ -1,4 +1,4 @@
-"""The server half. It imports torch with the first client."""
+"""Server half of ``gloo``. It imports torch when its first client arrives."""
 
 from __future__ import annotations
 

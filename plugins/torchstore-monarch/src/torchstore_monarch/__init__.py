@@ -1,1 +1,1 @@
-"""torchstore inside Monarch jobs. Everything is reached through torchstore's own API."""
+"""torchstore inside Monarch jobs. Users reach all of this through torchstore's own API."""

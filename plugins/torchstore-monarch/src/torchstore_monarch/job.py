@@ -1,4 +1,4 @@
-"""What a process does in its Monarch job: it finds, reaches and ends stores, from any host."""
+"""A process's use of its Monarch job: finds, reaches and ends stores, from any host."""
 
 from __future__ import annotations
 
@@ -32,46 +32,46 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NAME = "torchstore_directory"
-# The context variable in which Monarch keeps whose endpoint runs.
+# The context variable in which Monarch keeps the actor whose endpoint is running.
 _MONARCHS = "monarch.actor_mesh._context"
 _MAKE_S = 60.0
 _END_S = 10.0
 _lock = threading.Lock()
-# What is being made for this process.
+# Things that are being made for this process, see _once.
 _making: dict[str, concurrent.futures.Future[Any]] = {}
 _context: contextvars.Context | None = None
 _rank: int | None = None
 # Relays of this process, by the address of the server that they lead to.
 _relays: dict[str, tuple[Any, str]] = {}
-# Actors of this process whose relay has ended.
+# Actors of this process whose relay has ended, which can start another one.
 _spare: list[Any] = []
-# Ends of stores that are under way, also those that nobody waits for any more.
+# Ends of stores that are under way, including those that nobody waits for any more.
 _ending: set[asyncio.Task[bool]] = set()
-# The actors that have volumes, by id, of the stores found at each socket.
+# For each socket at which a store was found: the actors that have its volumes, by volume id.
 _volumes: dict[str, dict[str, Any]] = {}
 
 
 async def directory() -> Any:
-    """The job's directory of stores."""
+    """Return the job's directory of stores."""
     return await get_or_spawn_controller(_NAME, Directory)
 
 
 def use_this_actor() -> None:
-    """From now on this process makes its calls as the actor that calls this."""
+    """Let this process make its calls as the calling actor from now on."""
     global _context
     with _lock:
         _context = contextvars.copy_context()
 
 
 async def as_store_actor(work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None) -> T:
-    """Run ``work`` as an actor of the store's, which this process gets with its first call.
+    """Run ``work`` as an actor of the store, which this process gets with its first call.
 
-    So it does not matter which thread calls (a plain one does not know in whose actor's process it
-    is), and when the engine cannot deliver a call, because its receiver has died, that is not held
-    against the user's actor.
+    Then it does not matter which thread calls (a plain thread does not know which actor's process
+    it is in). And when the engine cannot deliver a call, because its receiver has died, it does not
+    blame the user's actor.
 
     Raises:
-        StoreTimeoutError: not within ``timeout`` seconds.
+        StoreTimeoutError: the work took longer than ``timeout`` seconds.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -81,7 +81,7 @@ async def as_store_actor(work: Callable[[], Coroutine[Any, Any, T]], timeout: fl
                     return await _run(work, known)
                 except (TorchStoreError, asyncio.CancelledError):
                     raise
-                except Exception as error:  # noqa: BLE001 - its owner may have been stopped
+                except Exception as error:  # noqa: BLE001 - the actor's owner may have been stopped
                     log.debug("calling as a new actor: %s", type(error).__name__)
             return await _run(work, await _new_context(known))
     except TimeoutError as error:
@@ -92,10 +92,10 @@ async def as_store_actor(work: Callable[[], Coroutine[Any, Any, T]], timeout: fl
 
 
 async def _new_context(before: contextvars.Context | None) -> contextvars.Context:
-    """The context of an actor of this process, other than ``before``.
+    """Return the context of an actor of this process, other than ``before``.
 
     Raises:
-        StoreClosedError: the caller is no part of an actor, but the process is of actors.
+        StoreClosedError: the process runs actors, but the caller belongs to none of them.
     """
     if is_worker() and not _knows_its_actor():
         raise StoreClosedError(
@@ -118,8 +118,9 @@ async def _new_context(before: contextvars.Context | None) -> contextvars.Contex
 
 
 async def _once(what: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of ``make``, made once for all who ask for ``what`` meanwhile, on any threads and
-    event loops. It runs in a thread of its own: it does not end with the one who asked first.
+    """Return the result of ``make``, which runs only once for all callers that ask for ``what``
+    meanwhile, in any thread and event loop. It runs in a thread of its own, so that it does not end
+    with the first caller.
     """
 
     async def bounded() -> T:
@@ -148,29 +149,29 @@ def _knows_its_actor() -> bool:
 
 
 async def _run(work: Callable[[], Coroutine[Any, Any, T]], known: contextvars.Context) -> T:
-    # A copy: two threads cannot be in one context at the same time.
+    # In a copy, because two threads cannot be in one context at the same time.
     return await asyncio.get_running_loop().create_task(work(), context=known.copy())
 
 
 def rank() -> int | None:
-    """The rank, in its mesh, of the actor that first used a store in this process; None: none
-    has.
+    """Return the rank, in its mesh, of the actor that first used a store in this process; None if
+    no actor has.
     """
     return _rank
 
 
 async def volume_actor(control: str, volume_id: str) -> Any | None:
-    """The actor that has a volume of the store that was found at the socket ``control``; None if
-    none was found there by this process.
+    """Return the actor that has a volume of the store that this process has found at the socket
+    ``control``; None if it has found none there.
     """
     return _volumes.get(control, {}).get(volume_id)
 
 
 async def find(store_name: str, timeout: float | None) -> str | None:
-    """The Unix socket of this host that leads to a store of the job; None: there is no such store.
+    """Return the Unix socket of this host that leads to a store of the job; None: no such store.
 
     Raises:
-        StoreTimeoutError: no answer within ``timeout`` seconds.
+        StoreTimeoutError: there was no answer within ``timeout`` seconds.
     """
     return await as_store_actor(lambda: _find(store_name), timeout)
 
@@ -184,9 +185,9 @@ async def _find(store_name: str) -> str | None:
     address = found.address
     if here != found.host_id:
         relays = found.relays.get(here, ())
-        there = [relay for relay in relays if _is_there(relay)]  # those whose process lives
+        there = [relay for relay in relays if _is_there(relay)]  # those whose process is alive
         address = there[0] if there else await _own_relay(found, controller, volumes)
-    for control in list(_volumes):  # other threads change it meanwhile
+    for control in list(_volumes):  # a copy, because other threads change it meanwhile
         if not _is_there(f"unix:{control}"):
             _volumes.pop(control, None)
     _volumes[address.partition(":")[2]] = volumes
@@ -198,7 +199,7 @@ def _is_there(address: str) -> bool:
 
 
 async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]) -> str:
-    """The relay of this process: no agent of the store is on this host."""
+    """Return the address of this process's relay, because no agent of the store is on this host."""
 
     async def make() -> str:
         agent, address = _known_relay(found.address)
@@ -222,8 +223,8 @@ async def _own_relay(found: FoundStore, controller: Any, volumes: dict[str, Any]
 
 
 def _known_relay(server: str) -> tuple[Any, str]:
-    """This process's relay to that server: its actor and address. If there is none yet, an actor
-    that can become one, if one is spare, and no address.
+    """Return the actor and the address of this process's relay to that server. If there is none, a
+    spare actor that can start one, or None, and an empty address.
     """
     with _lock:
         for other, (agent, address) in list(_relays.items()):
@@ -236,13 +237,13 @@ def _known_relay(server: str) -> tuple[Any, str]:
 
 
 async def end(store_name: str, timeout: float | None, token: str = "") -> bool:
-    """End a store of the job; False if there was none.
+    """End a store of the job; return False if there was none.
 
     Args:
-        token: only the store of the ``StoreRequest`` with that token.
+        token: end only the store of the ``StoreRequest`` with that token.
 
     Raises:
-        StoreTimeoutError: not within ``timeout`` seconds.
+        StoreTimeoutError: the store did not end within ``timeout`` seconds.
     """
 
     within = _END_S if timeout is None else timeout
@@ -252,7 +253,7 @@ async def end(store_name: str, timeout: float | None, token: str = "") -> bool:
         ended: Awaitable[bool] = finish.call_one(store_name, token, within)
         return await ended
 
-    # A caller who stops waiting wants the store to end all the same.
+    # If the caller stops waiting, the store must end all the same.
     ending = asyncio.ensure_future(as_store_actor(work, within + _END_S))
     _ending.add(ending)
     ending.add_done_callback(_ended)

@@ -1,5 +1,5 @@
-"""Descriptor of the runtime ``monarch``. Imports nothing of Monarch: a process that has not
-imported it itself is in no Monarch job.
+"""Descriptor of the runtime ``monarch``. It does not import Monarch: a process that has not
+imported Monarch itself is in no Monarch job.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torchstore_core.contracts.runtime import RuntimeSpec
 
 
 def is_worker() -> bool:
-    """Whether Monarch has started this process, for actors."""
+    """Return whether Monarch has started this process to run actors."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec is not None and str(spec.name).startswith("monarch.")
 
 
 def _in_a_job() -> bool:
-    """Whether this is an actor's process, or that of a root client; asking would make it one."""
+    """Return whether this process is an actor's or a root client's; asking would make it one."""
     monarch = sys.modules.get("monarch._src.actor.actor_mesh")
     if monarch is None:
         return False
@@ -25,7 +25,7 @@ def _in_a_job() -> bool:
         return True
     try:
         return monarch._context.get(None) is not None or monarch._client_context._val is not None
-    except AttributeError:  # another version of Monarch keeps it elsewhere
+    except AttributeError:  # another version of Monarch keeps these elsewhere
         return True
 
 

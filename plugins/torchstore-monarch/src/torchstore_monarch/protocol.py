@@ -1,4 +1,4 @@
-"""What the actors of a store send each other: plain data, as opaque msgpack bytes."""
+"""The data that the actors of a store send each other, as opaque msgpack bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torchstore_core.errors import (
     from_wire,
 )
 from torchstore_core.plugins.strategy_data import encode_strategy
-from torchstore_core.server.remote.relay_server import EXPIRE_S
 
 __all__ = [
     "ErrorData",
@@ -36,11 +35,11 @@ _ANY_ERROR = TorchStoreError.code
 
 
 class StoreRequest(msgspec.Struct, frozen=True):
-    """What ``initialize`` wants; see ``contracts.runtime.StoreOptions``.
+    """A request to start a store; see ``contracts.runtime.StoreOptions``.
 
     Args:
-        token: tells it from other requests of the name.
-        members: the store ends with its members, see ``server.members``.
+        token: distinguishes the request from others with the same name.
+        members: whether the store ends with its members, see ``server.members``.
         when_full: as in ``StoreOptions``. Its stores cannot spill yet, but they can evict.
     """
 
@@ -58,7 +57,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> StoreRequest:
-        """The same as plain data.
+        """Convert the options to plain data.
 
         Raises:
             ConfigurationError: the store is to spill.
@@ -91,8 +90,8 @@ class FoundStore(msgspec.Struct, frozen=True):
     """Where a store can be reached.
 
     Args:
-        host_id, address: of the server's own host, and its Unix socket there.
-        relays: Unix sockets on other hosts, by host id; any of a host will do.
+        host_id, address: the server's host, and its Unix socket there.
+        relays: Unix sockets on other hosts, by host id; all those of a host are equivalent.
     """
 
     store_name: str
@@ -102,8 +101,11 @@ class FoundStore(msgspec.Struct, frozen=True):
 
 
 class VolumePlan(msgspec.Struct, frozen=True):
-    """One volume that an agent is to start. ``capacity``: bytes; None: its part of half of the
-    host's memory, of which there are ``sharing``.
+    """A volume that an agent must start.
+
+    Args:
+        capacity: in bytes; None: an equal part of half of the host's memory.
+        sharing: the number of volumes that share this half.
     """
 
     index: int
@@ -112,13 +114,12 @@ class VolumePlan(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """What one agent is to do.
+    """What one agent must start.
 
     Args:
-        control: Unix socket to attach volumes to; empty: open a relay, and use that.
-        volumes: to start here.
-        own: the agent's process was made for the store, and ends with it.
-        expire_s: how long its relay may be silent before it is taken for dead.
+        control: the Unix socket to attach volumes to; empty: open a relay, and use its socket.
+        volumes: the volumes to start here.
+        own: whether the agent's process was made for the store, and ends with it.
     """
 
     store_name: str
@@ -127,7 +128,6 @@ class Placement(msgspec.Struct, frozen=True):
     block: tuple[str, ...]
     timeout: float
     own: bool = False
-    expire_s: float = EXPIRE_S
 
 
 class ErrorData(msgspec.Struct, frozen=True):
@@ -140,17 +140,17 @@ class ErrorData(msgspec.Struct, frozen=True):
 
 
 async def outcome(work: Awaitable[T]) -> tuple[bytes, T | None]:
-    """For an endpoint: its result, or the error as bytes, which Monarch would make a text. What is
-    no error of ours becomes one, with its type and text.
+    """Return an endpoint's result, or its error as bytes, because Monarch would turn the error into
+    text. An error of another kind becomes a TorchStoreError with its type and text.
     """
     try:
         return b"", await work
-    except Exception as error:  # noqa: BLE001 - the caller has it
+    except Exception as error:  # noqa: BLE001 - passed to the caller
         return encoded_error(error), None
 
 
 def encoded_error(error: Exception) -> bytes:
-    """An error as :func:`outcome` returns it. Call it where the error has been caught."""
+    """Encode an error for :func:`result`. Call this where the error has been caught."""
     if isinstance(error, TorchStoreError):
         failed = ErrorData(error.code, error.message, error.key, error.details)
     else:
@@ -161,10 +161,10 @@ def encoded_error(error: Exception) -> bytes:
 
 
 def result(answer: tuple[bytes, T | None]) -> T:
-    """The other end of :func:`outcome`.
+    """Return the result of an endpoint that has returned an :func:`outcome`.
 
     Raises:
-        TorchStoreError: what the endpoint raised.
+        TorchStoreError: the endpoint has raised it.
     """
     failure, value = answer
     if failure:

@@ -1,4 +1,4 @@
-"""The runtime ``monarch``: controller and volumes are actors of the job."""
+"""The runtime ``monarch``: the controller and the volumes are actors of the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MonarchRuntime"]
 log = logging.getLogger(__name__)
 
 _UNDO_S = 8.0
-# What is being undone: a task that nobody refers to may vanish.
+# Tasks that end stores whose caller has given up; a task without a reference may be collected.
 _undoing: set[asyncio.Task[None]] = set()
 
 
@@ -67,7 +67,7 @@ class MonarchRuntime(Runtime):
 
 
 async def _undo(request: StoreRequest) -> None:
-    """End a store that its caller does not wait for any more, however far its start is."""
+    """End a store whose caller has stopped waiting, however far its start has come."""
     try:
         await job.end(request.store_name, _UNDO_S, request.token)
     except TorchStoreError as error:

@@ -1,1 +1,1 @@
-"""One store for all ranks that a launcher has started: what ``ts.initialize_spmd`` runs."""
+"""One store for all ranks that a launcher has started: the runtime of ``ts.initialize_spmd``."""

@@ -1,4 +1,4 @@
-"""Processes that can be told apart on all hosts, and whether they still run. Torch-free."""
+"""Identifies processes across hosts, and tells whether they still run. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     """One process of one host; made by :meth:`of` and :meth:`current`.
 
     Args:
-        host_id, pid_namespace: where ``pid`` means something.
-        hostname: for people.
-        pid: of the process, in that namespace.
-        started: when the process was, in ticks since its host booted, for pids are used again; 0:
-            unknown.
+        host_id, pid_namespace: the host and the namespace in which ``pid`` is valid.
+        hostname: for people only.
+        pid: the process's pid, in that namespace.
+        started: the process's start time, in ticks since its host booted, because pids are reused;
+            0: unknown.
         seen_at: when this was made, in seconds since the epoch by its host's clock.
     """
 
@@ -37,7 +37,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """The process of this host that has that pid now."""
+        """Return the identity of the process of this host that has that pid now."""
         return cls(
             topology.probe().host_id,
             pid_namespace(),
@@ -49,12 +49,12 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        """This process."""
+        """Return the identity of this process."""
         return cls.of(os.getpid())
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether it runs; None: that cannot be known from here."""
+        """Whether the process runs; None if this process cannot know."""
         here = (topology.probe().host_id, pid_namespace())
         if here != (self.host_id, self.pid_namespace) or not self.started:
             return None
@@ -62,7 +62,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     @property
     def is_current(self) -> bool:
-        """Whether it is this process."""
+        """Whether this is the identity of the current process."""
         return self.pid == os.getpid() and self.is_alive is True
 
     @property

@@ -1,4 +1,4 @@
-"""Being one of the processes that a server runs for: the other side of ``server.members``."""
+"""Membership in a server, which runs as long as it has members; see ``server.members``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Member"]
 
 log = logging.getLogger(__name__)
 
-_LEAVE = 2  # the id of the request; the handshake has 1
+_LEAVE = 2  # the id of the request; 1 is the handshake
 _RECEIVE = 1 << 16
 _LEAST_S = 0.1
 
@@ -27,9 +27,9 @@ _LEAST_S = 0.1
 class Member:
     """A session that keeps the server running; made by :meth:`join`.
 
-    It is not a client's session: those may be dropped and opened again, may belong to a child, and
-    live as long as a zero-copy tensor. This one lasts until it is left, or its process ends. A
-    forked child has no part in it.
+    It is separate from a client's session, which may be dropped and opened again, may belong to a
+    child process, and lives as long as a zero-copy tensor. This one lasts until the member leaves
+    or its process ends. A forked child does not share it.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -41,8 +41,8 @@ class Member:
         """Become a member.
 
         Raises:
-            StoreClosedError: the server is gone, or ends because its last member has left.
-            StoreTimeoutError: it does not answer within ``timeout`` seconds.
+            StoreClosedError: the server is gone, or is ending because its last member has left.
+            StoreTimeoutError: the server does not answer within ``timeout`` seconds.
             ProtocolError: what listens there is no store of this version.
         """
         here = topology.probe()
@@ -52,21 +52,21 @@ class Member:
 
     @property
     def server_ended(self) -> bool:
-        """Whether the server has closed the session, which it does at its end alone."""
+        """Whether the server has closed the session, which it does only when it ends."""
         try:
             while self._sock.recv(_RECEIVE, socket.MSG_DONTWAIT):
-                pass  # what all sessions are told
+                pass  # notices to all sessions
         except ConnectionResetError:
             return True
-        except OSError:  # nothing has come; or this is a forked child, which has no part
+        except OSError:  # nothing has arrived; or the socket is closed, in a forked child
             return False
         return True
 
     async def leave(self, timeout: float) -> bool:
-        """Leave; whether this was the last member, so that the server ends (or has ended).
+        """Leave. Return whether this was the last member, so that the server ends or has ended.
 
-        A server that does not answer within ``timeout`` seconds is left alone: it sees that this
-        process has gone, and ends when it can and nobody is left.
+        If the server does not answer within ``timeout`` seconds, leave without an answer: the
+        server notices that this process has gone, and ends by itself when it has no members left.
         """
         loop = asyncio.get_running_loop()
         reader = FrameReader(m.MAX_FRAME)
@@ -89,7 +89,7 @@ class Member:
             self.close()
 
     def close(self) -> None:
-        """Close the connection without a word."""
+        """Close the connection, without telling the server anything."""
         _open.discard(self)
         self._sock.close()
 

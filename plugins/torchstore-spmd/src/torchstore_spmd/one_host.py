@@ -1,4 +1,4 @@
-"""Ranks of one host: rank 0 starts a server process, which outlives it while others use it."""
+"""Stores of one host: rank 0 starts a server process, which outlives it while others use it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _END_FAILED_S = 3.0
 
 
 class _Server(msgspec.Struct, frozen=True):
-    """The server, as rank 0 describes it to the others."""
+    """The server, as rank 0 announces it to the other ranks."""
 
     address: str
     process: ProcessIdentity
 
 
 async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> OneHostStore:
-    """What ``Engine.spmd`` is for several hosts."""
+    """Start a store for ranks on one host, as ``Engine.spmd`` does for ranks on several."""
     if env.rank != 0:
         return OneHostStore(await rendezvous.read("server", 0, _Server))
     runtime = LocalRuntime(members=True)
@@ -44,11 +44,11 @@ async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> 
 
 
 class OneHostStore(RankStore):
-    """A rank's part in a store of one host.
+    """A rank's share in a store of one host.
 
     Args:
-        server: of the store.
-        runtime: has started it; None on all ranks but 0.
+        server: the server of the store.
+        runtime: the runtime that has started the server; None on all ranks but 0.
     """
 
     def __init__(self, server: _Server, runtime: LocalRuntime | None = None) -> None:

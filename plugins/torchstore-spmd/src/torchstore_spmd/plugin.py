@@ -10,12 +10,12 @@ from torchstore_core.contracts.runtime import RuntimeSpec
 
 __all__ = ["ENGINE_PACKAGE", "torchstore_runtime"]
 
-#: The package of the engine that we know of; the core knows none.
+#: The package of an engine for several hosts. The core itself knows no engine.
 ENGINE_PACKAGE = "torchstore-monarch"
 
 
 def _applies(mesh: object | None) -> int | None:
-    """Never by itself: the ranks meet because each of them asks for it."""
+    """Return None: this runtime is never chosen by itself, because every rank must ask for it."""
     return None
 
 

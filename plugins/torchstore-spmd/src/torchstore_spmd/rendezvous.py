@@ -1,8 +1,8 @@
 """How the ranks of one ``initialize_spmd`` meet: through the TCPStore that a launcher provides.
 
 Rank 0 announces a *session*, with a random id, and each rank claims its place in it. The TCPStore
-may be older than these ranks, or belong to another job: a session that dead processes have left
-there is passed over, and a place that another living process holds is an error on every rank.
+may be older than these ranks, or belong to another job: sessions that dead processes have left
+there are ignored, and a place that another living process holds is an error on every rank.
 
 Values are JSON; nothing is pickled.
 """
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class _FailedRank(msgspec.Struct, frozen=True):
-    """What the first rank that failed tells the others."""
+    """The error that the first rank that failed reports to the others."""
 
     rank: int
     code: str
@@ -65,16 +65,16 @@ class _Announcement(msgspec.Struct, frozen=True):
     rank_0: ProcessIdentity
 
 
-# Sessions in which this process has taken part, by rank: it waits for the next one.
+# Sessions in which this process has taken part, by rank. It must not join them again.
 _past: set[tuple[int, str]] = set()
 
 
 class TCPRendezvous(Rendezvous):
-    """The ranks of one store, this time; made by :meth:`open`.
+    """One session: the rendezvous of the ranks for one start of a store; made by :meth:`open`.
 
     Args:
-        env: this rank's place.
-        store: shared by the ranks, with the keys of this session alone.
+        env: this rank's place in the job.
+        store: a store that the ranks share, with a prefix for the keys of this session.
         deadline: by ``time.monotonic``.
         timeout: seconds from the beginning to the deadline, for messages.
     """
@@ -92,8 +92,8 @@ class TCPRendezvous(Rendezvous):
 
         Raises:
             StoreTimeoutError: nobody answers there within ``timeout`` seconds, or rank 0 does not
-                come.
-            StoreClosedError: it cannot be hosted, or what answers is no rendezvous store.
+                arrive.
+            StoreClosedError: the store cannot be hosted, or what answers is no rendezvous store.
             ConfigurationError: another process has this rank's place.
         """
         deadline = time.monotonic() + timeout
@@ -114,10 +114,10 @@ class TCPRendezvous(Rendezvous):
     # ---- beginning a session --------------------------------------------------------------
 
     async def _announce(self) -> str:
-        """Begin a session; its id.
+        """Begin a session, and return its id.
 
         Raises:
-            ConfigurationError: another process is rank 0, and lives.
+            ConfigurationError: another living process is rank 0.
         """
         before = await self._announced()
         made = _Announcement(secrets.token_hex(8), ProcessIdentity.current())
@@ -135,8 +135,8 @@ class TCPRendezvous(Rendezvous):
         return made.session
 
     async def _await_session(self) -> str:
-        """The id of a session in which this process has not been, and which is surely not an old
-        one; if that cannot be known, it is believed after half of the time.
+        """Return the id of a session that this process has not been in, and whose rank 0 is alive.
+        If that cannot be known, a session that seems old is accepted only after half of the time.
 
         Raises:
             StoreTimeoutError: rank 0 has announced none.
@@ -159,7 +159,7 @@ class TCPRendezvous(Rendezvous):
         )
 
     async def _seems_old(self, found: _Announcement) -> bool:
-        """Whether a session that was begun on another host seems to be over."""
+        """Return whether a session that was begun on another host seems to be over."""
         key = f"{found.session}/{_PRESENT}/{self.env.rank}"
         holder = await self._call(lambda: self._get(key, ProcessIdentity))
         return found.rank_0.precedes_current or (holder is not None and holder.is_alive is False)
@@ -173,10 +173,10 @@ class TCPRendezvous(Rendezvous):
         return msgspec.json.decode(self.store.get(key), type=kind)
 
     async def _claim_place(self) -> None:
-        """Take this rank's place.
+        """Take this rank's place in the session.
 
         Raises:
-            ConfigurationError: another process has it, and may live.
+            ConfigurationError: another process has it, and may be alive.
         """
         key, me = f"{_PRESENT}/{self.env.rank}", ProcessIdentity.current()
         mine = msgspec.json.encode(me).decode()
@@ -189,7 +189,7 @@ class TCPRendezvous(Rendezvous):
             return
         if holder.is_alive is not False:
             raise self._taken(holder)
-        await self._call(lambda: self.store.set(key, mine))  # it was restarted alone
+        await self._call(lambda: self.store.set(key, mine))  # this rank was restarted alone
 
     def _taken(self, holder: ProcessIdentity) -> ConfigurationError:
         return ConfigurationError(
@@ -244,7 +244,7 @@ class TCPRendezvous(Rendezvous):
         failure = msgspec.json.encode(_FailedRank(self.env.rank, code, text, details))
 
         def tell() -> None:
-            # The first failure counts: the later ones are because of it.
+            # The first failure counts, because it causes the later ones.
             self.store.compare_set(_FAILURE, "", failure.decode())
 
         self._deadline = time.monotonic() + _REPORT_S
@@ -255,14 +255,14 @@ class TCPRendezvous(Rendezvous):
     # ---- ending ---------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """The last call of every rank. One that hosts the store waits for the others to make it."""
+        """End the session, on every rank. A rank that hosts the store waits for the others."""
         if self.env.rank != 0:
             await self.publish(f"{_CLOSED}/{self.env.rank}")
         elif not tcp_store.launcher_hosts(self.env):
             await self._until_closed(range(1, self.env.world_size))
 
     async def _close_failed(self) -> None:
-        """The same when some ranks may not have come."""
+        """End a failed session, in which some ranks may not have arrived."""
         if self.env.rank != 0 or tcp_store.launcher_hosts(self.env):
             await self.close()
             return
@@ -274,7 +274,7 @@ class TCPRendezvous(Rendezvous):
         )
 
     async def _until_closed(self, others: Sequence[int]) -> None:
-        """Wait for others to close, as long as a rank takes that has not died."""
+        """Wait for others to close, for no longer than a living rank needs for that."""
         keys = [f"{_CLOSED}/{rank}" for rank in others]
         until = time.monotonic() + _CLOSE_S
         while keys and time.monotonic() < until:
@@ -289,7 +289,7 @@ class TCPRendezvous(Rendezvous):
         await self._until_set([f"{name}/{rank}" for rank in ranks], ranks)
 
     async def _until_set(self, keys: list[str], ranks: Sequence[int]) -> None:
-        """Wait for keys, each of which a rank sets."""
+        """Wait until all keys are set, each by the rank at the same index."""
         poll = _FIRST_POLL_S
         while not await self._all_set(keys):
             if self.seconds_left() <= 0:
@@ -303,7 +303,7 @@ class TCPRendezvous(Rendezvous):
         ]
         present = {rank: f"{_PRESENT}/{rank}" for rank in range(self.env.world_size)}
         if not self.store.check(list(present.values())):
-            # Whoever is waited for may wait for them.
+            # The ranks that are waited for may themselves be waiting for these.
             missing = [rank for rank, key in present.items() if not self.store.check([key])]
             what = "did not come to initialize_spmd"
             do = "every rank has to call it"
@@ -317,10 +317,10 @@ class TCPRendezvous(Rendezvous):
         )
 
     async def _all_set(self, keys: list[str]) -> bool:
-        """Whether all keys are set. Raises what another rank has failed with."""
+        """Return whether all keys are set. Raises the error with which another rank has failed."""
         found = await self._call(lambda: self._look(keys))
         if isinstance(found, _FailedRank):
-            self._failing = True  # who failed first has told all
+            self._failing = True  # the rank that failed first has told all others
             await self._close_failed()
             text = f"rank {found.rank}: {found.message}"
             raise from_wire(found.code, text, None, found.details)
@@ -332,7 +332,7 @@ class TCPRendezvous(Rendezvous):
         return bool(not keys or self.store.check(keys))
 
     async def _call(self, call: Callable[[], T]) -> T:
-        # A little longer than the deadline: whoever waits in vain still learns for whom.
+        # A little longer than the deadline, so that a time-out can still say who is missing.
         until = max(self._deadline, time.monotonic() + _REPORT_S)
         gone = f"the rendezvous store at {self.env.master_addr}:{self.env.master_port} is gone"
         return await tcp_store.in_thread(call, until, self._timeout, f"{gone}, or hangs", gone)

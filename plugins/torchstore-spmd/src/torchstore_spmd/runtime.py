@@ -1,8 +1,8 @@
 """The runtime ``spmd``: one store for all ranks that a launcher such as torchrun has started.
 
-The ranks meet (``rendezvous``), agree on what they ask for, start the store, and become members of
-its server (``member``), which ends with the last of them. On one host rank 0 starts the server
-(``one_host``); on several, the engine does that is installed (``contracts.engine``).
+The ranks meet (``rendezvous``), agree on the store's options, start the store, and become members
+of its server (``member``), which ends with the last of them. On one host, rank 0 starts the server
+(``one_host``); on several, the installed engine starts it (``contracts.engine``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WITHDRAW_S = 5.0
 
 
 class _Terms(msgspec.Struct, frozen=True):
-    """What all ranks have to ask for alike."""
+    """The options that must be the same on all ranks."""
 
     strategy: str
     num_storage_volumes: int
@@ -77,7 +77,7 @@ class SPMDRuntime(RankRuntime):
         return default_volumes(strategy, self._env)
 
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
-        """Meet the other ranks; the address of the server, once all of them are its members."""
+        """Meet the other ranks; return the server's address once all ranks are its members."""
         start: _Start = one_host.start
         try:
             terms = _Terms.of(options, self._env)
@@ -106,7 +106,7 @@ class SPMDRuntime(RankRuntime):
         return self._member is not None and self._member.server_ended
 
     async def stop(self, timeout: float) -> None:
-        """Leave; the last rank waits until the server has ended. Idempotent."""
+        """Leave the store; the last rank waits until the server has ended. Idempotent."""
         store, self._store = self._store, None
         member, self._member = self._member, None
         last = member is not None and await member.leave(timeout)
@@ -114,7 +114,7 @@ class SPMDRuntime(RankRuntime):
             await store.stop(timeout, last=last)
 
     async def withdraw(self, store_name: str, error: Exception) -> None:
-        if type(store_name) is not str:  # nor do the others have a store of that name
+        if type(store_name) is not str:  # the others cannot wait in a store of such a name
             return
         with contextlib.suppress(TorchStoreError):
             rendezvous = await TCPRendezvous.open(self._env, store_name, _WITHDRAW_S)
@@ -122,10 +122,10 @@ class SPMDRuntime(RankRuntime):
 
 
 async def _agree(terms: _Terms, rendezvous: Rendezvous) -> None:
-    """Refuse arguments that are not those of rank 0.
+    """Refuse options that differ from those of rank 0.
 
     Raises:
-        ConfigurationError: names those that differ.
+        ConfigurationError: lists the options that differ.
     """
     env = rendezvous.env
     if env.rank == 0:
@@ -149,8 +149,8 @@ async def _agree(terms: _Terms, rendezvous: Rendezvous) -> None:
 
 
 def default_volumes(strategy: object | None, env: SPMDEnv) -> int:
-    """How many volumes a store gets if nobody says it: one a rank, or fewer if its strategy does
-    not tell the ranks of a host apart.
+    """Return how many volumes a store gets by default: one per rank, or fewer if its strategy does
+    not distinguish the ranks of a host.
 
     >>> default_volumes(None, SPMDEnv(0, 0, 4, 2, "localhost", 29500))
     1
@@ -165,10 +165,10 @@ def default_volumes(strategy: object | None, env: SPMDEnv) -> int:
 
 
 def _over_several_hosts(block: Sequence[str]) -> _Start:
-    """``Engine.spmd`` of the engine that is installed.
+    """Return the ``Engine.spmd`` of the installed engine.
 
     Raises:
-        PluginError: none is, or several are, and none of them is blocked.
+        PluginError: no usable engine is installed, or more than one.
     """
     registry = Registry(block=block)
     able = {spec.name: spec.spmd for spec in registry.runtimes() if spec.spmd is not None}

@@ -1,7 +1,7 @@
-"""The TCPStore at which the ranks of a job meet: reaching it, and calling it without blocking.
+"""Access to the TCPStore at which the ranks of a job meet, without blocking the event loop.
 
-The calls of a TCPStore block, and may block for ever when the other side hangs, whatever their
-time-out. So each runs in a daemon thread, and the wait for it is bounded.
+The calls of a TCPStore block, for ever if the other side hangs, whatever their time-out. So each
+runs in a daemon thread, and the wait for it is bounded.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _FIRST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.05
 T = TypeVar("T")
 
-# The TCPStores that this process hosts. They stay: others may be connecting to the port already,
-# for `init_process_group`, say.
+# The TCPStores that this process hosts. They are never closed, because others may already be
+# connecting to the port, for example for `init_process_group`.
 _hosted: dict[tuple[int, int], Store] = {}
 _lock = threading.Lock()
 
 
 async def reach(env: SPMDEnv, deadline: float, timeout: float) -> Store:
-    """The store at ``env``'s address, which rank 0 hosts unless the launcher does.
+    """Return the store at ``env``'s address, which rank 0 hosts unless the launcher does.
 
     Args:
         deadline: by ``time.monotonic``.
-        timeout: seconds from the beginning of it all to the deadline, for messages.
+        timeout: seconds from the very beginning to the deadline, for messages.
 
     Raises:
         StoreTimeoutError: nobody answers there in time.
-        StoreClosedError: it cannot be hosted, or what answers is no rendezvous store.
+        StoreClosedError: the store cannot be hosted, or what answers is no rendezvous store.
     """
     hosts = env.rank == 0 and not launcher_hosts(env)
     where = f"{env.master_addr}:{env.master_port}"
@@ -60,7 +60,7 @@ async def reach(env: SPMDEnv, deadline: float, timeout: float) -> Store:
 
 
 def prefixed(prefix: str, store: Store) -> Store:
-    """The store, with this prefix before every key."""
+    """Return a view of the store that puts ``prefix`` before every key."""
     from torch._C._distributed_c10d import PrefixStore
 
     return PrefixStore(prefix, store)
@@ -69,11 +69,11 @@ def prefixed(prefix: str, store: Store) -> Store:
 async def in_thread(
     call: Callable[[], T], deadline: float, timeout: float, late: str, broken: str
 ) -> T:
-    """The result of a call that blocks, in a daemon thread: nobody waits for one that hangs.
+    """Return the result of a blocking call, which runs in a daemon thread and may hang there.
 
     Args:
         deadline: by ``time.monotonic``.
-        timeout: seconds from the beginning of it all to the deadline, for programs.
+        timeout: seconds from the very beginning to the deadline, for the error's details.
         late: the message if the deadline has passed.
         broken: the message if the call raised an error of torch.
     """
@@ -109,7 +109,7 @@ async def in_thread(
 
 
 def launcher_hosts(env: SPMDEnv) -> bool:
-    """Whether torchrun's agent hosts the store at ``env``'s address."""
+    """Return whether torchrun's agent hosts the store at ``env``'s address."""
     environ = os.environ
     return (
         environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -119,9 +119,9 @@ def launcher_hosts(env: SPMDEnv) -> bool:
 
 
 async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float) -> None:
-    """Else torch would write every failed attempt to standard error."""
+    """Wait for a listener, because torch would write every failed attempt to standard error."""
     poll = _FIRST_POLL_S
-    said: OSError | None = None
+    failure: OSError | None = None
     while (left := deadline - time.monotonic()) > 0:
         try:
             async with asyncio.timeout(left):
@@ -129,7 +129,7 @@ async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float)
         except TimeoutError:
             break
         except OSError as error:
-            said = error
+            failure = error
         else:
             writer.close()
             return
@@ -138,7 +138,7 @@ async def _until_somebody_listens(env: SPMDEnv, deadline: float, timeout: float)
     raise StoreTimeoutError(
         f"nobody listens at MASTER_ADDR:MASTER_PORT {env.master_addr}:{env.master_port} within "
         f"{in_seconds(timeout)}: rank 0 has not called initialize_spmd, or the address is wrong"
-        + (f" ({said})" if said is not None else ""),
+        + (f" ({failure})" if failure is not None else ""),
         details={"missing_ranks": [0], "timeout": timeout},
     )
 
@@ -154,7 +154,7 @@ def _tcp_store(env: SPMDEnv, hosts: bool, left: float) -> Any:
             host,
             timeout=timedelta(seconds=max(1.0, left)),
             wait_for_workers=False,
-            # `init_process_group` hosts one as well: the two share the port.
+            # `init_process_group` hosts a store as well: the two share the port.
             multi_tenant=True,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
@@ -166,7 +166,7 @@ def _tcp_store(env: SPMDEnv, hosts: bool, left: float) -> Any:
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        return connect(host=False)  # a TCPStore of the user's own, or of another launcher
+        return connect(host=False)  # the user's own TCPStore, or another launcher's
     with _lock:
         _hosted.setdefault((os.getpid(), env.master_port), store)
     return store

@@ -1,4 +1,4 @@
-"""What a plug-in author implements: transports, strategies, runtimes, observers, and the hooks.
+"""The contracts for plug-ins: transports, strategies, runtimes, engines, observers, and hooks.
 
-Nothing here imports torch; the server loads these modules too.
+Nothing here imports torch, because the server loads these modules, too.
 """

@@ -1,10 +1,11 @@
 """Hook specifications (pluggy project name ``torchstore``).
 
 An entry point names a module (or object) that implements one hook with :data:`hookimpl`. Hooks are
-synchronous and return small descriptors; heavy libraries are imported by the classes these name.
+synchronous and return small descriptors; heavy libraries are imported only by the classes that the
+descriptors name.
 
-A whole transport plug-in, with the entry point ``[project.entry-points."torchstore.transports"]``
-``mine = "my_package.plugin"``::
+A complete transport plug-in, with the entry point
+``[project.entry-points."torchstore.transports"]`` ``mine = "my_package.plugin"``::
 
     from torchstore_core.contracts.hooks import hookimpl
     from torchstore_core.contracts.transport import Bid, TransportSpec
@@ -39,24 +40,25 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class HookSpecs:
-    """All hooks. Each plug-in implements the one of its entry-point group."""
+    """All hooks. Each plug-in implements the hook of its entry-point group."""
 
     @hookspec
     def torchstore_transport(self) -> TransportSpec:  # type: ignore[empty-body]
-        """Group ``torchstore.transports``: describe one transport."""
+        """Group ``torchstore.transports``: return the description of a transport."""
 
     @hookspec
     def torchstore_strategy(self) -> type[Strategy]:  # type: ignore[empty-body]
-        """Group ``torchstore.strategies``: the Strategy class of this name."""
+        """Group ``torchstore.strategies``: return the Strategy class of the entry point's name."""
 
     @hookspec
     def torchstore_runtime(self) -> RuntimeSpec:  # type: ignore[empty-body]
-        """Group ``torchstore.runtimes``: describe one runtime."""
+        """Group ``torchstore.runtimes``: return the description of a runtime."""
 
     @hookspec
     def torchstore_operation(self, operation: Operation) -> None:
-        """Group ``torchstore.plugins``: called in the client after every operation ended.
+        """Group ``torchstore.plugins``: called in the client when an operation has ended.
 
-        It runs on the caller's event loop: be quick. What it raises is logged once and counted,
-        never passed on (but for Ctrl-C). See ``contracts.observer``, which has an example.
+        The hook runs on the caller's event loop, so it must be quick. An exception that it raises
+        is logged once, then only counted, and never passed on (except Ctrl-C). See
+        ``contracts.observer`` for an example.
         """

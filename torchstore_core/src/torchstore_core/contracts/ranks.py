@@ -1,4 +1,7 @@
-"""The contract of ``initialize_spmd``: a rank's place, and the runtime of all ranks. Torch-free."""
+"""The contract of ``initialize_spmd``: a rank's place in the job, and the runtime of all ranks.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +33,19 @@ _HOW = (
 
 
 class SPMDEnv(msgspec.Struct, frozen=True):
-    """A rank's place: what torchrun says in the environment.
+    """A rank's place in the job, as torchrun describes it in the environment.
 
     Args:
-        rank: of this process, in the whole job.
-        local_rank: of this process, on its host.
-        world_size: ranks in the whole job.
-        local_world_size: ranks on this host; the same on every host.
-        master_addr: where ranks meet: host name or address of rank 0's host.
+        rank: the rank of this process in the whole job.
+        local_rank: the rank of this process on its host.
+        world_size: the number of ranks in the whole job.
+        local_world_size: the number of ranks on this host; the same on every host.
+        master_addr: where the ranks meet: the host name or address of rank 0's host.
         master_port: the TCP port there.
 
     Raises:
-        ConfigurationError: numbers that contradict each other; says all that is wrong.
+        ConfigurationError: a value is invalid, or values contradict each other; the message lists
+            everything that is wrong.
 
     >>> SPMDEnv(0, 0, 1, 1, "127.0.0.1", 29500).one_host
     True
@@ -71,14 +75,15 @@ class SPMDEnv(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> SPMDEnv:
-        """What ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT`` say.
+        """Return the place that ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
+        ``MASTER_ADDR`` and ``MASTER_PORT`` describe.
 
         Args:
-            environment: None: ``os.environ``.
+            environment: the environment variables; None: ``os.environ``.
 
         Raises:
-            ConfigurationError: what is missing, no number, or a contradiction, all in one.
+            ConfigurationError: variables are missing, not numbers, or contradictory; the message
+                lists everything that is wrong.
 
         >>> SPMDEnv.from_environment({
         ...     "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
@@ -112,30 +117,30 @@ class SPMDEnv(msgspec.Struct, frozen=True):
 class RankRuntime(Runtime):
     """One rank's part in a store that all ranks of a launcher start together.
 
-    ``initialize_spmd`` makes one of the runtime ``spmd``. Its factory also works without an
-    argument, as those of all runtimes do: then the rank's place is what the environment says.
+    ``initialize_spmd`` creates one from the factory of the runtime ``spmd``. Like the factories of
+    all runtimes, it can be called without an argument: the environment then gives the rank's place.
 
     Args:
-        env: this rank's place.
+        env: this rank's place in the job.
     """
 
     @abstractmethod
     def __init__(self, env: SPMDEnv | None = None) -> None:
-        """Raises ``ConfigurationError`` if ``env`` is None and the environment is no rank's."""
+        """Raise ``ConfigurationError`` if ``env`` is None and the environment is not a rank's."""
 
     @abstractmethod
     def default_volumes(self, strategy: Strategy | None) -> int:
-        """How many volumes a store of all ranks gets if nobody says it."""
+        """Return how many volumes a store of all ranks gets if the caller does not say."""
 
     @abstractmethod
     async def withdraw(self, store_name: str, error: Exception) -> None:
-        """Tell the other ranks that this one does not come because of ``error``, which happened
+        """Tell the other ranks that this one will not join because of ``error``, which happened
         before :meth:`start`. Raises nothing, and takes a few seconds at most.
         """
 
 
 def _contradictions(numbers: dict[str, int]) -> list[str]:
-    """What is wrong with those numbers that are there."""
+    """Return what is wrong with the numbers that are given, as a list of messages."""
     wrong: list[str] = []
     least_of = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
     for field, least in least_of.items():

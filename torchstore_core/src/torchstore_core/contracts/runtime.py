@@ -1,4 +1,4 @@
-"""The runtime contract: who hosts the server, and how a process finds it."""
+"""The runtime contract: what hosts the server, and how a process finds it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ __all__ = ["Runtime", "RuntimeSpec", "StoreOptions"]
 
 
 class StoreOptions(msgspec.Struct, frozen=True):
-    """What ``initialize`` was asked for, as plain data.
+    """The options of a store, as given to ``initialize``, as plain data.
 
     Args:
-        store_name: several stores of one job are told apart by it.
-        num_storage_volumes: how many volumes.
-        strategy: placement; None for the default (``singleton``).
-        capacity: bytes over all volumes; None: half of the host's memory.
-        prefault: bytes of pool to make warm in the background; None: chosen from capacity.
-        timeout: seconds to wait for the server to come up.
-        block: plug-in names that the server does not load.
-        spill: directory to which the server spills values; None: it does not.
+        store_name: the name that distinguishes several stores of one job.
+        num_storage_volumes: how many volumes the store has.
+        strategy: decides the placement of values; None for the default (``singleton``).
+        capacity: bytes of all volumes together; None: half of the host's memory.
+        prefault: bytes of memory to warm in the background; None: derived from the capacity.
+        timeout: seconds to wait for the server to start.
+        block: names of plug-ins that the server must not load.
+        spill: the directory to which the server spills values; None: it does not spill.
         spill_capacity: the most bytes to spill; None: as many as are free at the start.
-        when_full: what is done with puts that do not say, when memory is full, see ``when_full``.
+        when_full: what is done when memory is full with values whose put does not say it, see
+            ``contracts.when_full``.
     """
 
     store_name: str
@@ -44,12 +45,12 @@ class Runtime(ABC):
     """A running server, as seen by the process that started it (its owner).
 
     Attributes:
-        shared: the engine itself knows which stores there are, and refuses a second one of a name;
-            any process of the job may end a store.
-        local_address: what child processes of the owner connect to, that are not the engine's;
-            None: what :meth:`start` returned. Set by :meth:`start`.
-        ranks: rank and local rank of this process, if the runtime was told; None: those of the
-            environment (RANK, LOCAL_RANK) count.
+        shared: whether the engine itself keeps track of the stores, refuses a second one of the
+            same name, and lets any process of the job end a store.
+        local_address: the address for those child processes of the owner that the engine has not
+            started; None: the one that :meth:`start` returned. Set by :meth:`start`.
+        ranks: the rank and local rank of this process, if the runtime was given them; None: those
+            of the environment (RANK, LOCAL_RANK).
     """
 
     shared: bool = False
@@ -58,42 +59,44 @@ class Runtime(ABC):
 
     @abstractmethod
     async def start(self, options: StoreOptions, mesh: object | None) -> str:
-        """Start controller and volumes; return the address that clients connect to.
+        """Start the controller and the volumes; return the address that clients connect to.
 
         Raises:
-            StoreTimeoutError: not up within ``options.timeout`` seconds.
-            StoreClosedError: the server ended while starting; the message has its last words.
+            StoreTimeoutError: the server did not start within ``options.timeout`` seconds.
+            StoreClosedError: the server ended while starting; the message has the end of its
+                output.
         """
 
     @property
     def ended(self) -> bool:
-        """Whether what :meth:`start` started has surely ended, for whatever reason: then the name
-        is free, and ``initialize`` calls :meth:`stop` and starts anew. False: it runs, or hangs, or
-        this runtime cannot tell.
+        """Whether the store that :meth:`start` started has certainly ended, for whatever reason.
+        Its name is then free, and ``initialize`` calls :meth:`stop` and starts a new one. False: it
+        runs or hangs, or the runtime cannot tell.
         """
         return False
 
     @abstractmethod
     async def stop(self, timeout: float) -> None:
-        """End what :meth:`start` started, leaving nothing behind. Idempotent."""
+        """End everything that :meth:`start` started, leaving nothing behind. Idempotent."""
 
 
 class RuntimeSpec(msgspec.Struct, frozen=True):
-    """What a plug-in's ``torchstore_runtime`` hook returns.
+    """The description of a runtime, returned by a plug-in's ``torchstore_runtime`` hook.
 
     Args:
-        name: must equal the entry-point name.
-        factory: ``"module:Class"`` of the Runtime, imported when chosen.
-        applies: how well it fits this process: None if it does not, else a rank (``auto`` takes
-            the highest). Its argument is the ``mesh`` that the user gave ``initialize``.
-        here: whether this process may belong to a job of the engine; cheap, imports nothing. If so,
-            the engine is asked for stores that were not initialised in this process.
+        name: must be the same as the entry-point name.
+        factory: ``"module:Class"`` of the Runtime, imported when it is chosen.
+        applies: returns how well the runtime fits this process: None if it does not, otherwise a
+            rank (``auto`` takes the highest). Its argument is the ``mesh`` given to ``initialize``.
+        here: returns whether this process may belong to a job of the engine; must be cheap and
+            import nothing. If so, the engine is asked for stores that this process did not
+            initialise.
         find, end, rank, spmd: ``"module:function"`` of each function of the engine behind this
-            runtime, see ``contracts.engine.Engine``; None: it does not have that. ``find`` also
-            resolves addresses ``"<name>:<store>"``.
-        advise: what this process may need another package for. It is given the names of all
-            installed runtimes and the ``mesh``, and returns a clause for warnings and errors
-            (``"for …: pip install …"``), or an empty text.
+            runtime, see ``contracts.engine.Engine``; None: the engine does not have it. ``find``
+            also resolves addresses ``"<name>:<store>"``.
+        advise: returns advice about another package that this process may need. Its arguments are
+            the names of all installed runtimes and the ``mesh``; its result is a clause for
+            warnings and errors (``"for …: pip install …"``), or an empty text.
     """
 
     name: str

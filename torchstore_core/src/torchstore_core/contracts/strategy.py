@@ -18,11 +18,11 @@ __all__ = ["ClientFacts", "Strategy", "VolumeFacts"]
 
 
 class ClientFacts(msgspec.Struct, frozen=True, array_like=True):
-    """The client that puts or gets.
+    """Facts about the client that puts or gets.
 
-    ``rank`` is RANK and ``local_rank`` is LOCAL_RANK, None if the variable is not set. ``host_id``:
-    see Topology. ``role``: for status and the log, what the process is if it is not an ordinary
-    client; empty for puts and gets.
+    ``rank`` is RANK and ``local_rank`` is LOCAL_RANK, or None if the variable is not set. For
+    ``host_id``, see Topology. ``role`` describes, for the status and the log, a process that is not
+    an ordinary client; it is empty for puts and gets.
     """
 
     pid: int
@@ -34,10 +34,10 @@ class ClientFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VolumeFacts(msgspec.Struct, frozen=True, array_like=True):
-    """One volume: its position in the store's list, its host, and its memory in bytes.
+    """Facts about a volume: its position in the store's list, its host, and its memory in bytes.
 
-    ``lost``: its memory is gone for good. It stays in the list, so that the indices of the other
-    volumes do not change, and the controller skips it wherever a strategy returns it.
+    ``lost``: the volume's memory is permanently lost. It stays in the list, so that the indices of
+    the other volumes do not change, and the controller skips it if a strategy returns it.
     """
 
     id: str
@@ -64,14 +64,14 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def copies(self) -> int:
-        """How many volumes store a value, at least 1; all of them if fewer are alive."""
+        """How many volumes store a value, at least 1; if fewer are alive, all of these store it."""
         return 1
 
     @property
     def by_key(self) -> bool:
-        """Whether the place depends on the key. If so, :meth:`place` is called for each key of a
-        batch separately, and the batch is spread; else it is called once, and the batch is stored
-        together.
+        """Whether the place of a value depends on its key. If so, :meth:`place` is called for each
+        key of a batch separately, so that the batch is spread; otherwise it is called once, and the
+        batch is stored together.
         """
         return False
 

@@ -7,30 +7,31 @@ A transport has two halves, which usually run in different processes, often on d
 * the **client half** (:class:`Link`) is created from that offer. It moves batches of bytes between
   local memory and ``(segment, offset)``.
 
-**They meet over the control connection.** Either may need to know more of the other than an offer
-can say: addresses, keys, a rendezvous. The client half asks (``LinkContext.handshake``), the server
-half answers (:meth:`TransportServer.handshake`), as often as they like; the store carries the bytes
-through servers and relays and does not look into them. So nothing has to listen only in order to
-meet, and whoever has not been let in by the store learns no secret.
+**They meet over the control connection.** Each half may need to know more about the other than an
+offer can say: addresses, keys, a rendezvous. The client half asks (``LinkContext.handshake``), and
+the server half answers (:meth:`TransportServer.handshake`), as often as they like; the store
+carries these opaque bytes through servers and relays. So no half has to listen only in order to
+meet the other, and only processes that the store has accepted can learn a secret.
 
-**One-sided or two-sided.** A link over shared memory or RDMA moves bytes alone. One over
-send/receive describes each batch to its server half (over its own connection, or by a handshake)
-and both take part. The store does not care.
+**One-sided or two-sided.** A link over shared memory or RDMA moves bytes alone. A link over
+send/receive describes each batch to its server half (over its own connection, or by a handshake),
+and both take part. To the store, this makes no difference.
 
-**Optional abilities** are declared, and the store does itself what is not: a link that can expose a
-segment as local memory implements :class:`SupportsWindow` (the store copies directly, strided and
-in parallel); one that can provide a private copy-on-write view implements :class:`SupportsMap`
-(zero-copy ``get``); ``Link.rows`` says that it takes strided copies, ``Link.devices`` that it
-reaches the memory of devices. All others are given contiguous host memory, packed by the store.
+**Optional abilities** are declared; without them, the store does the work itself. A link that can
+expose a segment as local memory implements :class:`SupportsWindow` (the store copies directly,
+strided and in parallel); one that can provide a private copy-on-write view implements
+:class:`SupportsMap` (zero-copy ``get``); ``Link.rows`` declares that it takes strided copies, and
+``Link.devices`` that it reaches the memory of devices. All other links are given contiguous host
+memory, packed by the store.
 
 **Lifetimes.** An address is only passed to a link while a grant or a lease protects it, and that
 protection ends when the call returns or raises, so no byte may move afterwards. A link that cannot
 promise this after a failure, because its peer may still be writing, sets :attr:`Link.unsettled`:
-the memory stays in quarantine until the server half has said that it is done with this client
+the memory is then quarantined until the server half has disconnected this client
 (:meth:`TransportServer.disconnect`), or until its volume is dead.
 
 **Failure.** A link that raises :class:`~torchstore_core.errors.TransportError` is closed; the next
-best transport moves what is left of the batch, and the link is made anew after a pause.
+best transport moves the rest of the batch, and the link is created again after a pause.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Bid(msgspec.Struct, frozen=True, tag="bid"):
     reason: str
 
     def cost_s(self, nbytes: int) -> float:
-        """Expected seconds for a batch of ``nbytes`` bytes."""
+        """Return the expected seconds for a batch of ``nbytes`` bytes."""
         return self.latency_s + nbytes / self.bytes_per_s
 
 
@@ -80,15 +81,15 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 class LinkContext(msgspec.Struct, frozen=True):
-    """What a bid is based on: where the client and the volume run, and how they are connected.
+    """The basis of a bid: where the client and the volume run, and how they are connected.
 
     ``same_host`` is proven (same boot id *and* the Unix socket was reached), never guessed.
-    ``offered``: the volume has an offer of this transport, and ``offer`` is that.
-    ``control``: path of that Unix socket, which is on the client's host and belongs to the server
-    or to a relay.
+    ``offered``: whether the volume has an offer of this transport; ``offer`` is the offer.
+    ``control``: the path of that Unix socket, which is on the client's host and belongs to the
+    server or to a relay.
     ``handshake``: sends a request to the server half, and returns its answer; only for links, not
-    for bids. It raises what the server half raises, and TransportUnavailableError if the volume
-    does not serve the transport.
+    for bids. It raises the error that the server half raises, and TransportUnavailableError if the
+    volume does not serve the transport.
     """
 
     client: Topology
@@ -101,7 +102,8 @@ class LinkContext(msgspec.Struct, frozen=True):
 
 
 class TransportSpec(msgspec.Struct, frozen=True):
-    """What a plug-in's ``torchstore_transport`` hook returns: a small descriptor without imports.
+    """The description of a transport, returned by a plug-in's ``torchstore_transport`` hook: a
+    small descriptor without imports.
 
     Args:
         name: must be the same as the entry-point name.
@@ -113,12 +115,13 @@ class TransportSpec(msgspec.Struct, frozen=True):
         in_band: the bytes travel inside control messages (the ``inline`` transport, which has no
             halves).
         max_bytes: largest batch that the transport accepts; ``None`` for no limit.
-        isolated: the server half runs in a process of its own beside the volume: for one whose
-            library needs torch, starts many threads, or may crash. It is started by the first
-            handshake, and what it returns from ``start`` is not used. If it dies, the transport's
-            links fail, and the next handshake starts it again; everything else carries on.
-        offer: of an isolated half, the offer, made by a cheap function without the process; None:
-            an empty one. What depends on the process is for the handshake.
+        isolated: the server half runs in a process of its own next to the volume, because its
+            library needs torch, starts many threads, or may crash. The first handshake starts the
+            process, and the result of its ``start`` is not used. If the process dies, the
+            transport's links fail, and the next handshake starts it again; nothing else is
+            affected.
+        offer: a cheap function that returns the offer of an isolated half, without its process;
+            None: the offer is empty. Whatever depends on the process belongs in the handshake.
         loop_bound: the link belongs to the event loop that connected it (sockets on asyncio).
             Since not every loop is closed explicitly, such a link must not refer to its loop
             between transfers, and must close its resources when both are garbage-collected.
@@ -149,7 +152,7 @@ class Segment(NamedTuple):
 
 
 class ServerContext(NamedTuple):
-    """What a server half may rely on. ``socket_dir`` is a private directory (mode 0700)."""
+    """The surroundings of a server half. ``socket_dir`` is a private directory (mode 0700)."""
 
     store_name: str
     volume_id: str
@@ -158,8 +161,9 @@ class ServerContext(NamedTuple):
 
 
 class TransportServer(ABC):
-    """Server half. Created once per volume, in the server process (which has no torch), or in one
-    of its own if the transport is ``isolated``. Everything is called on one event loop.
+    """The server half of a transport. Created once per volume, in the server process (which has no
+    torch), or in a process of its own if the transport is ``isolated``. All methods are called on
+    one event loop.
     """
 
     @abstractmethod
@@ -175,8 +179,8 @@ class TransportServer(ABC):
         """Answer a request of a client half.
 
         Args:
-            peer: which client asks: one session of one process. The store knows it, it is not what
-                the client says. A client may have several links, on several event loops.
+            peer: the client that asks: one session of one process, as identified by the store, not
+                by the client itself. A client may have several links, on several event loops.
 
         Raises:
             TransportUnavailableError: this transport has no handshakes.
@@ -185,16 +189,17 @@ class TransportServer(ABC):
         raise TransportUnavailableError("this transport has no handshake")
 
     async def disconnect(self, peer: bytes) -> None:  # noqa: B027 - many have nothing to end
-        """End everything that ``peer`` has under way: it is gone, or the outcome of its last write
-        is uncertain. No byte of it reaches a segment once this returns, and only then the store
-        uses the memory again. Afterwards the client may begin anew, with a handshake.
+        """End everything that ``peer`` has under way, because the client is gone, or the outcome of
+        its last write is uncertain. Once this returns, no byte of the client may reach a segment;
+        only then does the store reuse the memory. The client may start again with a handshake.
         """
 
     def registered(self, segment: int) -> int:
-        """The end, in bytes, of what is registered of a segment now, with a device or a library
-        that keeps its pages: no page before it goes back to the system. 0: nothing is.
+        """Return the end, in bytes, of the part of a segment that is currently registered with a
+        device or a library that keeps its pages; 0 if none is. No page before it is returned to the
+        system.
 
-        A half registers what its clients need, and deregisters when the last of them disconnects.
+        A half registers what its clients need, and deregisters it when the last one disconnects.
         """
         return 0
 
@@ -209,7 +214,7 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
     Row ``i`` lies at ``address + i * stride`` and at ``offset + i * step``. Only links with
     ``Link.rows`` are given more than one row, and only those with a device's type in
     ``Link.devices`` an address in the memory of a ``device`` (such as ``"cuda:0"``; empty: host).
-    For all others the first four fields say everything, and those are what it unpacks into.
+    For all others, the first four fields are sufficient; a copy unpacks into these four.
 
     >>> address, segment, offset, nbytes = Copy(4096, 0, 128, 64)
     >>> offset
@@ -230,12 +235,12 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
 
 class Link(ABC):
-    """Client half: moves batches of bytes to and from one volume.
+    """The client half of a transport: moves batches of bytes to and from one volume.
 
     Attributes:
         rows: whether it takes copies of several rows.
         devices: types of devices, such as ``"cuda"``, whose memory it reads and writes itself.
-        unsettled: set when a write has raised, whatever that was, and its peer may still be
+        unsettled: set if a write has raised, for whatever reason, and the peer may still be
             writing; see :meth:`TransportServer.disconnect`.
     """
 
@@ -249,8 +254,8 @@ class Link(ABC):
         """Create a link from a volume's offer.
 
         Raises:
-            TransportNotReadyError: the link cannot be made at the moment (no file descriptors are
-                left, the server is slow). The store uses the next bid, and tries again later.
+            TransportNotReadyError: the link cannot be created at the moment (no file descriptors
+                are left, the server is slow). The store uses the next bid, and tries again later.
             TransportUnavailableError: the offer cannot be used from here, now or later.
         """
 
@@ -258,14 +263,14 @@ class Link(ABC):
     async def write(self, copies: Sequence[Copy]) -> None:
         """Copy local memory into the segments. When it returns, all bytes have arrived.
 
-        It is cancelled when the operation's time is over, and then raises soon: within a second,
-        whatever its peer does. Once it has raised, no further byte is written, unless it says
-        :attr:`unsettled`. It is called concurrently.
+        The call is cancelled when the operation's time is over, and must then raise within a
+        second, whatever its peer does. Once it has raised, no further byte may be written, unless
+        the link sets :attr:`unsettled`. Calls may be concurrent.
 
         Raises:
-            TransportError: the link is broken: it is closed, and the next bid moves the bytes.
-                ``details["done"]``, if set, is how many of the copies, counted from the first, have
-                certainly arrived: those are not sent again.
+            TransportError: the link is broken. It is closed, and the next bid moves the bytes.
+                ``details["done"]``, if set, is the number of copies, counted from the first, that
+                have certainly arrived; they are not sent again.
         """
 
     @abstractmethod
@@ -316,4 +321,4 @@ class SupportsMap(Protocol):
     """The link can map a sealed range as private, writable, copy-on-write memory."""
 
     def map(self, segment: int, offset: int, nbytes: int) -> Mapping:
-        """Map ``nbytes`` bytes from ``offset`` (any alignment; ``address`` points at it)."""
+        """Map ``nbytes`` bytes at ``offset`` (of any alignment; ``address`` points to it)."""

@@ -127,8 +127,8 @@ def grids(
         to_steps, of_steps: elements from one index to the next, by dimension.
 
     Returns:
-        None where copying by rows does not pay: the rows are too short, there are too many grids,
-        or the compiled copy is not available.
+        The grids; None where copying by rows does not pay: the rows are too short, there are too
+        many grids, or the compiled copy is not available.
 
     >>> grids((2, 3, 4), 100, 0, (12, 4, 1), 5000, (80, 8, 1)) if has_native() else "none"
     [(0, 5000, 400, 3, 400, 800), (1200, 13000, 400, 3, 400, 800)]

@@ -80,8 +80,8 @@ def runtime_directory() -> Path:
 
 
 def find_files(base: Path, pattern: str) -> list[Path]:
-    """The files in the directories of ``base`` whose names match ``pattern``, as in :mod:`fnmatch`,
-    sorted. Any of these directories may be removed at any moment, when its server ends.
+    """Return the files in the directories in ``base`` whose names match ``pattern`` (as in
+    :mod:`fnmatch`), sorted. Skips directories that vanish meanwhile because their server ends.
     """
     found: list[Path] = []
     for folder in base.iterdir():

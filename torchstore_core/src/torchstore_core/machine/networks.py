@@ -1,7 +1,7 @@
 """The addresses at which other hosts may reach this one, and how fast its networks are. Torch-free.
 
-Names of hosts are not looked up: what a name server says of this host may be wrong here, and asking
-may take seconds.
+Host names are not looked up: a name server's answer for this host may be wrong on this host, and
+asking may take seconds.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["BIND", "LOOPBACK", "Network", "bound", "common", "local_address_to"]
 __all__ += ["namespace_id", "networks"]
 
 #: Environment variable with addresses of this host, or names of its interfaces, comma-separated:
-#: transports over networks listen there and nowhere else.
+#: transports over networks listen on these only.
 BIND = "TORCHSTORE_BIND"
-#: The only address at which a process of the same network namespace is met.
+#: The only address at which processes of the same network namespace reach each other.
 LOOPBACK = "127.0.0.1"
 
-_UP, _LOOPBACK = 0x1, 0x8  # of the flags of an interface: IFF_UP, IFF_LOOPBACK
+_UP, _LOOPBACK = 0x1, 0x8  # flags of an interface: IFF_UP, IFF_LOOPBACK
 _DISCARD_PORT = 9
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Network(msgspec.Struct, frozen=True, array_like=True):
-    """An address of this host, and the network that it is in.
+    """An address of this host, and the network that it belongs to.
 
     Args:
-        interface: its name, such as ``eth0``.
+        interface: the interface's name, such as ``eth0``.
         address: an IPv4 address, or a global or site-wide IPv6 address.
         prefix: the length of the network's prefix, in bits.
         mbits_per_s: the rate of the interface; 0 if the system does not know it.
@@ -49,7 +49,7 @@ class Network(msgspec.Struct, frozen=True, array_like=True):
     mbits_per_s: int = 0
 
     def contains(self, address: str) -> bool:
-        """Whether an address is in the same network as this one.
+        """Return whether ``address`` is in the same network as this one.
 
         >>> Network("eth0", "10.1.2.3", 16).contains("10.1.9.9")
         True
@@ -79,11 +79,11 @@ _InterfaceAddress._fields_ = (
 
 
 def networks() -> tuple[Network, ...]:
-    """Return the addresses of the interfaces that are up, without the loopback and without what is
-    valid on one link only.
+    """Return the addresses of the interfaces that are up, without loopback and link-local
+    addresses.
 
     Raises:
-        OSError: the system does not tell.
+        OSError: the system cannot list the interfaces.
     """
     found: list[Network] = []
     for interface, flags, address, netmask in _interface_addresses():
@@ -100,8 +100,8 @@ def bound() -> tuple[Network, ...]:
     """Return the addresses that ``TORCHSTORE_BIND`` names, in its order; empty if it is not set.
 
     Raises:
-        ConfigurationError: it names what is neither an address nor an interface that is up.
-        OSError: the system does not tell.
+        ConfigurationError: a name is neither an address nor an interface that is up.
+        OSError: the system cannot list the interfaces.
     """
     names = [name.strip() for name in os.environ.get(BIND, "").split(",") if name.strip()]
     every = networks() if names else ()
@@ -126,8 +126,8 @@ def common(
     here: Iterable[Network], there: Iterable[Network]
 ) -> tuple[tuple[Network, Network], ...]:
     """Return the pairs of addresses, one of each host, that are in the same network, the fastest
-    first. An address that both hosts have (as those of container bridges are) is none that one of
-    them reaches the other at.
+    first. Addresses that both hosts have (such as those of container bridges) are left out, because
+    neither host reaches the other at them.
 
     >>> mine = [Network("a", "10.0.0.1", 24, 1000), Network("b", "10.9.0.1", 16, 100)]
     >>> [pair[1].address for pair in common(mine, [Network("x", "10.9.7.7", 16, 100)])]
@@ -166,8 +166,8 @@ def local_address_to(address: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def namespace_id() -> str:
-    """Return an id of the network namespace of this process: two processes have the same one
-    exactly if they meet at the same loopback address. Empty if the system does not tell.
+    """Return an id of this process's network namespace: two processes have the same id exactly if
+    they reach each other at the loopback address. Empty if the system does not tell.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -179,14 +179,14 @@ def namespace_id() -> str:
 
 def _mbits_per_s(interface: str) -> int:
     try:
-        # Interfaces that are no hardware refuse to be read, or say -1.
+        # The speed of a virtual interface cannot be read, or is -1.
         return max(0, int(Path("/sys/class/net", interface, "speed").read_text()))
     except (OSError, ValueError):
         return 0
 
 
 def _interface_addresses() -> Iterator[tuple[str, int, _Address, _Address]]:
-    """All of ``getifaddrs``: name, flags, address, netmask."""
+    """Yield the name, flags, address and netmask of every entry of ``getifaddrs``."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [ctypes.POINTER(_InterfaceAddress)]
     first = ctypes.POINTER(_InterfaceAddress)()

@@ -1,4 +1,4 @@
-"""Whether other processes of this host live."""
+"""Whether other processes of this host are alive."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LOOK_AGAIN_S = 0.5
 
 
 class Process(NamedTuple):
-    """A process, as one that speaks with it knows it.
+    """The identity of a process, as a process that communicates with it knows it.
 
     Args:
-        pid: in the pid namespace of who says it; 0: unknown.
-        namespace: which one that is, see :func:`pid_namespace`.
+        pid: the pid, in the pid namespace of the process that reports it; 0: unknown.
+        namespace: the id of that namespace, see :func:`pid_namespace`.
     """
 
     pid: int
@@ -29,7 +29,7 @@ class Process(NamedTuple):
 
 
 def pid_namespace() -> int:
-    """What tells the pid namespaces of a host apart; 0: unknown."""
+    """Return an id of this process's pid namespace, unique on the host; 0: unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -37,14 +37,15 @@ def pid_namespace() -> int:
 
 
 class ProcessWatch:
-    """Calls ``ended`` once when a process has ended, however it ends: the kernel tells through a
-    pidfd. On the event loop that made this.
+    """Calls ``ended`` once, on the event loop that created the watch, when a process has ended,
+    however it ended: the kernel reports it through a pidfd.
 
-    Never if that cannot be known from here: an old kernel, or ``pid`` 0 (another pid namespace).
+    Never called if this process cannot know: on an old kernel, or with ``pid`` 0 (the other process
+    is in another pid namespace).
 
     Args:
-        is_parent: ``pid`` is the parent of this process: then it is known on every kernel, and if
-            it ended before this was made and its pid is another process's now.
+        is_parent: whether ``pid`` is the parent of this process. The end of a parent is noticed on
+            every kernel, even if it ended earlier and its pid belongs to another process now.
     """
 
     def __init__(self, pid: int, ended: Callable[[], None], *, is_parent: bool = False) -> None:
@@ -58,7 +59,7 @@ class ProcessWatch:
             self._open()
 
     def close(self) -> None:
-        """Watch no more. Idempotent."""
+        """Stop watching. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if self._pidfd >= 0:
@@ -71,7 +72,7 @@ class ProcessWatch:
         try:
             self._pidfd = os.pidfd_open(self._pid)
         except (AttributeError, OSError) as error:
-            self._not_open(getattr(error, "errno", errno.ENOSYS))  # none: an old Python, or system
+            self._not_open(getattr(error, "errno", errno.ENOSYS))  # no errno: Python has no pidfds
         else:
             self._loop.add_reader(self._pidfd, self._over)
         if self._is_parent and os.getppid() != self._pid:

@@ -1,4 +1,6 @@
-"""Rows of memory through a socket, without a copy and without the interpreter. Torch-free."""
+"""Send rows of memory through a socket, and receive them, without copying them and without holding
+the interpreter lock. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +17,34 @@ _transfer: Callable[[int, array[int], bool, bool], int] | None = _native_transfe
 
 __all__ = ["MemoryRows", "has_native", "receive_rows", "send_rows"]
 
-#: Address, bytes of a row, number of rows, and the bytes from the start of one to that of the next.
+#: Address, bytes per row, number of rows, and bytes from the start of one row to that of the next.
 MemoryRows = tuple[int, int, int, int]
 
 
 def has_native() -> bool:
-    """Whether the other functions of this module can be used: they are compiled."""
+    """Return whether the compiled code is available, which the other functions here require."""
     return _transfer is not None
 
 
 def send_rows(fd: int, rows: Iterable[MemoryRows], *, more: bool = False) -> int:
-    """Send all rows over a blocking socket; returns the number of bytes.
+    """Send all rows over a blocking socket; return the number of bytes.
 
     Args:
-        more: whether more is sent at once, so that a small rest may wait for it.
+        more: whether more data follows at once, so that the kernel may hold back a small remainder.
 
     Raises:
-        OSError: of the socket; a BlockingIOError if its time-out for sending has passed.
+        OSError: the socket's error; a BlockingIOError if its send time-out has passed.
         ConfigurationError: see :func:`has_native`.
     """
     return _call(fd, rows, True, more)
 
 
 def receive_rows(fd: int, rows: Iterable[MemoryRows]) -> int:
-    """Fill all rows with what comes over a blocking socket; returns the number of bytes, which is
-    less than all of them only if the peer has closed the connection.
+    """Fill all rows with the data that arrives over a blocking socket. Return the number of bytes,
+    which is smaller than the rows only if the peer has closed the connection.
 
     Raises:
-        OSError: of the socket; a BlockingIOError if its time-out for receiving has passed.
+        OSError: the socket's error; a BlockingIOError if its receive time-out has passed.
         ConfigurationError: see :func:`has_native`.
     """
     return _call(fd, rows, False, False)

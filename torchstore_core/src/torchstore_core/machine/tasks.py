@@ -9,8 +9,8 @@ __all__ = ["is_cancelled", "wait_ended"]
 
 
 def is_cancelled() -> bool:
-    """Whether somebody has cancelled the running task: a CancelledError that arrives otherwise is
-    of some other task, and says nothing about this one. False outside of a task.
+    """Return whether the running task has been cancelled. If it has not, a CancelledError that it
+    receives comes from another task that it awaits. False outside of a task.
     """
     try:
         task = asyncio.current_task()
@@ -20,11 +20,11 @@ def is_cancelled() -> bool:
 
 
 async def wait_ended(work: asyncio.Future[Any], timeout: float | None = None) -> bool:
-    """Wait until ``work`` has ended, at most ``timeout`` seconds, however often the caller is
-    cancelled meanwhile: memory must not be given to others while somebody may still write to it.
+    """Wait until ``work`` has ended, at most ``timeout`` seconds, even if the caller is cancelled
+    meanwhile: memory must not be handed to others while ``work`` may still write to it.
 
     Returns:
-        Whether the caller was cancelled. Then it must raise ``CancelledError``.
+        Whether the caller was cancelled. If so, it must raise ``CancelledError``.
 
     >>> async def main() -> bool:
     ...     work = asyncio.ensure_future(asyncio.sleep(0.01))

@@ -81,8 +81,8 @@ def start_time(pid: int) -> int | None:
 
 
 def memory_limit_bytes() -> int:
-    """Return how many bytes of memory this process may use: the lowest limit of its cgroups (that
-    of its container, or of its systemd unit), or the memory of the machine.
+    """Return how many bytes of memory this process may use: the lowest limit of its cgroups (its
+    container's, or its systemd unit's), or the memory of the machine if that is less.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

@@ -1,8 +1,8 @@
-"""Connecting to Unix sockets of this host, which waits while whoever listens is too busy to accept;
-and who is at the other end of one.
+"""Connect to Unix sockets of this host, and find out who is at the other end of one.
 
-If the listener's queue is full, a non-blocking connect fails at once with EAGAIN, which
-``loop.sock_connect`` takes for success. The store is then busy, not gone. Torch-free.
+``connect`` waits while the listener is too busy to accept: if the listener's queue is full, a
+non-blocking connect fails at once with EAGAIN, which ``loop.sock_connect`` takes for success. The
+store is then busy, not gone. Torch-free.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ async def connect(sock: socket.socket, path: str) -> None:
 
 
 def peer(sock: socket.socket) -> tuple[int, int | None]:
-    """Pid and uid at the other end; (0, None) where the platform cannot tell (the directory's mode
-    guards).
+    """Return the pid and uid at the other end; (0, None) where the platform cannot tell (there,
+    the mode of the socket's directory is the only protection).
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return 0, None

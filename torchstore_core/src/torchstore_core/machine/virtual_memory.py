@@ -91,7 +91,10 @@ def populate_read(address: int, nbytes: int) -> int:
 
 
 def populate_write(address: int, nbytes: int) -> int:
-    """Do the same for writing. Missing pages are allocated."""
+    """Fill the page tables of a page-aligned range for writing; missing pages are allocated.
+
+    Returns 0, or an errno (EINVAL: the kernel is too old).
+    """
     return _advise(address, nbytes, _MADV_POPULATE_WRITE)
 
 

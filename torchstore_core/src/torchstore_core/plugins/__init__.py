@@ -1,1 +1,1 @@
-"""Which plug-ins there are, which serves a transfer, and strategies as plain data."""
+"""Finding installed plug-ins, choosing a link's transport, and strategies as plain data."""

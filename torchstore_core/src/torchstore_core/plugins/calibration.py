@@ -1,8 +1,8 @@
-"""What transports were measured to do between two hosts, which is better than what they bid.
+"""Measured latencies and rates of transports between two hosts, which replace those they bid.
 
-``torchstore bench --transports --save`` measures and saves; bids are corrected by it from then on,
-and say so. Hosts are told apart by their boot ids, so a measurement is forgotten when either host
-starts anew.
+``torchstore bench --transports --save`` measures and saves them; from then on, bids contain the
+measured figures and say so. Hosts are identified by their boot ids, so a measurement no longer
+applies after either host has been restarted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Calibration", "Link", "calibration_file", "corrected", "save"]
 log = logging.getLogger(__name__)
 
 _VARIABLE = "TORCHSTORE_CALIBRATION"
-#: Transport, and the host ids of the client and of the volume.
+#: A transport's name, and the host ids of the client and of the volume.
 Link = tuple[str, str, str]
 
 
 class Calibration(msgspec.Struct, frozen=True, array_like=True):
-    """A measurement of a link: what a ``Bid`` estimates, and when it was made, in seconds since the
-    epoch.
+    """A measurement of a link: the same figures as in a ``Bid``, and when they were measured, in
+    seconds since the epoch.
     """
 
     latency_s: float
@@ -38,7 +38,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
 
 def calibration_file() -> Path:
-    """Where measurements are saved: ``TORCHSTORE_CALIBRATION``, or a file in the user's cache."""
+    """Return the file of measurements: ``TORCHSTORE_CALIBRATION``, or one in the user's cache."""
     given = os.environ.get(_VARIABLE)
     if given:
         return Path(given)
@@ -47,10 +47,10 @@ def calibration_file() -> Path:
 
 
 def save(measured: Mapping[Link, Calibration]) -> Path:
-    """Add measurements to the file, which replaces earlier ones of the same links; returns it.
+    """Save measurements to the file, in place of earlier ones of the same links; return its path.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def save(measured: Mapping[Link, Calibration]) -> Path:
 
 
 def corrected(bid: Bid, link: Link) -> Bid:
-    """The bid with the figures that were measured on that link, if any were."""
+    """Return the bid with the figures measured on that link; the bid itself if there are none."""
     path = calibration_file()
     try:
         changed = path.stat().st_mtime_ns

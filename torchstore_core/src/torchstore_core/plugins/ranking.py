@@ -30,8 +30,8 @@ class Policy(msgspec.Struct, frozen=True):
         block: transports that are never used, even if the strategy names them.
         order: transports that the strategy wants next, in this order.
         force: the only transport that the strategy allows.
-        choice: the only transport that the user allows for what does not ride in a control message;
-            stronger than the strategy.
+        choice: the only transport that the user allows, apart from in-band ones; it overrides the
+            strategy.
 
     >>> Policy(prefer=("tcp",)).prefer
     ('tcp',)
@@ -59,7 +59,7 @@ class Policy(msgspec.Struct, frozen=True):
 
     @classmethod
     def unchecked(cls, prefer: Sequence[str] = (), block: Sequence[str] = ()) -> Policy:
-        """The same as :meth:`make`, but whether or not such plug-ins are installed.
+        """Do the same as :meth:`make`, but accept plug-ins that are not installed.
 
         Raises:
             ConfigurationError: an argument is not a list of names.
@@ -77,7 +77,7 @@ class Policy(msgspec.Struct, frozen=True):
 
     def check_installed(self, registry: Registry) -> None:
         """Check that every name belongs to a plug-in that is installed in this environment,
-        whether it works or not. A server does not check: it does not load what is not installed.
+        whether it works or not. Servers skip this check: they ignore plug-ins that they lack.
 
         Raises:
             ConfigurationError: lists the names that are not installed, and those that are.
@@ -101,7 +101,7 @@ class Policy(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True):
     """A transport that can serve the link, and its bid.
 
-    ``turn``: candidates with a lower number come first, whatever they bid.
+    ``turn``: candidates with a lower number come first, regardless of their bids.
     """
 
     spec: TransportSpec
@@ -117,11 +117,11 @@ class Candidate(msgspec.Struct, frozen=True):
 class Ranking:
     """All bids and refusals for one link; chooses the cheapest for a size.
 
-    Preferred transports win over all others, whatever they bid, for the sizes that they accept.
+    Preferred transports win over all others, regardless of bids, for the sizes that they accept.
 
     Args:
         forced: the only transport that the store's strategy or the user allows, if there is one.
-        forced_by: who that is, as text: "which ... forces".
+        forced_by: what forces it, as text that fits "which ... forces".
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Ranking:
         return self._inline_max
 
     def summary(self, nbytes: int) -> str:
-        """Which transport carries ``nbytes`` bytes, why, and how to choose another; one line."""
+        """Return one line: which transport carries ``nbytes`` bytes, why, and how to change it."""
         order = self.order(nbytes)
         if not order:
             return "no transport reaches the volume"

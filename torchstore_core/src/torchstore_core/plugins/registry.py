@@ -1,7 +1,8 @@
-"""Finds plug-ins through entry points, loads them by name, and survives the broken ones.
+"""Finds plug-ins through entry points, and loads them by name; a broken one harms no other.
 
-Built-ins come through the same door. A plug-in that fails to import is recorded and raised only
-when it is asked for by name; two distributions that claim one name are an error that names both.
+Built-in plug-ins are found in the same way. The error of a plug-in that fails to load is recorded,
+and raised only when the plug-in is asked for by name. If two distributions claim one name, the
+error names both.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ log = logging.getLogger(__name__)
 _PACKAGE_PART = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 _NAME = re.compile(r"^name:\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 
-#: Entry-point group of those that are told of operations.
+#: Entry-point group of the observers, which are told of operations.
 OBSERVERS = "torchstore.plugins"
 #: Entry-point group of the runtimes.
 RUNTIMES = "torchstore.runtimes"
-#: Entry-point group of each kind of plug-in, and the hook its modules implement.
+#: Entry-point group of each kind of plug-in, and the hook that its modules implement.
 GROUPS = {
     "torchstore.transports": "torchstore_transport",
     "torchstore.strategies": "torchstore_strategy",
@@ -53,17 +54,17 @@ _PACKAGES = {
 
 
 def load_class(path: str) -> Any:
-    """The object that ``"module:Name"`` names.
+    """Return the object that ``"module:Name"`` names.
 
     Raises:
-        PluginError: it cannot be imported; says which and why.
+        PluginError: the object cannot be imported; the error says why.
     """
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # one that exits, or panics, is as broken as one that raises
+    except BaseException as error:  # a module that exits or panics is as broken as one that raises
         raise PluginError(f"cannot import {path!r}: {error!r}") from error
 
 
@@ -72,8 +73,8 @@ def _distribution(entry: metadata.EntryPoint) -> str:
 
 
 def _installed() -> Iterator[metadata.EntryPoint]:
-    """Every entry point, one pass over the distributions; the first of a name on the path counts,
-    as it does for import.
+    """Yield all installed entry points. If a distribution is on the path twice, the first one
+    counts, as it does for import.
     """
     seen: set[str] = set()
     for distribution in metadata.distributions():
@@ -89,14 +90,14 @@ def _installed() -> Iterator[metadata.EntryPoint]:
 
 
 def _name_of(distribution: metadata.Distribution) -> str:
-    """Its name. Parsing all of every package's metadata takes five times as long as the rest."""
+    """Return the name. Parsing all metadata would take five times as long as everything else."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     found = _NAME.search(text)
     return found[1] if found is not None else str(distribution.metadata["Name"] or "")
 
 
 def _near(unknown: Sequence[str], known: Iterable[str]) -> str:
-    """What may have been meant, in words; empty if nothing is near.
+    """Return a hint at the known names that may have been meant; empty if none is similar.
 
     >>> _near(["hsh"], ["hash", "host"]), _near(["x"], ["hash"])
     ("did you mean 'hash'", '')
@@ -107,7 +108,7 @@ def _near(unknown: Sequence[str], known: Iterable[str]) -> str:
 
 
 def _kind(group: str) -> str:
-    """What a plug-in of that group is called."""
+    """Return the word for the plug-ins of a group, for error messages."""
     return GROUPS[group].removeprefix("torchstore_").replace("operation", "plug-in")
 
 
@@ -116,11 +117,11 @@ def _identity(entry: metadata.EntryPoint) -> tuple[str, str]:
 
 
 class Registry:
-    """The plug-ins of one process.
+    """The plug-ins that a process can use.
 
     Args:
-        entry_points: where to look; default: everything installed.
-        block: names that are not even imported.
+        entry_points: the entry points to choose from; default: all installed ones.
+        block: names of plug-ins that must not even be imported.
 
     >>> Registry(entry_points=[]).names("torchstore.transports")
     []
@@ -139,7 +140,7 @@ class Registry:
             if named is None:
                 continue
             same = named.setdefault(entry.name, [])
-            # One distribution seen twice (editable and built metadata) is no conflict.
+            # One distribution found twice (editable and built metadata) is no conflict.
             if _identity(entry) not in map(_identity, same):
                 same.append(entry)
         self._manager = pluggy.PluginManager(hooks.PROJECT)
@@ -148,19 +149,19 @@ class Registry:
         self._errors: dict[tuple[str, str], PluginError] = {}
 
     def names(self, group: str) -> list[str]:
-        """All names of a group that are not blocked, loadable or not, sorted."""
+        """Return all names of a group that are not blocked, loadable or not, sorted."""
         return sorted(set(self._entries[group]) - self.block)
 
     def errors(self) -> dict[str, str]:
-        """``"group:name"`` to what is wrong with it, for everything loaded so far."""
+        """Return the error of each plug-in that has failed to load so far, by ``"group:name"``."""
         return {f"{g}:{n}": str(e) for (g, n), e in sorted(self._errors.items())}
 
     def installed(self, group: str) -> list[str]:
-        """All names of a group, blocked ones too, sorted."""
+        """Return all names of a group, including blocked ones, sorted."""
         return sorted(self._entries[group])
 
     def left_out(self, group: str) -> dict[str, str]:
-        """Installed names of a group that cannot be used, and why: blocked, or broken."""
+        """Return the names of a group that are blocked or have failed to load, and why."""
         blocked = {n: "blocked by configuration" for n in self._entries[group] if n in self.block}
         broken = {n: str(e) for (g, n), e in self._errors.items() if g == group}
         return {**broken, **blocked}
@@ -168,14 +169,14 @@ class Registry:
     def check_installed(
         self, what: str, names: Sequence[str], groups: Sequence[str] = tuple(GROUPS)
     ) -> None:
-        """Every name is one of an installed plug-in, broken and blocked ones included.
+        """Check that every name belongs to an installed plug-in, even a broken or blocked one.
 
         Args:
-            what: what the names are given to, for the error.
-            groups: where they may be.
+            what: the setting that contains the names, for the error message.
+            groups: the groups to which the names may belong.
 
         Raises:
-            ConfigurationError: names those that nobody has installed here, and what there is.
+            ConfigurationError: lists the names that are not installed, and those that are.
         """
         known = {name for group in groups for name in self._entries[group]}
         unknown = [name for name in names if name not in known]
@@ -195,14 +196,14 @@ class Registry:
         )
 
     def source(self, group: str, name: str) -> str:
-        """The distribution(s) that a name comes from."""
+        """Return the distribution (or distributions) that provide a name."""
         return ", ".join(sorted(_distribution(e) for e in self._entries[group].get(name, [])))
 
     def load(self, group: str, name: str) -> Any:
-        """What the plug-in's hook returned (for observers: the plug-in itself). Cached.
+        """Return the result of the plug-in's hook (for observers: the plug-in itself), cached.
 
         Raises:
-            PluginError: unknown, blocked, broken or claimed twice.
+            PluginError: the plug-in is unknown, blocked, broken, or claimed by two distributions.
         """
         key = (group, name)
         if key in self._errors:
@@ -225,7 +226,7 @@ class Registry:
             near = _near([name], self.names(group))
             package = _PACKAGES.get((group, name))
             if package is None and group == RUNTIMES and not near and _PACKAGE_PART.match(name):
-                package = f"torchstore-{name}"  # that is what packages of runtimes are called
+                package = f"torchstore-{name}"  # packages of runtimes are named like this
             hint = near + "?" if near else "is its package installed here?"
             hint = f"pip install {package}" if package else hint
             raise PluginError(f"no {kind} is called {name!r} (installed: {known}); {hint}")
@@ -257,7 +258,7 @@ class Registry:
         return self._ask(hook, name, plugin, origin)
 
     def _ask(self, hook: str, name: str, plugin: Any, origin: str) -> Any:
-        """What a registered plug-in's own hook returns."""
+        """Return the result of a registered plug-in's own hook."""
         found = [
             implementation.function
             for implementation in getattr(self._manager.hook, hook).get_hookimpls()
@@ -285,10 +286,10 @@ class Registry:
             raise PluginError(f"{origin}: its hook {hook} failed: {error!r}") from error
         return _checked(hook, name, result, origin)
 
-    # ---- typed doors ----------------------------------------------------------------------
+    # ---- typed access ---------------------------------------------------------------------
 
     def transports(self) -> list[TransportSpec]:
-        """Every usable transport; broken ones are left out (see :meth:`errors`).
+        """Return all usable transports; broken ones are left out (see :meth:`errors`).
 
         Raises:
             PluginError: two distributions claim one name.
@@ -303,17 +304,17 @@ class Registry:
         return specs
 
     def transport(self, name: str) -> TransportSpec:
-        """One transport by name; raises PluginError."""
+        """Return the transport of that name. Raises PluginError."""
         spec: TransportSpec = self.load("torchstore.transports", name)
         return spec
 
     def strategy(self, name: str) -> type[Strategy]:
-        """One strategy class by name; raises PluginError."""
+        """Return the strategy class of that name. Raises PluginError."""
         strategy: type[Strategy] = self.load("torchstore.strategies", name)
         return strategy
 
     def runtimes(self) -> list[RuntimeSpec]:
-        """Every usable runtime; broken ones are left out."""
+        """Return all usable runtimes. Broken ones are left out; a name claimed twice raises."""
         specs: list[RuntimeSpec] = []
         for name in self.names(RUNTIMES):
             try:
@@ -324,19 +325,21 @@ class Registry:
         return specs
 
     def runtime(self, name: str) -> RuntimeSpec:
-        """One runtime by name; raises PluginError."""
+        """Return the runtime of that name. Raises PluginError."""
         spec: RuntimeSpec = self.load(RUNTIMES, name)
         return spec
 
     def advice(self, mesh: object | None = None) -> str:
-        """What this process, or that mesh, may need another package for; empty: nothing known."""
+        """Return which package this process, or the mesh, may need; empty if nothing is known."""
         names = self.installed(RUNTIMES)
         advice = [spec.advise(names, mesh) for spec in self.runtimes() if spec.advise is not None]
         return "; ".join(filter(None, advice))
 
     def observers(self) -> dict[str, Callable[..., list[Any]]]:
-        """The hook ``torchstore_operation`` of every observer plug-in that loads, by its name: none
-        of them can keep the others from being called. The others are :meth:`left_out`.
+        """Return the hook ``torchstore_operation`` of every observer that loads, by its name.
+
+        Each hook calls one observer only, so that none can keep the others from being called.
+        Observers that do not load are in :meth:`left_out`.
         """
         plugins = {}
         for name in self.names(OBSERVERS):
@@ -362,7 +365,7 @@ class Registry:
 
 def _checked(hook: str, name: str, result: Any, origin: str) -> Any:
     if inspect.iscoroutine(result):
-        result.close()  # or it would be reported as never awaited, far from here
+        result.close()  # otherwise Python would warn, far from here, that it was never awaited
     if hook == "torchstore_strategy":
         if not (isinstance(result, type) and issubclass(result, Strategy)):
             raise PluginError(f"{origin}: {hook} must return a subclass of Strategy")

@@ -78,8 +78,8 @@ def encode_strategy(strategy: object) -> tuple[str, bytes]:
 
 
 def decode_strategy(name: str, fields: bytes, registry: Registry) -> Strategy:
-    """Build the strategy of that name from its fields; each nested strategy is found by its own
-    name.
+    """Build the strategy of that name from its fields. Nested strategies are looked up by their own
+    names.
 
     Raises:
         PluginError: there is no such strategy, it is broken, or the fields do not belong to it.
@@ -111,7 +111,7 @@ def _made(cls: type[Strategy], fields: bytes, registry: Registry) -> Strategy:
 
 
 def _value(kind: Any, raw: bytes, registry: Registry) -> Any:
-    """Decode a field's value as its type; a strategy in it is found by its name."""
+    """Decode a field's value as its type; strategies in it are looked up by their names."""
     kind = _plain(kind)
     if isinstance(kind, type) and issubclass(kind, Strategy):
         tag = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("type")

@@ -1,1 +1,1 @@
-"""What a store tells of itself, for people: sizes, times and summaries."""
+"""Reports about a store, its keys and its volumes, as values and as text for people."""

@@ -1,6 +1,6 @@
-"""What a store knows of its keys, as values for users: what ``stat`` returns, and lists of keys.
+"""What a store knows about its keys: the result of ``stat``, and the items of lists of keys.
 
-The wire's messages carry them. Torch-free.
+The messages of the wire protocol carry these values. Torch-free.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["Described", "Found", "Listed", "Pending"]
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """A version that is not whole yet.
+    """An unfinished version.
 
     Args:
-        participants: how many make it; 0: as many as it takes to cover the tensor.
-        committed: the participants that are done.
-        writing: those that are putting their part at this moment.
-        missing: the first hundred boxes that nobody has put, as (name of the entry, offset, shape);
-            for a plain tensor the name is its key. For a state dict only ``stat``, and the error
-            that its readers get, tell them.
-        key: the one that it is a version of.
-        nbytes: bytes of what is committed.
-        missing_participants: the first hundred that have not begun, as far as their names are
-            known.
+        participants: how many participants it needs; 0: as many as it takes to cover the tensor.
+        committed: the participants that have committed.
+        writing: the participants that are still putting their parts.
+        missing: the first hundred boxes that are not committed, as (name of the entry, offset,
+            shape); for a plain tensor, the name is its key. For a state dict, they are given only
+            by ``stat`` and by the error that its readers get.
+        key: the key that this is a version of.
+        nbytes: the bytes that are committed.
+        missing_participants: the first hundred participants that have not begun, as far as their
+            names are known.
     """
 
     version: int
@@ -50,14 +50,14 @@ class Pending(msgspec.Struct, frozen=True):
     missing_participants: list[str] = []
 
     def plain(self) -> dict[str, Any]:
-        """As dicts and lists, for the details of an error."""
+        """Return the fields as dicts and lists, for the details of an error."""
         boxes = [[name, list(offset), list(shape)] for name, offset, shape in self.missing]
         return {**msgspec.structs.asdict(self), "missing": boxes}
 
 
 class Described:
-    """What kind of value a key has. Tensors have ``dtype`` and ``shape``, objects have ``codec``,
-    and state dicts have ``entries``; everything else is None.
+    """The kind of a key's value. Tensors have ``dtype`` and ``shape``, objects have ``codec``, and
+    state dicts have ``entries``; the properties that do not apply are None.
     """
 
     __slots__ = ()
@@ -78,22 +78,22 @@ class Described:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape, in elements."""
+        """The shape of a tensor."""
         return getattr(self.meta, "shape", None)
 
     @property
     def codec(self) -> str | None:
-        """``msgpack`` or ``pickle``."""
+        """How an object is encoded: ``msgpack`` or ``pickle``."""
         return getattr(self.meta, "codec", None)
 
     @property
     def entries(self) -> int | None:
-        """How many tensors and objects it has."""
+        """How many tensors and objects a state dict has."""
         return getattr(self.meta, "entries", None)
 
     @property
     def inline(self) -> bool:
-        """Whether it lies with the controller, because it came inside the message."""
+        """Whether the controller keeps the value itself, because it was sent inside a message."""
         return self.segment == -1
 
 
@@ -113,17 +113,17 @@ class Listed(Described, msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Found(Described, msgspec.Struct, frozen=True):
-    """What a store knows of one key: what ``stat`` returns. As a string, a few lines for people.
+    """What a store knows about one key; the result of ``stat``. ``str()`` of it is a short summary.
 
     Args:
-        segment: -1 for an inline value, -2 for what is in several places (shards, a state dict).
-        offset: in the segment; -1 where there is none.
+        segment: -1 for an inline value, -2 for a value in several places (shards, a state dict).
+        offset: the offset in the segment; -1 if there is none.
         created: when the version was committed, in seconds since the epoch.
-        parts: how many shards it lies in, or entries it has.
-        versions: those that can be read, ascending.
-        pending: those on their way.
-        lost: why some or all of it cannot be read any more; empty if it can.
-        copies: in how many volumes each byte lies, at least.
+        parts: how many shards the value has, or how many entries.
+        versions: the versions that can be read, ascending.
+        pending: the unfinished versions.
+        lost: why some or all of the value can no longer be read; empty if all of it can.
+        copies: the number of volumes that hold each byte, at least.
         spilled_bytes: how many bytes of it are only on disk; a get reads them back.
     """
 
@@ -145,7 +145,7 @@ class Found(Described, msgspec.Struct, frozen=True):
     spilled_bytes: int = 0
 
     def __str__(self) -> str:
-        """What it is, where it lies, who put it."""
+        """Describe the value, where it is stored, and which process put it."""
         shape = "" if self.shape is None else f" {shape_text(self.shape)}"
         creator = self.creator
         rank = "" if creator.rank is None else f", rank {creator.rank}"

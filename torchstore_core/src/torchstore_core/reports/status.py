@@ -1,6 +1,6 @@
-"""What a store knows of itself, as values for users: what ``status`` returns. Torch-free.
+"""What a store knows about itself: the result of ``status``. Torch-free.
 
-The wire's messages carry them.
+The messages of the wire protocol carry these values.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ __all__ = ["SessionStatus", "SpillStatus", "StatusReport", "VolumeStatus"]
 
 
 class VolumeStatus(msgspec.Struct, frozen=True):
-    """The memory of one volume.
+    """The status of one volume and its memory.
 
     Args:
-        used_bytes: leased and unfinished ones included.
-        leased_bytes: what readers hold.
-        unfinished_bytes: what is being written.
-        warm_bytes: memory that is backed by pages already.
-        transports: the names of those that serve it.
-        lost: why the volume is gone for good; empty while it lives. Then nothing of it is free.
+        used_bytes: the bytes in use, including leased and unfinished ones.
+        leased_bytes: the bytes that readers lease.
+        unfinished_bytes: the bytes that are being written.
+        warm_bytes: the bytes of memory that are already backed by pages.
+        transports: the names of the transports that serve the volume.
+        lost: why the volume is permanently lost, in which case none of its memory is free; empty
+            while it is live.
     """
 
     id: str
@@ -44,10 +45,10 @@ class SessionStatus(msgspec.Struct, frozen=True):
     """One client process and what it holds.
 
     Args:
-        lanes: event loops of it that are connected.
-        age_s: seconds since it connected.
-        role: see ``ClientFacts``; or "orphan": its relay is gone, and what is left are leases on
-            what the process may still read.
+        lanes: how many of its event loops are connected.
+        age_s: the seconds since it connected.
+        role: see ``ClientFacts``; or "orphan" if its relay is gone and only its leases are left, on
+            values that the process may still read.
     """
 
     pid: int
@@ -114,15 +115,15 @@ class SpillStatus(msgspec.Struct, frozen=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True):
-    """What a store knows of itself: what ``status`` returns. As a string, a few lines for people.
+    """The status of a store; the result of ``status``. ``str()`` of it is a short summary.
 
     Args:
-        keys: how many there are.
-        operations: how many requests of each kind there were since the start.
+        keys: the number of keys.
+        operations: the number of requests of each kind since the start.
         plugin_errors: why plug-ins do not work, by name.
-        pending: the first versions that are not whole yet.
-        pending_versions: how many of them there are in all.
-        pending_bytes: the bytes that are committed of all of them.
+        pending: the first unfinished versions.
+        pending_versions: the number of all unfinished versions.
+        pending_bytes: the committed bytes of all unfinished versions.
         spill: what has left memory because it was full.
     """
 
@@ -142,7 +143,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     spill: SpillStatus = SpillStatus()
 
     def __str__(self) -> str:
-        """Memory, keys, volumes, and what is not as it should be."""
+        """Describe the store's keys, sessions and volumes, and any problems."""
         living = [v for v in self.volumes if not v.lost]
         lines = [
             f"store {self.store_name!r}, up {human_duration(self.uptime_s)}, "

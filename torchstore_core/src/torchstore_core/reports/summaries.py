@@ -1,4 +1,4 @@
-"""The words in which reports describe values, versions and numbers to people. Torch-free."""
+"""Short texts in which reports describe values, versions and numbers to people. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_SHOWN", "count_text", "kind_text", "pending_text", "pretty", "shape_text"]
 
-#: So many of a kind are shown, and how many more there are.
+#: At most this many items of a kind are shown, followed by the number of the others.
 MOST_SHOWN = 5
 
 
 class HasKind(Protocol):
-    """A value of some kind: ``Described`` of :mod:`.stat`, or what has the same names."""
+    """A value of some kind: ``Described`` of :mod:`.stat`, or a class with the same properties."""
 
     @property
     def dtype(self) -> str | None: ...
@@ -25,19 +25,19 @@ class HasKind(Protocol):
 
 
 class Printer(Protocol):
-    """Of IPython, as far as it is used here."""
+    """The part of IPython's printer that is used here."""
 
     def text(self, text: str, /) -> object: ...
 
 
 def pending_text(p: Pending) -> str:
-    """What a version that is not whole yet waits for."""
+    """Describe what an unfinished version waits for."""
     done = f"{len(p.committed)}" + (f" of {p.participants}" if p.participants else "")
     text = f"not whole yet: done {done}, writing {len(p.writing)}"
     if p.missing_participants:
         more = len(p.missing_participants) - MOST_SHOWN
-        who = ", ".join(p.missing_participants[:MOST_SHOWN]) + (f" and {more} more" * (more > 0))
-        text += f", nothing from {who}"
+        names = ", ".join(p.missing_participants[:MOST_SHOWN]) + (f" and {more} more" * (more > 0))
+        text += f", nothing from {names}"
     if p.missing:
         name, offset, shape = p.missing[0]
         text += f", boxes missing {len(p.missing)} (the first: {name}{list(offset)}+{list(shape)})"
@@ -45,14 +45,14 @@ def pending_text(p: Pending) -> str:
 
 
 def kind_text(found: HasKind) -> str:
-    """What kind of value it is."""
+    """Return the kind of a value as text."""
     if found.entries is not None:
         return f"state dict ({found.entries:,})"
     return found.dtype if found.dtype is not None else f"object ({found.codec})"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape.
+    """Return a shape as text.
 
     >>> shape_text((256, 512)), shape_text(())
     ('256×512', 'scalar')
@@ -61,12 +61,12 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def pretty(what: object, printer: Printer, cycle: bool) -> None:
-    """``_repr_pretty_`` of what has a text for people: what a notebook shows of its last line."""
+    """Print ``str(what)``; serves as the ``_repr_pretty_`` that a notebook uses for a result."""
     printer.text(str(what))
 
 
 def count_text(number: int, what: str) -> str:
-    """How many of something.
+    """Return a number with its noun, in the plural if necessary.
 
     >>> count_text(1, "key"), count_text(2000, "key")
     ('1 key', '2,000 keys')

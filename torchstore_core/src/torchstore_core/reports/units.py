@@ -1,4 +1,4 @@
-"""Sizes and times as people write and read them."""
+"""Conversion of sizes and times from and to the form in which people write and read them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size with or without a unit; a letter alone means the binary unit.
+    """Return the bytes of a size with or without a unit; a letter alone means the binary unit.
 
     Raises:
-        ValueError: not a size.
+        ValueError: ``text`` is not a size.
 
     >>> parse_bytes("4096"), parse_bytes("512MB"), parse_bytes("8GiB"), parse_bytes("1.5g")
     (4096, 512000000, 8589934592, 1610612736)
@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
 
 
 def human_bytes(nbytes: int) -> str:
-    """A size in binary units.
+    """Return a size as text, in binary units.
 
     >>> human_bytes(0), human_bytes(1023), human_bytes(1536), human_bytes(512 << 20)
     ('0 B', '1023 B', '1.5 KiB', '512 MiB')
@@ -43,7 +43,7 @@ def human_bytes(nbytes: int) -> str:
 
 
 def human_latency(seconds: float) -> str:
-    """A short time.
+    """Return a short time as text.
 
     >>> human_latency(0), human_latency(11e-5), human_latency(0.0042), human_latency(2.5)
     ('0 µs', '110 µs', '4.20 ms', '2.50 s')
@@ -54,7 +54,7 @@ def human_latency(seconds: float) -> str:
 
 
 def human_duration(seconds: float) -> str:
-    """A long time, in its two largest units.
+    """Return a long time as text, in its two largest units.
 
     >>> human_duration(0.4), human_duration(63), human_duration(7384), human_duration(200_000)
     ('0 s', '1 min 03 s', '2 h 03 min', '2 d 07 h')

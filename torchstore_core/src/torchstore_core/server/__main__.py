@@ -1,4 +1,4 @@
-"""``python -m torchstore_core.server JSON``: one server process; prints a JSON line when ready."""
+"""``python -m torchstore_core.server JSON`` runs a server, which prints a JSON line when ready."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from torchstore_core.server.serving.listening import raise_descriptor_limit
 from torchstore_core.server.serving.members import Members
 
 _M_MMAP_THRESHOLD = -3
-#: New objects before the first collection. A put of 18,000 entries makes and drops that many pairs.
+#: How many new objects trigger a garbage collection: more than a put of 18,000 entries creates.
 _COLLECT_EVERY = 100_000
 
 
 class ProcessOptions(ServerOptions, frozen=True):
-    """Options of a server in a process of its own.
+    """The options of a server in a process of its own.
 
     Args:
-        members: ``owner`` only starts it; it ends with the last of its members, or with the owner
-            if none has joined until then.
+        members: whether the server ends with the last of its members. ``owner`` then only starts
+            it; the server still ends with the owner if no member has joined until then.
     """
 
     members: bool = False
 
 
 def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | None = None) -> int:
-    """Run one server in this process until it is told to stop; the exit status.
+    """Run one server in this process until it is told to stop; returns the exit status.
 
     Args:
-        options: what to run.
-        say: told once: that it is ready, or ``error`` (a code) and ``message`` if it cannot start.
-            By default that is a line of JSON on stdout.
+        options: the options of the server.
+        say: called once, with ``Ready``, or with ``error`` (a code) and ``message`` if the server
+            cannot start. The default prints a line of JSON on stdout.
     """
     _return_large_blocks()
     gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])
@@ -58,8 +58,8 @@ def run(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None] | 
 
 
 def _return_large_blocks() -> None:
-    """Have glibc give freed message buffers back: its threshold for doing so grows with the first
-    large one, and the server would keep tens of megabytes for ever.
+    """Make glibc return freed message buffers to the system. By default, its threshold for doing so
+    grows with the first large buffer, and the server would keep tens of megabytes for ever.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -69,7 +69,7 @@ def _return_large_blocks() -> None:
 async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], None]) -> int:
     server = Server(options)
     loop = asyncio.get_running_loop()
-    # Before anything is made that would be left behind.
+    # Set before anything is created that a signal could leave behind.
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, server.stop_soon)
     try:
@@ -88,7 +88,7 @@ async def _main(options: ServerOptions, say: Callable[[Ready | dict[str, str]], 
 
 
 def _end_with_others(options: ServerOptions, server: Server) -> None:
-    """See to it that the server ends with the processes that it is for."""
+    """Make the server end with its owner, or with its last member."""
     owner_ended = server.stop_soon
     if isinstance(options, ProcessOptions) and options.members:
         server.members = Members(server.stop_soon)
@@ -108,7 +108,7 @@ def _say(line: object) -> None:
 
 
 def main() -> int:
-    """Entry point of the module."""
+    """Run the server whose options are on the command line; returns the exit status."""
     try:
         log_to_stderr("WARNING", "torchstore server %(process)d")
     except ConfigurationError as error:

@@ -1,7 +1,7 @@
 """The controller of a store: index, versions, leases, placement and memory accounts.
 
 It is a synchronous state machine without I/O: every method runs to completion without waiting, so
-that every request sees and changes one consistent state. Connections call it and send what it
+that every request sees and changes one consistent state. Conversations call it and send what it
 returns; errors are raised.
 """
 
@@ -61,7 +61,7 @@ class Controller:
     Args:
         volumes: the volumes that can hold bytes.
         strategy: decides which volume a put goes to.
-        prefault: whether to keep n bytes warm for the next put after a put of n bytes.
+        prefault: whether to warm n free bytes, for the next put, after a put of n bytes.
         warmed: called (from a thread) when a background prefault has ended.
         watch: asks a live volume to report when a process on its host has ended.
         when_full: what is done with puts that do not say, when memory is full; see
@@ -88,7 +88,7 @@ class Controller:
         self.detached = DetachedSessions(self, watch)
         self._holders = ChainMap(self.sessions, self.detached.sessions)
         self.catalog = Catalog(self.sessions)
-        #: Number of requests so far, by message class; shown in the status.
+        #: The number of requests so far, by message class; shown in the status.
         self.operations: dict[type[m.Message], int] = defaultdict(int)
         self._prefault = prefault
         self._warmed = warmed
@@ -107,22 +107,26 @@ class Controller:
         return session
 
     def join_session(self, token: bytes) -> SessionRecord:
-        """The session with this token, for a channel that joins it."""
+        """Return the session with this token, for a channel that joins it.
+
+        Raises:
+            StoreClosedError: the session has ended.
+        """
         session = self.sessions.get(token)
         if session is None:
             raise StoreClosedError("this session has ended; connect again")
         return session
 
     def close_session(self, session: SessionRecord) -> None:
-        """Undo everything that the session had open."""
+        """End a session, and undo everything that it has open: unfinished puts and leases."""
         if self.sessions.pop(session.token, None) is None:
             return
         self.end_session(session)
         self.release(session, list(session.leases), [])
 
     def end_session(self, session: SessionRecord) -> None:
-        """Handle the end of a session's process: its unfinished puts can no longer be committed.
-        Memory that it has mapped may still be read by a forked child.
+        """Handle the end of a session's process, by aborting its unfinished puts. Its leases stay,
+        because a forked child may still read memory that it has mapped.
         """
         session.end()
         self.abort(session, list(session.txns))
@@ -133,17 +137,19 @@ class Controller:
     def put(
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
-        """Begin a put. Returns its versions if all was inline (it is then committed), else grants.
+        """Begin a put. If all its data is inline, the put is committed at once, and its versions
+        are returned; otherwise, the grants are returned.
 
         Raises:
             StoreFullError: the volumes that the strategy names have no room; nothing was changed.
             ProtocolError: the txn id is in use, or sizes or shards are invalid.
+            StoreClosedError: the session's process has ended.
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: the put
                 does not match the present state of its generation; see ``Catalog.target``.
             ObjectLostError: parts of that version that others have put are lost.
             Delayed: memory is full, and there will be room soon.
         """
-        if session.closed is not None:  # no process is left that could write or abort it
+        if session.closed is not None:  # no process is left that could write or abort the put
             raise StoreClosedError("the process of this session has ended")
         if request.txn in session.txns:
             raise ProtocolError(f"put id {request.txn} is in use")
@@ -176,7 +182,7 @@ class Controller:
     def _put_joined(
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
-        """A put that contributes to generations: shards, a state dict, an explicit version."""
+        """Begin a put that contributes to generations: shards, a state dict, a named version."""
         put = CollectivePut(self.catalog, session, request)
         when_full = self.spilling.choice(request.when_full, keeps=put.keeps_older)
         self._free(put.clear())
@@ -186,7 +192,7 @@ class Controller:
             values, granted = self._make(session, put.items, put, placed, inline, sizes)
             txn = put.enter(values, granted)
             txn.when_full = when_full
-        finally:  # it may have dropped a generation that others were waiting for
+        finally:  # the put may have dropped a generation that later ones were waiting for
             if self.catalog.unsettled:
                 self._apply(*self.catalog.settle())
         grants = put.grants(values)
@@ -199,18 +205,18 @@ class Controller:
         self,
         session: SessionRecord,
         items: Sequence[m.PutItem],
-        joint: CollectivePut | None,
+        collective: CollectivePut | None,
         placed: int,
         inline: int,
         sizes: list[int],
     ) -> tuple[list[Value], dict[int, int]]:
-        """Place the values of a put, which holds them. Returns the values, and the bytes granted
-        for them per volume.
+        """Create and place the values of a put, which becomes their holder. Returns the values, and
+        the bytes granted for them on each volume.
         """
-        runs = self._place(session.facts, items, placed, inline, sizes, joint)
+        runs = self._place(session.facts, items, placed, inline, sizes, collective)
         values, granted = values_in_runs(items, session.facts, runs)
-        if joint is not None:
-            for value, box in zip(values, joint.boxes, strict=True):
+        if collective is not None:
+            for value, box in zip(values, collective.boxes, strict=True):
                 if box is not None:
                     value.box = box
         return values, granted
@@ -228,7 +234,7 @@ class Controller:
         placed: int,
         inline: int,
         sizes: list[int],
-        joint: CollectivePut | None,
+        collective: CollectivePut | None,
     ) -> list[Run]:
         """Find places for the items. If there is no room, values that may leave memory do (see
         ``Spilling.make_room``), and stalled generations are dropped (see ``Catalog.reclaim``).
@@ -237,18 +243,18 @@ class Controller:
             StoreFullError: there is no room.
             Delayed: there will be.
         """
-        prefix = "" if joint is None else joint.prefix
+        prefix = "" if collective is None else collective.prefix
         spilling = self.spilling
         while not spilling.active or spilling.leaves_room(placed + inline):
             sought = facts, items, prefix, placed, inline, sizes
             runs = find_place(self.strategy, self.volumes, *sought)
             if runs is not None:
                 return runs
-            keys = () if joint is None else joint.keys
-            kept = () if joint is None else joint.generations
+            keys = () if collective is None else collective.keys
+            kept = () if collective is None else collective.generations
             fits = placed + inline <= most_bytes(self.strategy, self.volumes)
             if fits and spilling.active:
-                taken = keys if joint is not None else [item.key for item in items]
+                taken = keys if collective is not None else [item.key for item in items]
                 if spilling.make_room(placed + inline, taken):
                     continue
             freed = self.catalog.reclaim(keys, kept) if fits else None
@@ -260,13 +266,13 @@ class Controller:
         raise spilling.noted(error)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
-        """Make all keys of a put visible at once; returns their new versions, see
+        """Make all keys of a put visible in one step; returns their new versions, see
         ``messages.Committed``.
 
         Raises:
             ProtocolError: there is no such put.
-            ObjectLostError: bytes that it wrote, or that others wrote for the same version, are
-                lost; the put is undone.
+            ObjectLostError: bytes that the put wrote, or that others wrote for the same version,
+                are lost; the put is undone.
         """
         txn = session.txns.get(txn_id)
         if txn is None:
@@ -286,7 +292,7 @@ class Controller:
         return versions
 
     def _finish(self, txn: Txn) -> list[int]:
-        """Make the values of the put visible atomically; returns the versions for the reply."""
+        """Publish the values of a put in one step; returns the versions for the reply."""
         freed: Sequence[Value] = self.catalog.flip(txn.plain)
         visible: Sequence[str] = ()
         if txn.contributions:
@@ -300,10 +306,10 @@ class Controller:
     def _apply(
         self, freed: Sequence[Value], visible: Sequence[str] = (), plain: Sequence[Value] = ()
     ) -> None:
-        """Free values that are no longer held, and answer the requests that wait for keys that are
-        now visible.
+        """Free values that nothing holds any more, and answer the Waits for keys that have become
+        visible.
 
-        ``plain``: values that are, on their own, the newest versions of their keys.
+        ``plain``: values that are, by themselves, the newest versions of their keys.
         """
         if freed:
             self._free(freed)
@@ -315,10 +321,10 @@ class Controller:
     ) -> None:
         """Undo unfinished puts.
 
-        ``remember``: puts with ids that are still unknown will be refused when they arrive over
-        another, slower connection.
+        ``remember``: remember ids that are unknown, so that puts with these ids are rejected when
+        they arrive later, over another connection.
         """
-        # The latest first, so that its participant is back in the state before all of them.
+        # The latest first, so that its participant returns to the state before all of them.
         for txn_id in sorted(txn_ids, reverse=True):
             txn = session.txns.pop(txn_id, None)
             if txn is None:
@@ -330,7 +336,7 @@ class Controller:
             self._apply(*Change.of([Change(release(txn.plain)), *changes]))
 
     def _written(self, txn: Txn) -> None:
-        """Account for a put that has ended, committed or not: its memory has been written to."""
+        """Account for a put that has ended, committed or not, and note that its memory is warm."""
         alone = len(self.volumes) == 1
         for index, nbytes in txn.granted.items():
             volume = self.volumes[index]
@@ -347,7 +353,7 @@ class Controller:
         been no put for ``idle_s`` seconds.
 
         Args:
-            keep: bytes of each volume that always stay warm.
+            keep: how many bytes at the start of each volume always stay warm.
 
         Returns:
             The number of bytes returned to the system.
@@ -366,10 +372,12 @@ class Controller:
     # ---- get ------------------------------------------------------------------------------
 
     def locate(self, session: SessionRecord, request: m.Locate) -> tuple[list[m.Entry], bool]:
-        """Entries for all wanted values in one snapshot, and whether ``lease`` now holds them.
+        """Return entries for all wanted values, from one snapshot, and whether they are now leased
+        under ``lease``.
 
         Raises:
-            KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
+            KeyNotFoundError, VersionGoneError, ObjectLostError: a value cannot be read; nothing is
+                leased.
             ProtocolError: the lease id is in use.
             Delayed, StoreFullError: see ``Spilling.use``.
         """
@@ -401,10 +409,12 @@ class Controller:
         )
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
-        """Entries of one version of a state dict, leased under ``lease``.
+        """Return entries of one version of a state dict, leased under ``lease`` unless the reply
+        contains all of their bytes.
 
         Raises:
-            KeyNotFoundError, VersionGoneError, ObjectLostError: nothing is leased.
+            KeyNotFoundError, VersionGoneError, ObjectLostError: it cannot be read; nothing is
+                leased.
             LayoutMismatchError: the key is not a state dict.
             ProtocolError: as for :meth:`locate`.
         """
@@ -464,9 +474,12 @@ class Controller:
         *,
         remember: bool = False,
     ) -> None:
-        """End leases, or the leases of some of their values, and free what is no longer held.
+        """Release leases, or some of the values that they hold, and free the values that nothing
+        holds any more.
 
-        ``remember``: see :meth:`abort`.
+        Args:
+            parts: leases of which only some values are released, with these values' positions.
+            remember: see :meth:`abort`.
         """
         returned: list[Value | None] = []
         for lease in leases:
@@ -493,7 +506,7 @@ class Controller:
     # ---- keys -----------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[str], strict: bool) -> int:
-        """Delete keys; returns how many existed. ``strict``: delete none unless all exist."""
+        """Delete keys; returns how many existed. If ``strict``, delete none unless all exist."""
         catalog = self.catalog
         if strict:
             missing = [k for k in keys if k not in catalog.newest and not catalog.pending(k)]
@@ -504,11 +517,13 @@ class Controller:
         return len(deleted)
 
     def keys(self, prefix: str) -> list[str]:
-        """Sorted keys and state dict entries that start with ``prefix``, including lost ones."""
+        """Return the keys and state dict entries that start with ``prefix``, sorted, including lost
+        ones.
+        """
         return self.catalog.names.page(prefix)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key, or entry, has a complete version of which no part is lost."""
+        """Return, for each key or entry, whether it has a complete version with no part lost."""
         found = map(self.catalog.find, keys)
         return [one is not None and not self.lost_volumes.is_lost(one[0]) for one in found]
 

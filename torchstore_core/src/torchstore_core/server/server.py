@@ -1,4 +1,4 @@
-"""The server: controller, volumes here or in other processes, and the socket of this host."""
+"""The server: the controller, volumes in this or other processes, and the Unix socket."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ _SHUTDOWN_GRACE_S = 0.5
 
 
 class ServerOptions(msgspec.Struct, frozen=True):
-    """Configuration of one server process, as JSON on its command line.
+    """The configuration of one server.
 
     Args:
-        store_name: shown in status.
-        num_storage_volumes: how many volumes.
-        attached: whether they live in other processes, which attach them, and not in this one.
-        capacity: bytes over all volumes; None: half of the memory limit.
+        store_name: the name of the store, shown in its status.
+        num_storage_volumes: how many volumes the store has.
+        attached: whether the volumes are in other processes, which attach them to the server.
+        capacity: bytes of all volumes together; None: half of the memory limit.
         prefault: bytes to warm at the start; None: up to 1 GiB, at most half of the capacity and
             an eighth of the memory limit; 0: never warm anything in the background.
-        strategy: name and fields of the strategy.
-        spill: directory to spill to; None: nothing is spilled.
+        strategy, strategy_fields: the name and the encoded fields of the strategy.
+        spill: the directory to spill to; None: nothing is spilled.
         spill_capacity: the most bytes to spill; None: as many as are free at the start.
-        when_full: what is done with puts that do not say, when memory is full: "pinned",
-            "spillable" or "evictable"; None: pinned, but spillable if older versions are kept and
-            there is a directory to spill to.
-        trim_after: seconds without a put after which free pool memory beyond ``prefault`` goes
-            back to the system.
-        block: plug-in names not to load.
-        owner: pid of the process with which the server ends; 0: none.
-        directory: where to put the socket; None: a fresh private one.
+        when_full: what is done when memory is full with values whose put does not say it:
+            "pinned", "spillable" or "evictable"; None: pinned, but spillable if older versions are
+            kept and there is a directory to spill to.
+        trim_after: seconds without a put after which free memory beyond ``prefault`` is returned to
+            the system.
+        block: names of plug-ins that must not be loaded.
+        owner: the pid of the process with which the server ends; 0: none.
+        directory: where to put the socket; None: a new private directory.
     """
 
     store_name: str = "torchstore"
@@ -90,21 +90,21 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The one line a server prints when it can be connected to."""
+    """The line that a server prints when it accepts connections."""
 
     address: str
     pid: int
 
 
 class Server:
-    """Controller and volumes behind one Unix socket.
+    """A controller and volumes behind one Unix socket.
 
     Attributes:
-        conversations: with clients and volumes, whatever carries them.
-        connections: those on the Unix socket.
+        conversations: all conversations with clients and volumes, also those through relays.
+        connections: the connections to the Unix socket.
         before_close: see ``serving.frames.Host``.
-        owner: pid of the process with which the store ends, for people to see; 0: none.
-        members: the processes with the last of which the server ends; None: it has no members.
+        owner: the pid of the process with which the store ends, as shown to people; 0: none.
+        members: the members, with the last of which the server ends; None: it does not use members.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -137,7 +137,7 @@ class Server:
     # ---- life -----------------------------------------------------------------------------
 
     async def start(self) -> str:
-        """Bring everything up; the address to connect to."""
+        """Start the volumes of this process, and listen; returns the address to connect to."""
         options = self.options
         if options.num_storage_volumes < 1:
             raise ConfigurationError("num_storage_volumes must be at least 1")
@@ -177,14 +177,15 @@ class Server:
         volumes = self.controller.volumes
         options = self.options
         journal.started(options.store_name, self._address, options.strategy, volumes)
-        if not options.owner:  # it has been warned where its user sees it
+        if not options.owner:  # an owner has warned already, where its user sees it
             journal.more_than_memory(volumes)
 
     async def attached(self, timeout: float) -> None:
-        """Wait until all volumes are attached; only then clients are let in.
+        """Wait until all volumes are attached; only then can clients open sessions.
 
         Raises:
-            StoreTimeoutError: not within ``timeout`` seconds; says how many are missing.
+            StoreTimeoutError: it took longer than ``timeout`` seconds; the message says how many
+                volumes are missing.
         """
         try:
             await asyncio.wait_for(self._all_attached.wait(), timeout)
@@ -208,7 +209,7 @@ class Server:
         return self._controller
 
     def _begin(self, volumes: list[VolumeRecord]) -> None:
-        """All volumes are there."""
+        """Create the controller, now that all volumes are there."""
         self.handshakes = Handshakes(volumes)
         mover = None
         if self._spill_file is not None:
@@ -229,25 +230,27 @@ class Server:
         self._loop.call_later(1.0, self._sample_rate)
 
     async def serve(self) -> None:
-        """Run until :meth:`stop_soon`."""
+        """Wait until :meth:`stop_soon` has stopped the server."""
         await self._stopped.wait()
 
     def stop_soon(self) -> None:
-        """End the server once the replies under way are sent."""
+        """Stop the server after a moment, in which replies under way are still sent."""
         if not self._stopping:
             self._stopping = True
             asyncio.get_running_loop().call_later(0.01, self._stopped.set)
 
     def shutdown(self, request_id: int, session: SessionRecord) -> m.Reply:
-        """The answer to a Shutdown: the server ends, but for a member, which only leaves."""
+        """Handle a Shutdown, and return the reply: a member only leaves, any other client stops the
+        server.
+        """
         if self.members is not None and is_member(session):
             return m.Flags(request_id, [self.members.left(session)])
         self.stop_soon()
         return m.Done(request_id)
 
     async def close(self) -> None:
-        """Stop listening, close every connection, release memory, remove the directory."""
-        self._stopping = True  # from now on, clients that leave are not worth a line
+        """Stop listening, close every connection, release memory, and remove the directory."""
+        self._stopping = True  # from now on, clients that leave are not logged
         self._watcher.close()
         self._listener.close()
         for connection in list(self.connections):
@@ -286,10 +289,11 @@ class Server:
         return VolumeRecord(await volume.start(), volume.memory, volume)
 
     def volume_attached(self, info: m.VolumeInfo, send: Callable[[m.Message], None]) -> None:
-        """A volume in another process is there.
+        """Add a volume in another process, which has connected.
 
         Raises:
-            ConfigurationError: this store does not wait for it.
+            ConfigurationError: the store does not wait for a volume with this index.
+            StoreFullError: its capacity is out of range.
         """
         wanted = self.options.num_storage_volumes if self.options.attached else 0
         if not 0 <= info.index < wanted or info.index in self._attached:
@@ -308,8 +312,8 @@ class Server:
             self._all_attached.set()
 
     def when_trimmed(self, call: Callable[[], None]) -> bool:
-        """Whether memory is being returned to the system at this moment. If so, ``call`` when it
-        can be used again.
+        """Make ``call`` once all memory can be allocated again, if a volume is returning some to
+        the system at the moment. Returns whether that is so; if not, ``call`` is not made.
         """
         memories = [record.memory for record in self._attached.values()]
         if not any(
@@ -325,12 +329,12 @@ class Server:
             self._loop.call_soon(call)
 
     def lost_volumes(self) -> list[str]:
-        """Ids of the volumes that are lost."""
+        """Return the ids of the volumes that are lost."""
         there = () if self._controller is None else self._controller.volumes
         return [volume.info.id for volume in there if volume.lost]
 
     def volume_warmed(self, index: int, message: m.Warm) -> None:
-        """A volume in another process has said how much of it is warm."""
+        """Handle an attached volume's report of how much of its memory is warm."""
         memory = self._attached[index].memory
         if isinstance(memory, AttachedMemory):
             memory.warmed(message)
@@ -340,13 +344,13 @@ class Server:
             self._broadcast_warm()
 
     def volume_replied(self, index: int, message: m.PeerReply) -> None:
-        """A volume in another process has answered a transport's client."""
+        """Handle an attached volume's answer to a handshake or a disconnect."""
         halves = self._attached[index].halves
         if isinstance(halves, AttachedHalves):
             halves.replied(message)
 
     def volume_ended(self, index: int, why: str) -> None:
-        """A volume in another process is gone, and what only it had is lost."""
+        """Handle the end of an attached volume; values that only it had are lost."""
         halves = self._attached[index].halves
         if isinstance(halves, AttachedHalves):
             halves.lost(why)
@@ -360,19 +364,23 @@ class Server:
             self._to_liveness_connections(m.Lost(index, why))
 
     def joined(self, session: SessionRecord) -> None:
-        """A client has opened a session; raises as ``Members.joined``."""
+        """Record that a client has opened a session.
+
+        Raises:
+            StoreClosedError: see ``Members.joined``.
+        """
         if self.members is not None:
             self.members.joined(session)
         journal.client_joined(session, len(self.controller.sessions))
 
     def died(self, session: SessionRecord) -> None:
-        """A session's process has died, and what it has half done is about to be undone."""
+        """Record that a session's process has died; its unfinished puts will be undone."""
         if self.members is not None:
             self.members.left(session)
         journal.process_died(session)
 
     def left(self, session: SessionRecord, why: str) -> None:
-        """A session is about to end."""
+        """Record that a session is about to end."""
         if self.members is not None:
             self.members.left(session)
         if not self._stopping:
@@ -380,14 +388,14 @@ class Server:
             journal.client_left(session, why, len(others))
 
     def _watch(self, volume: VolumeRecord, wanted: m.WatchProcess) -> None:
-        """Have a process of a volume's host watched, there."""
+        """Watch a process on a volume's host, from the process of that volume."""
         if isinstance(volume.memory, AttachedMemory):
             volume.memory.watch(wanted)
         else:
             self._watcher.watch(wanted)
 
     def process_ended(self, message: m.ProcessDied) -> None:
-        """The process of a session whose relay is gone has ended."""
+        """Handle the end of a process whose session was detached because its relay is gone."""
         self.controller.detached.process_ended(message.session)
 
     def _start_prefault(self) -> None:
@@ -414,7 +422,7 @@ class Server:
                 conversation.send(message)
 
     def disconnected(self, connection: Connection) -> None:
-        """A connection is gone."""
+        """Forget a connection that has closed."""
         self.connections.discard(connection)
         self._listener.freed()
         if not self.connections:
@@ -423,7 +431,7 @@ class Server:
     # ---- answers --------------------------------------------------------------------------
 
     def welcome(self, request_id: int, token: bytes, via: topology.Topology | None) -> m.Welcome:
-        """The answer to a Hello that came directly, or through a relay at ``via``."""
+        """Return the reply to a Hello that came through the relay ``via`` (None: directly)."""
         volumes = [v.info for v in self.controller.volumes]
         return m.Welcome(
             request_id,
@@ -448,7 +456,7 @@ class Server:
         self._loop.call_later(1.0, self._sample_rate)
 
     def status(self) -> StatusReport:
-        """What is known of the store."""
+        """Return the status of the store."""
         controller = self.controller
         sessions = [
             inspection.session_status(s, s.facts.role)

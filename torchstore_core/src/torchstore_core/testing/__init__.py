@@ -4,8 +4,8 @@
 >>> StrategyConformance.installed
 True
 
-Each kit is imported on first use: the tests of a strategy must run without torch, as servers do,
-and so does what the kit of transports starts in other processes.
+Each kit is imported on first use, because a strategy's tests must run without torch, as servers do,
+and so must the processes that the kit of transports starts.
 """
 
 from __future__ import annotations

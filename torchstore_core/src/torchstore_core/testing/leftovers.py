@@ -38,7 +38,7 @@ _RUNTIME_DIRECTORY = "XDG_RUNTIME_DIR"
 
 
 def descendants(root: int) -> list[tuple[int, str]]:
-    """The descendants of the process ``root``, except zombies: pid and name."""
+    """Return pid and name of the descendants of the process ``root``, except zombies."""
     parents: dict[int, list[tuple[int, str]]] = {}
     for pid in _pids():
         try:
@@ -59,8 +59,8 @@ def descendants(root: int) -> list[tuple[int, str]]:
 
 
 def state(pid: int) -> str:
-    """The state of a process, as one letter: ``T`` if all of its threads are stopped, ``X`` if it
-    is gone, otherwise ``R``.
+    """Return the state of a process, as one letter: ``T`` if all of its threads are stopped, ``X``
+    if it is gone, otherwise ``R``.
     """
     try:
         stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
@@ -71,7 +71,7 @@ def state(pid: int) -> str:
 
 
 def marked(mark: str) -> list[tuple[int, str]]:
-    """All processes that were started with :data:`MARK` set to ``mark``: pid and name."""
+    """Return pid and name of all processes started with :data:`MARK` set to ``mark``."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for pid in _pids():
@@ -84,7 +84,7 @@ def marked(mark: str) -> list[tuple[int, str]]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes that a runtime left behind when it failed its test."""
+    """Kill the marked processes, which a runtime leaves behind if it fails its test."""
     for pid, _ in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -95,22 +95,22 @@ def _pids() -> Iterator[int]:
 
 
 def directories() -> list[str]:
-    """The contents of the runtime directory: one entry for each running server."""
+    """Return the contents of the runtime directory: one entry for each running server."""
     return sorted(str(path) for path in runtime_directory().iterdir())
 
 
 def descriptors() -> int:
-    """The number of open descriptors of this process."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def threads() -> int:
-    """The number of threads of this process, including those of native libraries."""
+    """Return the number of threads of this process, including those of native libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def held_by(pid: int) -> dict[str, int]:
-    """Counts of what a process of this user has: open descriptors, threads, and mapped files."""
+    """Count the open descriptors, threads, and mapped files of a process of this user."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             mapped = sum(1 for line in maps if "/" in line and ".so" not in line)
@@ -133,7 +133,7 @@ def _own_base() -> str:
 
 @contextlib.contextmanager
 def private_runtime_directory() -> Iterator[None]:
-    """Servers started in this context use a runtime directory that no other process uses."""
+    """Give the servers started in this context a runtime directory of their own."""
     before = os.environ.get(_RUNTIME_DIRECTORY)
     os.environ[_RUNTIME_DIRECTORY] = _own_base()
     try:

@@ -1,4 +1,4 @@
-"""Namespace namespaces: several hosts with addresses of their own on one machine. Linux only."""
+"""Network namespaces that act as hosts with their own addresses on one machine. Linux only."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _SECONDS = 20.0
 
 
 class Namespace(NamedTuple):
-    """A namespace, with an interface of this address."""
+    """A network namespace, and the address of its interface."""
 
     name: str
     address: str
 
     @property
     def wrapper(self) -> list[str]:
-        """The command that runs another one in it."""
+        """The beginning of a command line that runs a command in the namespace."""
         return ["ip", "netns", "exec", self.name]
 
 
 def _ip(*words: str) -> str:
-    """Run ``ip``; returns what it complains about."""
+    """Run ``ip``; return its error, or an empty text if it succeeds."""
     done = subprocess.run(
         ["ip", *words],  # noqa: S607 - wherever the system has it
         capture_output=True,
@@ -50,16 +50,17 @@ def _make(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_networks(*, here: bool = False) -> Iterator[tuple[Namespace, Namespace]]:
-    """Two namespaces, joined by a cable; nothing else leads from one to the other.
+    """Yield two network namespaces that are connected to each other, and to nothing else.
 
-    ``here``: this process's own namespace is joined to them as well, as ``.1`` of their network.
+    ``here``: whether this process's own namespace is connected to them, too, as ``.1`` of their
+    network.
 
-    Skips the test where namespaces may not be made, and says why.
+    Skips the test, with the reason, where namespaces cannot be created.
     """
     if shutil.which("ip") is None:
         pytest.skip("network namespaces cannot be made here: there is no `ip` (iproute2)")
-    # No two calls share a name: the kernel takes its time over the interfaces of a namespace that
-    # was deleted. Names of interfaces have at most 15 characters.
+    # Every call uses new names, because the kernel takes some time to remove the interfaces of a
+    # deleted namespace. Names of interfaces have at most 15 characters.
     tag = f"{os.getpid() % 100_000}{os.urandom(2).hex()}"
     network = f"10.213.{os.getpid() % 250}"
     first = 2 if here else 1
@@ -89,6 +90,6 @@ def two_networks(*, here: bool = False) -> Iterator[tuple[Namespace, Namespace]]
         yield both
     finally:
         for one in both:
-            _ip("link", "delete", one.name)  # our end of its cable, where it has one
+            _ip("link", "delete", one.name)  # this namespace's end of the cable, if there is one
             _ip("netns", "delete", one.name)
         _ip("link", "delete", bridge)

@@ -1,4 +1,4 @@
-"""Starts a store in another process, by the factory of its runtime, so that it can be killed."""
+"""Starts a store in another process, through its runtime's factory, so that it can be killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ asyncio.run(main())
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment of this process, without the variables that configure stores."""
+    """Return the environment of this process without the variables that configure stores."""
     return {name: value for name, value in os.environ.items() if name[:10] != "TORCHSTORE"}
 
 
@@ -44,10 +44,11 @@ def start_owner(
     """Start a process that starts a store, puts a tensor into it, and then waits.
 
     Args:
-        factory: ``"module:Class"`` of the runtime.
-        options: the fields of its ``StoreOptions``, as plain data.
-        mark: the value of ``leftovers.MARK`` in its environment, which its descendants inherit.
-        timeout: seconds after which the test fails.
+        factory: the runtime, as ``"module:Class"``.
+        options: the fields of the ``StoreOptions``, as plain data.
+        mark: the value of ``leftovers.MARK`` in the process's environment, which its descendants
+            inherit.
+        timeout: seconds after which the process is killed and the test fails.
     """
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER],
@@ -60,18 +61,18 @@ def start_owner(
             MARK: mark,
         },
     )
-    said = b""
+    line = b""
     if owner.stdin is not None and owner.stdout is not None:
         owner.stdin.write(msgspec.json.encode([factory, options]) + b"\n")
         owner.stdin.flush()
         timer = threading.Timer(timeout, owner.kill)
         timer.start()
-        said = owner.stdout.readline()
+        line = owner.stdout.readline()
         timer.cancel()
-    if said != b"ready\n":
+    if line != b"ready\n":
         owner.kill()
         owner.communicate()
         pytest.fail(
-            f"another process could not start the store; its standard error says why: {said!r}"
+            f"another process could not start the store; its standard error says why: {line!r}"
         )
     return owner

@@ -52,7 +52,7 @@ class RuntimeConformance:
     Attributes:
         name: the entry-point name of the runtime; None: its package is not installed, and tests of
             its ``RuntimeSpec`` are skipped, unless :meth:`spec` is overridden.
-        factory: ``"module:Class"``, with which another process creates the runtime; None: the
+        factory: the runtime as ``"module:Class"``, for a process that creates it; None: the
             factory of the spec.
         mesh: the mesh that would be passed to ``initialize``.
         options: additional fields of every ``StoreOptions``.
@@ -71,26 +71,26 @@ class RuntimeConformance:
     _numbers = itertools.count()
 
     def make(self) -> Runtime:
-        """A fresh, unstarted runtime."""
+        """Return a fresh, unstarted runtime."""
         raise TypeError(f"{type(self).__name__} must override make()")
 
     def left_behind(self) -> set[str]:
-        """Everything that exists now and that a store may have made: by default, the descendants of
-        this process, and the contents of the runtime directory.
+        """Return everything that exists now and that a store may have made: by default, the
+        descendants of this process, and the contents of the runtime directory.
 
-        Override it to exclude, or to add, what your engine makes apart from the store.
+        Override it to exclude, or to add, things that your engine makes apart from the store.
         """
         processes = {f"process {pid}: {name}" for pid, name in leftovers.descendants(os.getpid())}
         return processes | {f"directory {path}" for path in leftovers.directories()}
 
     def held(self) -> dict[str, int]:
-        """Resources of this process that must not grow with every store: by default, the number of
-        descriptors and of threads. Override it in the same way as :meth:`left_behind`.
+        """Count resources of this process that must not grow with every store: by default, its
+        descriptors and threads. Override it for the same reasons as :meth:`left_behind`.
         """
         return {"descriptors": leftovers.descriptors(), "threads": leftovers.threads()}
 
     def spec(self) -> RuntimeSpec | None:
-        """The runtime's descriptor, from the entry point :attr:`name`."""
+        """Return the runtime's descriptor, from the entry point :attr:`name`."""
         return None if self.name is None else Registry().runtime(self.name)
 
     # ---- helpers --------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_another_process_of_this_host_joins(self) -> None:
-        """It joins by ``local_address``, or by the address that ``start`` returned."""
+        """It joins at ``local_address``, or at the address that ``start`` returned."""
 
         async def work() -> None:
             options = self._asked()
@@ -217,7 +217,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_stop_may_come_twice_and_without_a_start(self) -> None:
-        """Error handling calls it in this way."""
+        """Error handling may call ``stop`` in these ways."""
 
         async def work() -> None:
             await self.make().stop(_TIMEOUT_S)
@@ -294,7 +294,7 @@ class RuntimeConformance:
         self._run(work())
 
     def test_this_process_does_not_grow(self) -> None:
-        """After the first time, starting and stopping leaves no descriptors and no threads."""
+        """Starting and stopping again leaves no further descriptors or threads behind."""
 
         async def work() -> None:
             options = self._asked()
@@ -324,7 +324,7 @@ class RuntimeConformance:
             pytest.fail(f"{self.cycles} times start() and stop() left this in the process: {left}")
 
     def test_the_store_ends_when_its_owner_is_killed(self) -> None:
-        """If the process that started it is killed (``SIGKILL``) while in use, nothing is left."""
+        """If the process that started it is killed (``SIGKILL``) during use, nothing is left."""
         spec = self.spec()
         factory = self.factory or (None if spec is None else spec.factory)
         if factory is None:
@@ -443,6 +443,6 @@ class RuntimeConformance:
 
 
 class _NotInstalled(Strategy, frozen=True, tag="conformance-not-installed"):
-    """A strategy that no server has."""
+    """A strategy that is installed on no server."""
 
     note: str = ""

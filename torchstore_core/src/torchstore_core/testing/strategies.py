@@ -33,15 +33,15 @@ _CLIENTS = (
 _KEYS = ("w", "layers/0/weight", "ключ 🔑", "k" * 300)
 _SIZES = (0, 1, 4096, 5 << 20, _GIB, 1 << 50)
 
-# Seconds by which clocks are set forward, so close together that any alternation is detected; and
+# Seconds by which clocks are set forward, spaced so densely that any alternation is detected; and
 # the results of random.random() at these times.
 _LATER = tuple(0.3 * 1.5**n for n in range(46))
-_SHARE = 29  # one in so many questions is asked at each of these times
+_SHARE = 29  # one in this many questions is asked at each of these times
 _NUMBERS = (0.0, 0.999, 0.5, 0.25, 0.75)
 # A strategy that counts its calls is given this many calls, or seconds, to change an answer.
 _ANSWERS, _ANSWERS_S = 30_000, 2.0
 
-# A program that prints the answers of another process, which has another hash seed and process id,
+# A program that prints the answers of another process. That process has another hash seed and pid,
 # asks the last question first, and must not import torch.
 _ELSEWHERE = """
 import importlib, json, os, sys
@@ -73,7 +73,7 @@ class _Question(NamedTuple):
 
 
 def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[VolumeFacts, ...]:
-    """``count`` volumes on ``hosts`` hosts; ``lost`` and ``full`` are bit masks of indices."""
+    """Return ``count`` volumes on ``hosts`` hosts; ``lost`` and ``full`` are masks of indices."""
     return tuple(
         VolumeFacts(
             f"store-{at}",
@@ -88,7 +88,7 @@ def _volumes(count: int, hosts: int, *, lost: int = 0, full: int = 0) -> tuple[V
 
 
 def questions(strategy: Strategy) -> Iterator[_Question]:
-    """Calls that a controller may make: any size, one to eight volumes, some lost or full."""
+    """Yield calls that a controller may make: any size, one to eight volumes, some lost or full."""
     batches: Sequence[Sequence[str]] = [_KEYS, _KEYS[:1], ()]
     if strategy.by_key:
         batches = [(key,) for key in _KEYS]
@@ -104,7 +104,7 @@ def questions(strategy: Strategy) -> Iterator[_Question]:
 
 
 def _choices() -> Iterator[tuple[ClientFacts, Sequence[VolumeFacts]]]:
-    """Readers, and the copies they can read: on some of four volumes in any order, or on eight."""
+    """Yield readers and the copies they can read: some of four volumes in any order, or eight."""
     for client in _CLIENTS:
         for count in range(1, 5):
             for copies in itertools.permutations(_volumes(4, 2), count):
@@ -113,7 +113,8 @@ def _choices() -> Iterator[tuple[ClientFacts, Sequence[VolumeFacts]]]:
 
 
 def answers(strategy: Strategy, step: int = 1) -> tuple[list[list[int]], list[int], list[str]]:
-    """A strategy's answers to all questions and choices, and the environment variables it has read.
+    """Return a strategy's answers to all questions and choices, and the names of the environment
+    variables that it has read.
 
     Args:
         step: -1 asks the last question first; the order of the results is the same.
@@ -136,7 +137,7 @@ def answers(strategy: Strategy, step: int = 1) -> tuple[list[list[int]], list[in
 
 
 def _importing() -> bool:
-    """Whether this is called during the import of a module, which is not the strategy's doing."""
+    """Return whether a module is being imported, whose reads do not count as the strategy's."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
@@ -146,7 +147,7 @@ def _importing() -> bool:
 
 
 def own_registry(cls: type[Strategy]) -> Registry:
-    """The installed plug-ins, and ``cls`` under its tag, whether it is installed or not."""
+    """Return a registry of the installed plug-ins and ``cls``, whether that is installed or not."""
 
     class Own(Registry):
         def strategy(self, name: str) -> type[Strategy]:
@@ -229,7 +230,7 @@ class StrategyConformance:
     uses_all: ClassVar[bool] = True
 
     def make(self) -> Strategy:
-        """The strategy to test; every call must return a new, equal one."""
+        """Return the strategy to test; every call must return a new, equal one."""
         pytest.fail(f"{type(self).__name__} must define make(), which returns your strategy")
 
     # ---- data -----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The base of all messages, and how they describe volumes.
+"""The base class of all messages, and the description of a volume that they carry.
 
-:mod:`.messages` names all of it, too.
+:mod:`.messages` re-exports both.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ __all__ = ["Message", "VolumeInfo"]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of all messages."""
+    """Base class of all messages."""
 
 
 class VolumeInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One volume and what its transports offer (name to opaque bytes).
+    """One volume and the offers of its transports (name to opaque bytes).
 
-    ``lost``: why its memory is gone for good; empty while it lives.
+    ``lost``: why its memory is permanently lost; empty while the volume is live.
     """
 
     id: str

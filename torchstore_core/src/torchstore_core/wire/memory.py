@@ -1,6 +1,6 @@
-"""Messages about the memory of volumes: from and to those in other processes, and to clients.
+"""Messages about the memory of volumes: to and from volumes in other processes, and to clients.
 
-:mod:`.messages` names all of it, too.
+:mod:`.messages` re-exports all of them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ += ["Trim", "Warm", "Warmed", "WatchProcess"]
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """First message of a volume in another process. Reply :class:`Done`.
+    """The first message of a volume in another process. Reply :class:`Done`.
 
-    Then the server sends :class:`Prefault`, :class:`Trim`, :class:`WatchProcess`,
-    :class:`PeerHandshake` and :class:`PeerGone`, the volume :class:`Warm`, :class:`ProcessDied` and
-    :class:`PeerReply`.
+    After it, the server may send :class:`Prefault`, :class:`Trim`, :class:`WatchProcess`,
+    :class:`PeerHandshake` and :class:`PeerGone`, and the volume :class:`Warm`, :class:`ProcessDied`
+    and :class:`PeerReply`.
     """
 
     id: int
@@ -27,8 +27,8 @@ class Attach(Message, frozen=True, tag="attach"):
 
 
 class Warm(Message, frozen=True, tag="warm"):
-    """No reply. From a volume: its first ``nbytes`` bytes are warm. ``trimmed``: this answers a
-    :class:`Trim`, so none after them is.
+    """From a volume, without a reply: its first ``nbytes`` bytes are warm. If ``trimmed``, this
+    answers a :class:`Trim`, and the bytes after them are not warm.
     """
 
     nbytes: int
@@ -36,20 +36,20 @@ class Warm(Message, frozen=True, tag="warm"):
 
 
 class ProcessDied(Message, frozen=True, tag="died"):
-    """No reply. From a volume: the process of a :class:`WatchProcess` has ended."""
+    """From a volume, without a reply: the process of a :class:`WatchProcess` has ended."""
 
     session: bytes
 
 
 class Prefault(Message, frozen=True, tag="prefault"):
-    """Unasked, to a volume: make its first ``nbytes`` bytes warm in the background."""
+    """To a volume: warm its first ``nbytes`` bytes in the background."""
 
     nbytes: int
 
 
 class Trim(Message, frozen=True, tag="trim"):
-    """Unasked, to a volume: return the pages from ``start`` on to the system. Clients have
-    written up to ``warm``. It is answered by :class:`Warm`.
+    """To a volume: return the pages from ``start`` on to the system. Clients have written to the
+    memory up to ``warm``. The volume answers with :class:`Warm`.
     """
 
     start: int
@@ -57,12 +57,12 @@ class Trim(Message, frozen=True, tag="trim"):
 
 
 class WatchProcess(Message, frozen=True, tag="watch"):
-    """Unasked, to a volume: answer :class:`ProcessDied` when a process has ended that may have
-    mapped the volume's memory, and whose relay is gone.
+    """To a volume: send :class:`ProcessDied` when a process has ended. The process may have mapped
+    the volume's memory, and its relay is gone.
 
     Args:
-        session: token of the session that the process had.
-        pid: of the process, in the pid namespace ``namespace``.
+        session: the token of the session that the process had.
+        pid: the id of the process in the pid namespace ``namespace``.
     """
 
     session: bytes
@@ -71,8 +71,8 @@ class WatchProcess(Message, frozen=True, tag="watch"):
 
 
 class PeerHandshake(Message, frozen=True, tag="peer-handshake"):
-    """To a volume: what a client's half of a transport asks the volume's. It is answered by
-    :class:`PeerReply`.
+    """To a volume: a handshake from the client half of a transport for the server half. The volume
+    answers with :class:`PeerReply`.
     """
 
     id: int
@@ -82,8 +82,8 @@ class PeerHandshake(Message, frozen=True, tag="peer-handshake"):
 
 
 class PeerGone(Message, frozen=True, tag="peer-gone"):
-    """To a volume: see ``TransportServer.disconnect``. It is for the half of ``transport``, or for
-    all if that is empty, and is answered by :class:`PeerReply`.
+    """To a volume: disconnect ``peer`` from the server half of ``transport`` (empty: from all), see
+    ``TransportServer.disconnect``. The volume answers with :class:`PeerReply`.
     """
 
     id: int
@@ -104,16 +104,16 @@ class PeerReply(Message, frozen=True, tag="peer-reply"):
 
 
 class Warmed(Message, frozen=True, tag="warmed"):
-    """Unasked, over liveness connections: memory has become warm.
+    """To clients, over liveness connections: the warm memory has changed.
 
-    Each item is a volume, a segment, and how many bytes of it, from its start, are warm.
+    Each item is a volume, a segment, and how many bytes of the segment, from its start, are warm.
     """
 
     warm: list[tuple[int, int, int]]
 
 
 class Lost(Message, frozen=True, tag="lost"):
-    """Unasked, over liveness connections: the memory of a volume is gone for good, and ``reason``
+    """To clients, over liveness connections: the memory of a volume is permanently lost; ``reason``
     says why.
     """
 

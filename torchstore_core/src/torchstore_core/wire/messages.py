@@ -1,14 +1,15 @@
 """Every message of the control channel, as tagged msgspec Structs.
 
-A connection starts with :class:`Hello` and is answered :class:`Welcome` (or :class:`Failure`).
-A Hello without a session opens one: that connection is its *liveness connection*, and the session
-lives exactly as long as it. A Hello with a session's token adds a *channel*: a pipe of one event
-loop. Everything a client holds (unfinished puts, leases) belongs to the session, under ids the
-client chooses, so that it can be given back from any channel, in any order, also when the reply
-never arrived.
+A connection starts with :class:`Hello`, which is answered by :class:`Welcome` (or
+:class:`Failure`). A Hello without a session opens one: that connection is the session's *liveness
+connection*, and the session lives exactly as long as it does. A Hello with a session's token adds a
+*channel*, the connection of one event loop. Everything that a client holds (unfinished puts,
+leases) belongs to the session, under ids that the client chooses, so that it can be given back over
+any connection, in any order, even if the reply never arrived.
 
-Requests carry ``id``; the reply repeats it. :class:`Abort`, :class:`Release` and :class:`Cancel`
-have no reply. A reply with ``continued`` is a page of a long one, see :mod:`.paging`.
+Requests carry an ``id``, which the reply repeats. :class:`Abort`, :class:`Release`, :class:`Cancel`
+and :class:`Keep` have no reply. A reply with ``continued`` is a page of a long one, see
+:mod:`.paging`.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
 PROTOCOL_VERSION = 9
 
-#: Largest frame, in bytes. A longer reply comes in pages (``wire.paging``); a request cannot be
-#: longer. 18,000 entries of a state dict need about 2 MB.
+#: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
+#: not possible. 18,000 entries of a state dict take about 2 MB.
 MAX_FRAME = 64 << 20
-#: Largest frame before a Hello was accepted.
+#: Largest frame, in bytes, before a Hello has been accepted.
 MAX_HELLO_FRAME = 64 << 10
 #: Longest key, in characters.
 MAX_KEY = 4096
 #: Most bytes of values that one message carries inline.
 MAX_INLINE = 1 << 20
-#: Most bytes of one handshake of a transport, and of its answer.
+#: Most bytes in one handshake of a transport, and in its answer.
 MAX_HANDSHAKE = 1 << 20
-#: Characters of a server half's error that are passed on.
+#: Most characters of a server half's error message that are passed on.
 MAX_REASON = 1 << 14
-#: Most entries of one Listing, and most characters of keys in it: keeps the reply at a few MB.
+#: Most entries in one Listing, and most characters of their keys: limits a reply to a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
-#: Most unfinished versions of one StatusReply.
+#: Most unfinished versions in one StatusReply.
 MAX_PENDING = 100
 #: What is done with the values of a put when memory is full. 0 in a Put: as the store does by
 #: default.
@@ -68,7 +69,7 @@ PINNED, SPILLABLE, EVICTABLE = 1, 2, 3
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message. ``session``: token to join, empty to open a session."""
+    """The first message. ``session``: the token of a session to join; empty to open one."""
 
     id: int
     protocol: int
@@ -78,12 +79,12 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class PutItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One value of a put: ``data`` if it rides inline, else ``nbytes`` of segment are granted.
+    """One value of a put, with its bytes inline as ``data`` or else with a place to be granted.
 
-    ``part``: it is this shard of the tensor that ``meta`` describes; several items of one put may
-    be shards of one key. In a put of a state dict ``key`` is the entry's name, ``path`` its place
-    in the nested dict (encoded by the client; empty: the name itself), and ``same_as`` the index
-    of an earlier item that it shares its bytes with (tied weights), or -1.
+    ``part``: the value is this shard of the tensor that ``meta`` describes; several items of a put
+    may be shards of the same key. In a put of a state dict, ``key`` is the entry's name, ``path``
+    its place in the nested dict (encoded by the client; empty: the name itself), and ``same_as``
+    the index of an earlier item with which it shares its bytes (tied weights), or -1.
     """
 
     key: str
@@ -96,14 +97,14 @@ class PutItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Publication(msgspec.Struct, frozen=True, array_like=True):
-    """What makes the items of a put entries of the state dict ``key``.
+    """Makes the items of a put the entries of the state dict ``key``.
 
     Args:
-        participant: which one puts this.
-        participants: how many of them make a version.
-        partial: entries that no participant puts are those of the version before.
-        keep: how many versions stay readable; 0: as before.
-        packed: a get of the key gives it packed.
+        participant: the name of the participant that makes this put.
+        participants: how many participants make a version.
+        partial: whether entries that no participant puts are taken from the previous version.
+        keep: how many versions stay readable; 0: unchanged.
+        packed: whether a get of the key returns the state dict packed.
     """
 
     key: str
@@ -115,10 +116,11 @@ class Publication(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Put(Message, frozen=True, tag="put"):
-    """Begin a put. With all items inline it commits at once (reply :class:`Committed`).
+    """Begin a put. Reply :class:`Granted`; if all items are inline, the put is committed at once,
+    and the reply is :class:`Committed`.
 
-    ``version``: the version to be, for every key; 0: the next one. ``when_full``: what is done with
-    the values when memory is full: PINNED, SPILLABLE, EVICTABLE, or 0.
+    ``version``: the version to put, for every key; 0: the next one. ``when_full``: what is done
+    with the values when memory is full: PINNED, SPILLABLE, EVICTABLE, or 0.
     """
 
     id: int
@@ -130,16 +132,16 @@ class Put(Message, frozen=True, tag="put"):
 
 
 class Commit(Message, frozen=True, tag="commit"):
-    """Flip all keys of a put to their new versions at once. Reply :class:`Committed`."""
+    """Switch all keys of a put to their new versions in one step. Reply :class:`Committed`."""
 
     id: int
     txn: int
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """Give up puts. Their granted memory is reused: the client has stopped writing to it. Of what
-    it has written to the volumes ``unsettled``, by the transports named there, some may still
-    arrive: first, they are to end that as for a :class:`Settle`.
+    """Give up puts. The client has stopped writing to their memory, which can be reused. However,
+    writes to the volumes in ``unsettled``, by the transports named there, may still arrive: the
+    memory is reused only when these transports have ended them, as for a :class:`Settle`.
     """
 
     txns: list[int]
@@ -151,7 +153,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a get wants: a key, at a version (0: the newest), and which piece (None: all)."""
+    """A value that a get requests: a key, a version (0: the newest), and a box (None: all)."""
 
     key: str
     version: int = 0
@@ -159,10 +161,12 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Locate(Message, frozen=True, tag="locate"):
-    """Find values and lease them under ``lease``. All or nothing, one consistent cut.
+    """Find values and lease them under ``lease``: all or none, from one consistent snapshot. Reply
+    :class:`Located`.
 
-    Values of at most ``inline_max`` bytes in all come inside the reply; they need no lease.
-    ``avoid``: volumes that the client cannot reach; a copy elsewhere is named if there is one.
+    If the values have at most ``inline_max`` bytes in total, the reply contains them, and there is
+    no lease. ``avoid``: volumes that the client cannot reach, so that copies elsewhere are
+    preferred.
     """
 
     id: int
@@ -173,11 +177,11 @@ class Locate(Message, frozen=True, tag="locate"):
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
-    """Find a state dict and lease entries of it under ``lease``. Reply :class:`Fetched`.
+    """Find a state dict, and lease entries of it under ``lease``. Reply :class:`Fetched`.
 
-    ``version`` 0: the newest. ``wants``: names of entries, and which pieces (their versions do not
-    count); None: all entries, whole. A name that does not exist is reported, not an error.
-    ``avoid``: see :class:`Locate`.
+    ``version`` 0: the newest. ``wants``: the names of entries, with their boxes (their versions are
+    ignored); None: all entries, whole. A name that does not exist is reported and is no error.
+    ``inline_max``, ``avoid``: see :class:`Locate`.
     """
 
     id: int
@@ -190,10 +194,10 @@ class Fetch(Message, frozen=True, tag="fetch"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """Give back leases: whole ones, or some values of one.
+    """Release leases, or (``parts``) only some of the values of a lease. No reply.
 
-    The values of a lease are numbered in the order of the reply's entries: one for an entry that
-    is one value, one for each part of an entry in parts.
+    The values of a lease are numbered in the order of the reply's entries. An entry that is a
+    single value counts as one, an entry in shards as one for each of its parts.
     """
 
     leases: list[int]
@@ -201,13 +205,13 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Keep(Message, frozen=True, tag="keep"):
-    """No reply. This process page-locks pool memory: none of it may go back to the system while
-    the session lives, or the device would go on reading and writing the old pages.
+    """Announce that this process page-locks memory of volumes. No reply. None of it may be returned
+    to the system while the session lives, or the device would keep using the old pages.
     """
 
 
 class Delete(Message, frozen=True, tag="delete"):
-    """Delete keys; ``strict``: all must exist, else nothing is deleted. Reply :class:`Deleted`."""
+    """Delete keys; if ``strict``, none unless all exist. Reply :class:`Deleted`."""
 
     id: int
     keys: list[str]
@@ -215,21 +219,23 @@ class Delete(Message, frozen=True, tag="delete"):
 
 
 class Exists(Message, frozen=True, tag="exists"):
-    """Reply :class:`Flags`, one per key. Of no keys, it says that what came before is done."""
+    """Ask whether keys exist. Reply :class:`Flags`, one per key. Without keys, the reply only shows
+    that all earlier requests of the connection have been handled.
+    """
 
     id: int
     keys: list[str]
 
 
 class Keys(Message, frozen=True, tag="keys"):
-    """Reply :class:`KeyList`: sorted keys that start with ``prefix``."""
+    """Ask for the keys that start with ``prefix``, sorted. Reply :class:`KeyList`."""
 
     id: int
     prefix: str
 
 
 class Wait(Message, frozen=True, tag="wait"):
-    """Reply :class:`Committed` once every key exists with at least ``min_version``."""
+    """Wait until every key exists with at least ``min_version``. Reply :class:`Committed`."""
 
     id: int
     keys: list[str]
@@ -237,13 +243,13 @@ class Wait(Message, frozen=True, tag="wait"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Forget the Wait of this id, or the rest of a long reply: nobody waits for it any more."""
+    """Cancel the Wait with this id, or drop the rest of a long reply. No reply."""
 
     request: int
 
 
 class Unmet(Message, frozen=True, tag="unmet"):
-    """Reply :class:`UnmetKeys`: what a Wait for these keys waits for now. It waits for nothing."""
+    """Ask which of these keys a Wait would wait for now. Reply :class:`UnmetKeys`, at once."""
 
     id: int
     keys: list[str]
@@ -251,24 +257,25 @@ class Unmet(Message, frozen=True, tag="unmet"):
 
 
 class Versions(Message, frozen=True, tag="versions"):
-    """Reply :class:`Committed`: the versions of a key that can be read, ascending."""
+    """Ask for the readable versions of a key, ascending. Reply :class:`Committed`."""
 
     id: int
     key: str
 
 
 class Stat(Message, frozen=True, tag="stat"):
-    """Reply :class:`StatReply`."""
+    """Ask what is known about a key. Reply :class:`StatReply`."""
 
     id: int
     key: str
 
 
 class List(Message, frozen=True, tag="list"):
-    """Reply :class:`Listing`: a page of what is known of the keys that start with ``prefix``.
+    """Ask for a page of what is known about the keys that start with ``prefix``. Reply
+    :class:`Listing`.
 
-    ``after``: where the last page ended; empty for the first one. A page is one consistent cut,
-    several pages are not.
+    ``after``: the last key of the previous page; empty for the first page. Each page is a
+    consistent snapshot, but different pages may show different states.
     """
 
     id: int
@@ -277,13 +284,13 @@ class List(Message, frozen=True, tag="list"):
 
 
 class Status(Message, frozen=True, tag="status"):
-    """Reply :class:`StatusReply`."""
+    """Ask for the status of the store. Reply :class:`StatusReply`."""
 
     id: int
 
 
 class Handshake(Message, frozen=True, tag="handshake"):
-    """Ask the server half of a volume's transport. Reply :class:`Handshaken`."""
+    """Send a request to the server half of a volume's transport. Reply :class:`Handshaken`."""
 
     id: int
     volume: int
@@ -292,11 +299,11 @@ class Handshake(Message, frozen=True, tag="handshake"):
 
 
 class Settle(Message, frozen=True, tag="settle"):
-    """Have the server half of one of a volume's transports end what it has under way for this
-    session, because the outcome of a write is uncertain. Reply :class:`Done`. Puts that are aborted
-    meanwhile keep their memory until then.
+    """Make the server half of a volume's transport end everything under way for this session,
+    because the outcome of a write is uncertain. Reply :class:`Done`. Puts that are aborted in the
+    meantime keep their memory until then.
 
-    ``transport``: its name; empty, or unknown to the volume: all halves.
+    ``transport``: the transport's name; if empty or unknown to the volume, all halves are meant.
     """
 
     id: int
@@ -305,8 +312,9 @@ class Settle(Message, frozen=True, tag="settle"):
 
 
 class Shutdown(Message, frozen=True, tag="shutdown"):
-    """End the server. Reply :class:`Done`, then every connection closes. From a member, see
-    ``server.members``: leave. Reply :class:`Flags`, one: whether the server ends with it.
+    """End the server. Reply :class:`Done`; then every connection closes. A member (see
+    ``server.serving.members``) only leaves; the reply is then one :class:`Flags` value, which says
+    whether the server ends with it.
     """
 
     id: int
@@ -344,11 +352,11 @@ Request = (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The connection stands. ``session``: token that further channels join with.
+    """Accepts a Hello, and describes the store. ``session``: the token for further channels.
 
-    ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``:
-    where the relay is that carries it; None: there is none. ``owner``: pid of the process that the
-    store ends with; 0: none.
+    ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``: the
+    topology of the relay that carries the connection; None: there is no relay. ``owner``: the pid
+    of the process with which the store ends; 0: none.
     """
 
     id: int
@@ -364,7 +372,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a value's bytes lie: volume (index), segment, byte offset."""
+    """The place of a value's bytes: volume (index), segment, and offset in bytes."""
 
     volume: int
     segment: int
@@ -372,10 +380,12 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Granted(Message, frozen=True, tag="granted"):
-    """Where to write, one for each item that came without data and is not ``same_as`` another, in
-    order. None: nothing is to be written, another participant puts these very bytes.
+    """The places to write to: one for each item that has no inline data and is not ``same_as``
+    another, in order. None: nothing needs to be written, because another participant stores the
+    same bytes.
 
-    Of values with copies the same comes again for each further copy, with None for what has none.
+    If values have copies, a list of the same length follows for each further copy, with None for
+    values that have no such copy.
     """
 
     id: int
@@ -384,8 +394,8 @@ class Granted(Message, frozen=True, tag="granted"):
 
 
 class Committed(Message, frozen=True, tag="committed"):
-    """The versions, one for each item of the put or key of the wait, in order; of a state dict
-    one for all.
+    """The versions, one for each item of the put or key of the wait, in order; a put of a state
+    dict has one version in all.
     """
 
     id: int
@@ -393,7 +403,7 @@ class Committed(Message, frozen=True, tag="committed"):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One stored shard: its place in the tensor, and inline ``data`` or a ``grant``."""
+    """One stored shard: its box in the tensor, and inline ``data`` or a ``grant`` to read it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -403,11 +413,11 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One located value: inline ``data``, or a ``grant`` to read from under the lease.
+    """One located value: its inline ``data``, or a ``grant`` to read it under the lease.
 
-    ``parts``: it lies in shards, and these are the ones that hold some of what is wanted. A state
-    dict has none of the three: see :class:`Fetch`. ``nbytes`` is that of the whole value.
-    ``resumed``: in a page, further ``parts`` of the entry that the page before ended with.
+    ``parts``: the value is stored as shards, and these shards overlap the requested box. A state
+    dict has none of the three: see :class:`Fetch`. ``nbytes`` is the size of the whole value.
+    ``resumed``: in a page, this entry continues the ``parts`` of the previous page's last entry.
     """
 
     version: int
@@ -420,7 +430,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Located(Message, frozen=True, tag="located"):
-    """The entries, in the order of the wants. ``leased``: whether the lease is held."""
+    """The entries, in the order of the wants. ``leased``: whether the values are leased."""
 
     id: int
     entries: list[Entry]
@@ -432,11 +442,11 @@ class Fetched(Message, frozen=True, tag="fetched"):
     """Entries of one version of a state dict, in the order of the wants.
 
     Args:
-        entries: None for a want that is not in it.
-        names, paths: of the entries, in order, if all were wanted; else the names (and no paths)
-            of the entries that nobody wanted.
-        same_as: ``[i, j]``: entry ``i`` shares its bytes with the earlier entry ``j``.
-        leased: whether the lease is held.
+        entries: the entries; None for a want that the state dict does not have.
+        names, paths: the names and paths of the entries, in order, if all entries were requested;
+            otherwise the names (and no paths) of the entries that were not requested.
+        same_as: pairs ``[i, j]``: entry ``i`` shares its bytes with the earlier entry ``j``.
+        leased: whether the values are leased.
     """
 
     id: int
@@ -450,14 +460,14 @@ class Fetched(Message, frozen=True, tag="fetched"):
 
 
 class Handshaken(Message, frozen=True, tag="handshaken"):
-    """What the server half has answered."""
+    """The answer of a server half to a :class:`Handshake`."""
 
     id: int
     data: bytes
 
 
 class Deleted(Message, frozen=True, tag="deleted"):
-    """How many keys were deleted."""
+    """The number of keys that were deleted."""
 
     id: int
     count: int
@@ -479,17 +489,17 @@ class KeyList(Message, frozen=True, tag="keylist"):
 
 
 class StatReply(Message, frozen=True, tag="stat-reply"):
-    """What is known of one key."""
+    """What is known about one key."""
 
     id: int
     found: Found
 
 
 class Listing(Message, frozen=True, tag="listing"):
-    """A page of keys, sorted. ``more``: ask again, with ``after`` the last key of this page.
+    """A page of keys, sorted. ``more``: there are further keys after the last one of this page.
 
-    ``pending``: the versions of the same range of keys that are not whole, by key; of a key that
-    has no other one there is no entry.
+    ``pending``: the unfinished versions in the same range of keys, by key. A key that has only
+    unfinished versions has no entry in ``entries``.
     """
 
     id: int
@@ -499,21 +509,21 @@ class Listing(Message, frozen=True, tag="listing"):
 
 
 class StatusReply(Message, frozen=True, tag="status-reply"):
-    """What is known of the store."""
+    """The status of the store."""
 
     id: int
     status: StatusReport
 
 
 class Done(Message, frozen=True, tag="done"):
-    """Done; nothing to say."""
+    """Acknowledges a request that has no result."""
 
     id: int
 
 
 class UnmetKey(msgspec.Struct, frozen=True, array_like=True):
-    """A key that somebody waits for: its newest version (0: none), whether that is lost, and what
-    is on its way, in short.
+    """A key that does not meet the condition of a Wait: its newest version (0: none), whether that
+    version is lost, and its unfinished versions, in short.
     """
 
     key: str
@@ -523,7 +533,7 @@ class UnmetKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnmetKeys(Message, frozen=True, tag="unmet-keys"):
-    """The first of the keys that a Wait still waits for."""
+    """The first few keys that a Wait still waits for."""
 
     id: int
     keys: list[UnmetKey]
@@ -537,7 +547,7 @@ class Delayed(Message, frozen=True, tag="delayed"):
 
 
 class Failure(Message, frozen=True, tag="failure"):
-    """A typed error. ``id`` 0: it is about the connection, which closes."""
+    """A typed error. If ``id`` is 0, it concerns the whole connection, which closes."""
 
     id: int
     code: str

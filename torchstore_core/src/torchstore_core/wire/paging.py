@@ -20,7 +20,7 @@ __all__ = ["MAX_PAGE", "first_frame", "frames", "joined"]
 
 #: A reply of up to this many bytes is one frame. 18,000 entries of a state dict take about 2 MB.
 MAX_PAGE = 8 << 20
-# The pages of a longer reply have about this many bytes, which take the server a millisecond.
+# The pages of a longer reply have about this many bytes; the server encodes one in a millisecond.
 _PAGE_NBYTES = 1 << 20
 # More items than this are never encoded together, not even to find out how large they are.
 _MAX_ITEMS = 1 << 16
@@ -146,7 +146,7 @@ def _split(message: m.Message, fields: Sequence[str], parts: int) -> list[m.Mess
 
 
 def _split_entry(message: m.Message, parts: int) -> list[m.Message]:
-    """Split a page with one entry by its shards: there are very many, or their data is inline."""
+    """Split a page with a single entry, which has very many shards or large inline data."""
     (entry,) = message.entries  # type: ignore[attr-defined]
     if entry is None or entry.parts is None or len(entry.parts) < 2:
         return [message]

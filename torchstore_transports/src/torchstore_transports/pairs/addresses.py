@@ -1,4 +1,4 @@
-"""At which addresses the two ends of a pair listen. Torch-free."""
+"""Chooses the addresses at which the two ends of a pair listen. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def addresses_here() -> tuple[tuple[Network, ...], bool]:
 
     Raises:
         ConfigurationError: ``TORCHSTORE_BIND`` names neither an address nor an interface.
-        OSError: the system does not list its addresses.
+        OSError: the system cannot list its addresses.
     """
     chosen = bound()
     return chosen or networks(), bool(chosen)
 
 
 def meeting_addresses(hello: Hello) -> tuple[str, str]:
-    """Choose where the end of this host and that of the link's host listen, in this order.
+    """Choose where this host's end and the end of the link's host listen; return both addresses.
 
     Raises:
         TransportUnavailableError: no address of either host is known to reach the other.

@@ -1,4 +1,4 @@
-"""How a batch of copies becomes messages. Both halves compute the same; torch-free."""
+"""How a batch of copies is cut into messages, in the same way by both halves. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 __all__ = ["MESSAGE_MAX", "Message", "Run", "groups", "messages"]
 
-#: Size of the largest message in bytes. It bounds what one wait of a pair is for.
+#: Size of the largest message in bytes, which bounds how much one wait of a pair is for.
 MESSAGE_MAX = 8 << 20
-# Pieces of at least this size are a message of their own, which needs no staging. Smaller ones are
-# gathered, because a message costs about as much as copying so many bytes.
+# Pieces of at least this size are messages of their own, which need no staging. Smaller ones are
+# gathered, because a message costs about as much as copying this many bytes.
 _ALONE_MIN = 256 << 10
-# The receiver of a put acknowledges so many bytes, or messages, together.
+# The receiver of a put acknowledges this many bytes, or messages, at once.
 _GROUP_BYTES = 32 << 20
 _GROUP_MESSAGES = 64
 
@@ -20,7 +20,7 @@ Run = tuple[int, int]
 
 
 class Message(NamedTuple):
-    """A message: ``(position, nbytes)`` of the runs of memory that it consists of, in order."""
+    """A message: the ``(position, nbytes)`` runs of memory that it consists of, in order."""
 
     runs: list[Run]
     nbytes: int
@@ -29,9 +29,9 @@ class Message(NamedTuple):
 def messages(runs: Iterable[Run]) -> Iterator[Message]:
     """Cut ``(position, nbytes)`` runs into messages.
 
-    Where the cuts are depends on the sizes of the runs alone, so the other end, whose runs have
-    other positions but the same sizes, cuts them in the same way. Neighbouring runs of a message
-    are joined afterwards.
+    Only the sizes of the runs determine the cuts, so that the other end, whose runs have the same
+    sizes at other positions, cuts in the same way. Adjacent runs of a message are joined after
+    that.
 
     >>> [message.nbytes for message in messages([(0, 5), (5, 3), (100, 9 << 20)])]
     [8, 8388608, 1048576]
@@ -60,7 +60,7 @@ def messages(runs: Iterable[Run]) -> Iterator[Message]:
 
 
 def groups(given: Iterable[Message]) -> Iterator[list[Message]]:
-    """Divide messages into groups that are acknowledged together, the same ones at both ends.
+    """Divide messages into groups that are acknowledged together, in the same way at both ends.
 
     >>> [len(group) for group in groups(messages([(0, 80 << 20)]))]
     [4, 4, 2]

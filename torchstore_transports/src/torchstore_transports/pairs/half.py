@@ -1,4 +1,4 @@
-"""The server half of a transport over pairs. It imports torch with the first client."""
+"""The server half of a transport over pairs. It imports torch when its first client arrives."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from torchstore_transports.pairs.addresses import meeting_addresses
 from torchstore_transports.pairs.threads import in_thread
 
 if TYPE_CHECKING:
-    from torchstore_transports.pairs.line import Line
+    from torchstore_transports.pairs.connection import PairConnection
     from torchstore_transports.pairs.rendezvous import Board
 
 __all__ = ["PairServer"]
 
 log = logging.getLogger(__name__)
 
-# How long a transfer that was announced waits for the pair to be made, and for the one before it.
+# How long an announced transfer waits for its pair to be made, and for the one before it to end.
 _WAIT_S = 20.0
-# Of one client. More are left over only from links that were closed.
+# Limit for one client. Additional pairs are left over only from links that were closed.
 _MAX_PAIRS = 16
 
 
 class _Served:
     """The server half's end of one pair."""
 
-    def __init__(self, peer: bytes, link: bytes, board: Board, making: asyncio.Future[Line]):
+    def __init__(
+        self, peer: bytes, link: bytes, board: Board, making: asyncio.Future[PairConnection]
+    ):
         self.peer = peer
         self.link = link
         self.board = board
@@ -53,7 +55,7 @@ class _Served:
         Raises:
             TransportError: the pair could not be made, or was given up.
         """
-        line = await self._line()
+        connection = await self._connection()
         if self._last is not None:
             await asyncio.wait([self._last], timeout=_WAIT_S)
             if not self._last.done():
@@ -64,25 +66,25 @@ class _Served:
         def work() -> None:
             try:
                 if into:
-                    line.take(runs)
+                    connection.take(runs)
                 else:
-                    line.serve(runs)
+                    connection.serve(runs)
             except TransportError as error:
                 log.info("a batch over a pair failed: %s", error)
-                line.kill()
+                connection.kill()
 
         self._last = in_thread(work)
 
     async def give_up(self) -> None:
-        """End the pair. No byte of it reaches a segment once this returns."""
+        """End the pair. When this returns, no byte of it reaches a segment any more."""
         self.given_up = True
         self.board.close()
-        if not self.making.done():  # and nothing has been given to it
+        if not self.making.done():  # so no memory has been given to it yet
             self.making.add_done_callback(_kill)
         elif not self.making.cancelled() and not self.making.exception():
             await in_thread(self.making.result().kill)
 
-    async def _line(self) -> Line:
+    async def _connection(self) -> PairConnection:
         await asyncio.wait([self.making], timeout=_WAIT_S)
         if not self.making.done():
             raise TransportNotReadyError(f"the pair was not made within {_WAIT_S:g} s")
@@ -92,8 +94,8 @@ class _Served:
             raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
 
 
-def _kill(made: asyncio.Future[Line]) -> None:
-    """A line that nobody wants any more."""
+def _kill(made: asyncio.Future[PairConnection]) -> None:
+    """Kill a connection, if it was made, that is not wanted any more."""
     if not made.cancelled() and made.exception() is None:
         in_thread(made.result().kill)
 
@@ -101,11 +103,11 @@ def _kill(made: asyncio.Future[Line]) -> None:
 class PairServer(TransportServer):
     """Makes an end of a pair for each link, and moves the batches that links announce.
 
-    The segments are mapped, and messages are received into them and sent from them directly. What
-    a client announces is checked against the segments before anything moves.
+    Messages are received directly into the mapped segments, and sent directly from them. What a
+    client announces is checked against the segments before anything moves.
 
     Attributes:
-        factory: ``"module:function"`` of the library's :data:`~.pair.PairFactory`.
+        factory: the library's :data:`~.pair.PairFactory`, as ``"module:function"``.
     """
 
     factory: ClassVar[str]
@@ -113,7 +115,7 @@ class PairServer(TransportServer):
     def __init__(self) -> None:
         self._segments: dict[int, tuple[int, int]] = {}
         self._served: dict[int, _Served] = {}
-        self._ending: dict[asyncio.Future[None], bytes] = {}  # pairs that end, by their client
+        self._ending: dict[asyncio.Future[None], bytes] = {}  # pairs being ended, by client
         self._numbers = itertools.count(1)
 
     async def start(self, context: ServerContext, segments: Sequence[Segment]) -> bytes:
@@ -146,11 +148,11 @@ class PairServer(TransportServer):
 
     async def disconnect(self, peer: bytes) -> None:
         """See ``contracts.transport``."""
-        # Meanwhile a pair may be made that was asked for before.
+        # In the meantime, a pair may be made that was requested before.
         while numbers := [number for number, one in self._served.items() if one.peer == peer]:
             await self._give_up(numbers)
         if ending := [one for one, whose in self._ending.items() if whose == peer]:
-            await asyncio.wait(ending)  # those that it has given up itself
+            await asyncio.wait(ending)  # pairs that the client has given up itself
 
     async def close(self) -> None:
         """See ``contracts.transport``."""
@@ -176,7 +178,7 @@ class PairServer(TransportServer):
         return p.encode(p.Welcome(number, other))
 
     async def _give_up(self, numbers: Sequence[int]) -> None:
-        """End pairs. They end also if whoever waits for that is cancelled."""
+        """End pairs, and wait for that. They also end if the caller is cancelled."""
         given_up = [one for number in numbers if (one := self._served.pop(number, None))]
         ending: list[asyncio.Future[None]] = []
         for one in given_up:
@@ -191,7 +193,7 @@ class PairServer(TransportServer):
         """Return the addresses of extents.
 
         Raises:
-            TransportError: one is not inside of its segment.
+            TransportError: an extent is not inside its segment.
         """
         runs: list[tuple[int, int]] = []
         for number, offset, nbytes in extents:
@@ -204,20 +206,20 @@ class PairServer(TransportServer):
         return runs
 
 
-def _load(factory: str) -> Callable[[str], tuple[Board, Callable[[], Line]]]:
-    """Import torch and the library; blocks for seconds.
+def _load(factory: str) -> Callable[[str], tuple[Board, Callable[[], PairConnection]]]:
+    """Import torch and the library, which blocks for seconds.
 
     Returns:
-        A function that is given an address of this host, and returns a board and the call that
-        makes the line that meets its other end there.
+        A function that takes an address of this host, and returns a board, and a call that makes
+        the connection, whose other end reaches this one at that address.
     """
-    from torchstore_transports.pairs.line import Line
+    from torchstore_transports.pairs.connection import PairConnection
     from torchstore_transports.pairs.rendezvous import Board, LocalStore
 
     make = pkgutil.resolve_name(factory)
 
-    def prepare(address: str) -> tuple[Board, Callable[[], Line]]:
+    def prepare(address: str) -> tuple[Board, Callable[[], PairConnection]]:
         board = Board()
-        return board, lambda: Line(make(LocalStore(board), 0, address))
+        return board, lambda: PairConnection(make(LocalStore(board), 0, address))
 
     return prepare

@@ -21,7 +21,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine.networks import namespace_id
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_transports.pairs.addresses import addresses_here
-from torchstore_transports.pairs.line import Line
+from torchstore_transports.pairs.connection import PairConnection
 from torchstore_transports.pairs.protocol import (
     VERSION,
     Hello,
@@ -35,27 +35,27 @@ from torchstore_transports.pairs.threads import Turns, in_thread
 
 __all__ = ["PairLink"]
 
-# A batch is announced in parts of at most so many copies and bytes. A handshake has room for about
-# 50,000 copies, and only whole parts are known to have arrived when a later one fails.
+# A batch is announced in parts of at most this many copies and bytes. A handshake has room for
+# about 50,000 copies, and if a part fails, only the parts before it are known to have arrived.
 _PART_COPIES = 8192
 _PART_BYTES = 1 << 30
-# A cancelled call has to end within a second.
+# How long a cancelled call may settle; it has to end within a second.
 _SETTLE_S = 0.6
-# A pair that was idle may be dead without anybody having noticed. A batch that finds this out soon
-# is moved over a new one.
+# An idle pair may have died unnoticed. A batch that fails within this time, over a pair that was
+# not new, is moved over a new pair.
 _STALE_S = 5.0
 
 
 class PairLink(Link):
     """Announces each part of a batch in a handshake, and moves it over a pair at the same time.
 
-    Batches take turns, those of all event loops. The pair is made when the link is connected, and
-    made anew when it was lost. A cancelled call ends the pair: it cannot be interrupted otherwise.
-    The server half is then asked to end its side of it, so that a cancelled write usually has a
-    certain outcome, and other calls carry on with a new pair.
+    Batches of all event loops take turns. The pair is made when the link connects, and made anew
+    after it was lost. A cancelled call ends the pair, because nothing else interrupts it. Then
+    the server half is asked to end its side, so that a cancelled write usually has a certain
+    outcome, and later calls use a new pair.
 
     Attributes:
-        factory: ``"module:function"`` of the library's :data:`~.pair.PairFactory`.
+        factory: the library's :data:`~.pair.PairFactory`, as ``"module:function"``.
     """
 
     factory: ClassVar[str]
@@ -64,7 +64,7 @@ class PairLink(Link):
         self._handshake = handshake
         self._id = secrets.token_bytes(16)
         self._turns = Turns()
-        self._line: tuple[Line, int] | None = None
+        self._connection: tuple[PairConnection, int] | None = None
         self._closed = False
         self._pid = os.getpid()
 
@@ -88,9 +88,9 @@ class PairLink(Link):
     def close(self) -> None:
         """See ``contracts.transport``."""
         self._closed = True
-        line, self._line = self._line, None
-        if line is not None and os.getpid() != self._pid:
-            line[0].leak()
+        connection, self._connection = self._connection, None
+        if connection is not None and os.getpid() != self._pid:
+            connection[0].leak()
 
     async def _move(self, copies: Sequence[Copy], *, into: bool) -> None:
         if any(copy.nbytes < 0 for copy in copies):
@@ -105,7 +105,7 @@ class PairLink(Link):
                 done += len(part)
 
     async def _move_part(self, part: Sequence[Copy], *, into: bool) -> None:
-        fresh = self._line is None
+        fresh = self._connection is None
         begun = time.monotonic()
         try:
             await self._attempt(part, into=into)
@@ -115,11 +115,13 @@ class PairLink(Link):
             await self._attempt(part, into=into)
 
     async def _attempt(self, part: Sequence[Copy], *, into: bool) -> None:
-        line, pair = await self._ready()
+        connection, pair = await self._ready()
         runs = [(copy.address, copy.nbytes) for copy in part]
         extents = [(copy.segment, copy.offset, copy.nbytes) for copy in part]
 
-        moving = in_thread(functools.partial(line.upload if into else line.download, runs))
+        moving = in_thread(
+            functools.partial(connection.upload if into else connection.download, runs)
+        )
         asking = asyncio.ensure_future(self._handshake(encode(Transfer(pair, into, extents))))
         both: list[asyncio.Future[Any]] = [asking, moving]
         try:
@@ -128,20 +130,21 @@ class PairLink(Link):
                 if one.done():
                     one.result()
         except BaseException:
-            self._line = None
+            self._connection = None
             asking.cancel()
-            await self._give_up(line, pair, asking, into=into)
+            await self._give_up(connection, pair, asking, into=into)
             raise
         finally:
-            del moving, asking, both, line  # otherwise an error would keep them, and they the error
+            # Otherwise an error would keep these alive, and they the error.
+            del moving, asking, both, connection
 
     async def _give_up(
-        self, line: Line, pair: int, asking: asyncio.Future[bytes], *, into: bool
+        self, connection: PairConnection, pair: int, asking: asyncio.Future[bytes], *, into: bool
     ) -> None:
-        """End a pair. Returns when nothing of it moves at this end, and, if it wrote, at the other
-        end; or else with ``unsettled``.
+        """End a pair. When this returns, nothing of it moves at this end, nor, if it wrote, at the
+        other end, unless ``unsettled`` is set.
         """
-        cancelled = await wait_ended(in_thread(line.kill))
+        cancelled = await wait_ended(in_thread(connection.kill))
         cancelled |= await wait_ended(asking, _SETTLE_S)
         if into:
             stopping = asyncio.ensure_future(self._handshake(encode(Stop(pair))))
@@ -152,17 +155,17 @@ class PairLink(Link):
         if cancelled:
             raise asyncio.CancelledError
 
-    async def _ready(self) -> tuple[Line, int]:
+    async def _ready(self) -> tuple[PairConnection, int]:
         """Return the pair and its number; make one if there is none.
 
         Raises:
-            TransportNotReadyError: the two ends have not met within the time.
+            TransportNotReadyError: the two ends have not met in time.
             TransportError: the server half refuses, or the link is closed.
         """
         if self._closed:
             raise TransportError("this link was closed")
-        if self._line is not None:
-            return self._line
+        if self._connection is not None:
+            return self._connection
         try:
             here, bound = addresses_here()
         except (OSError, ConfigurationError) as error:
@@ -171,12 +174,12 @@ class PairLink(Link):
         welcome = decode_welcome(await self._handshake(encode(hello)))
         store = RemoteStore(welcome.pair, self._handshake)
 
-        def make() -> Line:
-            return Line(pkgutil.resolve_name(self.factory)(store, 1, welcome.address))
+        def make() -> PairConnection:
+            return PairConnection(pkgutil.resolve_name(self.factory)(store, 1, welcome.address))
 
         making = in_thread(make)
         try:
-            line = await asyncio.shield(making)
+            connection = await asyncio.shield(making)
         except RuntimeError as error:
             await self._stop(welcome.pair)
             raise TransportNotReadyError(f"the two ends do not meet: {error}") from error
@@ -188,14 +191,14 @@ class PairLink(Link):
             raise
         if self._closed:
             raise TransportError("this link was closed")
-        self._line = line, welcome.pair
-        return self._line
+        self._connection = connection, welcome.pair
+        return self._connection
 
     async def _stop(self, pair: int) -> bool:
-        """Have the server half end its side of a pair. Whether it has, within the time.
+        """Ask the server half to end its side of a pair, and return whether it has done so in time.
 
         Raises:
-            CancelledError: the caller was cancelled meanwhile; then it may not have.
+            CancelledError: the caller was cancelled meanwhile; the outcome is unknown.
         """
         stopping = asyncio.ensure_future(self._handshake(encode(Stop(pair))))
         cancelled = await wait_ended(stopping, _SETTLE_S)
@@ -206,8 +209,8 @@ class PairLink(Link):
         return stopped
 
 
-def _kill(made: asyncio.Future[Line]) -> None:
-    """A line that nobody wants any more."""
+def _kill(made: asyncio.Future[PairConnection]) -> None:
+    """Kill a connection, if it was made, that is not wanted any more."""
     if not made.cancelled() and made.exception() is None:
         in_thread(made.result().kill)
 

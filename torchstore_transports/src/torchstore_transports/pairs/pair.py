@@ -15,25 +15,25 @@ __all__ = ["TIMEOUT_S", "Pair", "PairFactory", "Store", "Wait", "memory_at"]
 TIMEOUT_S = 20.0
 
 #: Blocks until a message has been sent or received. Raises RuntimeError if the pair has failed or
-#: :data:`TIMEOUT_S` are over, which is the end of the pair.
+#: :data:`TIMEOUT_S` have passed, which ends the pair.
 Wait = Callable[[], None]
 
 
 class Pair(ABC):
     """A connection between two processes over which tensors are sent and received.
 
-    Messages arrive in the order in which they were sent. A receiver must know the size of each:
-    most libraries end the process that receives more bytes than it expects.
+    Messages arrive in the order in which they were sent. A receiver must know the size of each,
+    because most libraries end a process that receives more bytes than it expects.
 
     Attributes:
-        device: where the tensors have to be. Memory elsewhere is staged there.
+        device: the device on which tensors must be. Memory elsewhere is staged there.
     """
 
     device: torch.device = torch.device("cpu")
 
     @abstractmethod
     def send(self, tensor: torch.Tensor) -> Wait:
-        """Begin to send a contiguous tensor of bytes, whose memory the caller keeps until then.
+        """Begin to send a contiguous tensor of bytes. The caller keeps its memory until it is sent.
 
         Raises:
             RuntimeError: the pair has failed.
@@ -51,14 +51,14 @@ class Pair(ABC):
     def kill(self) -> None:
         """End the pair, from any thread, at any time. Idempotent.
 
-        When this returns, the library does not touch the memory of any message any more, whether
-        or not the threads that wait for messages have noticed. It takes milliseconds.
+        When this returns, the library touches the memory of messages no more, whether or not the
+        threads that wait for messages have noticed. It takes milliseconds.
         """
 
 
 #: Makes a pair: ``make(store, rank, address)``. Blocks until both ends have been made, or raises
-#: RuntimeError after :data:`TIMEOUT_S`. The store is a rendezvous that nobody else uses, the rank
-#: is 0 or 1, and the other end reaches this host at the address.
+#: RuntimeError after :data:`TIMEOUT_S`. The store is a rendezvous for this pair only, the rank is 0
+#: or 1, and ``address`` is where the other end reaches this host.
 PairFactory = Callable[[Store, int, str], Pair]
 
 

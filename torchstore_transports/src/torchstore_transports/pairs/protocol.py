@@ -1,4 +1,4 @@
-"""What a link says to its server half in handshakes. Torch-free."""
+"""The handshakes between a link and its server half. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = [
     "encode",
 ]
 
-#: Changes whenever the two halves of different versions would not understand each other.
+#: Changes whenever halves of different versions would misunderstand each other.
 VERSION = 1
 
 Extent = tuple[int, int, int]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The link wants a pair, and replaces the one that it had before.
+    """The link asks for a pair, which replaces its previous one.
 
     Args:
         version: see :data:`VERSION`.
         link: a random id of the link.
-        namespace: the id of its network namespace.
-        networks: the addresses at which it may be reached.
-        bound: the user has chosen these addresses; see ``addresses``.
+        namespace: the id of the link's network namespace.
+        networks: the addresses at which the link may be reached.
+        bound: whether the user has chosen these addresses; see ``addresses``.
     """
 
     version: int
@@ -47,8 +47,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     """The server half has begun to make its end of the pair.
 
     Args:
-        pair: its number.
-        address: of the link's host, at which the link's end has to listen.
+        pair: the number of the pair.
+        address: the address of the link's host at which the link's end must listen.
     """
 
     pair: int
@@ -56,12 +56,12 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A call of the store at which the ends of a pair meet; see ``rendezvous.Board``.
+    """A call of the key-value store at which the ends of a pair meet; see ``rendezvous.Board``.
 
     Args:
         method: ``set``, ``wait`` or ``add``.
-        value: of ``set``.
-        amount: of ``add``.
+        value: the value, for ``set``.
+        amount: the number to add, for ``add``.
     """
 
     pair: int
@@ -72,7 +72,7 @@ class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The link begins to send (``into`` segments) or to receive these extents over a pair.
+    """The link begins to send (if ``into`` segments) or to receive these extents over a pair.
 
     Args:
         extents: segment, offset and number of bytes of each, in the order in which they move.
@@ -84,7 +84,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The link has given up a pair. When this is answered, nothing of it reaches a segment."""
+    """The link has given up a pair. After the answer, no byte of it reaches a segment any more."""
 
     pair: int
 

@@ -1,7 +1,7 @@
-"""How the two ends of a pair meet: a small key-value store at the server half.
+"""How the two ends of a pair meet: through a small key-value store at the server half.
 
-Libraries expect a ``torch.distributed`` store that both ends reach. Here the server half holds the
-values, and the calls of the link's end travel in handshakes, so nothing listens for this.
+Libraries expect a ``torch.distributed`` store that both ends reach. Here, the server half holds the
+values, and the calls of the link's end travel in handshakes, so that no port has to be opened.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Board:
         self._closed = False
 
     def close(self) -> None:
-        """Nobody waits for the other end any more: all calls raise, those that wait included."""
+        """Give up the rendezvous: all calls raise, including those that wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def call(self, call: StoreCall) -> bytes:
-        """Do what the other end asks for. Blocks for at most :data:`TIMEOUT_S`.
+        """Execute a call of the other end. Blocks for at most :data:`TIMEOUT_S`.
 
         Raises:
-            TransportError: there is no such value in time, or no such method.
+            TransportError: the value was not set in time, or there is no such method.
         """
         match call.method:
             case "set":
@@ -59,7 +59,7 @@ class Board:
         """Store a value.
 
         Raises:
-            TransportError: there are too many already, or this was closed.
+            TransportError: there are too many values already, or the rendezvous was given up.
         """
         with self._changed:
             if self._closed:
@@ -70,10 +70,10 @@ class Board:
             self._changed.notify_all()
 
     def wait(self, key: str, timeout_s: float = TIMEOUT_S) -> bytes:
-        """Return a value as soon as it is there.
+        """Wait for a value, and return it.
 
         Raises:
-            TransportError: it is not, within the time, or this was closed.
+            TransportError: the value was not set in time, or the rendezvous was given up.
         """
         with self._changed:
             known = self._changed.wait_for(lambda: self._closed or key in self._values, timeout_s)
@@ -84,10 +84,10 @@ class Board:
             return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which begins as 0, and return the sum.
+        """Add to a number, which is 0 at first, and return the sum.
 
         Raises:
-            TransportError: there are too many values already.
+            TransportError: there are too many values already, or the rendezvous was given up.
         """
         with self._changed:
             total = int(self._values.get(key, b"0")) + amount
@@ -96,18 +96,18 @@ class Board:
 
 
 class PairStore(Store):
-    """The part of a store that is the same at both ends. Libraries call it from threads of theirs.
+    """What both ends' stores have in common. Libraries call a store from their own threads.
 
     Attributes:
-        before_call: called whenever the store is used: by then a library has read what it reads
-            from the environment.
+        before_call: called before each use of the store, when a library has already read its
+            environment variables.
     """
 
     before_call: Callable[[], None] = staticmethod(lambda: None)
 
     @abstractmethod
     def _call(self, call: StoreCall) -> bytes:
-        """Have the board answer: directly where it is, by a handshake at the other end."""
+        """Pass a call to the board: directly at the server half, by a handshake at the link."""
 
     def set(self, key: str, value: Any) -> None:  # it is bytes, whatever the base class says
         self.before_call()
@@ -130,7 +130,7 @@ class PairStore(Store):
 
 
 class LocalStore(PairStore):
-    """The store as the server half's end sees it."""
+    """The store of the server half's end."""
 
     def __init__(self, board: Board) -> None:
         super().__init__()
@@ -141,11 +141,10 @@ class LocalStore(PairStore):
 
 
 class RemoteStore(PairStore):
-    """The store as the link's end sees it: every call is a handshake on the event loop that is
-    connecting.
+    """The store of the link's end: every call is a handshake on the event loop that is connecting.
 
     Args:
-        pair: the number that the server half has given it.
+        pair: the number that the server half has given to the pair.
         handshake: see ``LinkContext.handshake``.
     """
 
@@ -160,7 +159,7 @@ class RemoteStore(PairStore):
         self._closed = False
 
     def close(self) -> None:
-        """Nobody connects any more: all calls raise, those that wait included."""
+        """Give up connecting: all calls raise, including those that wait."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, set()
@@ -184,7 +183,7 @@ class RemoteStore(PairStore):
                 self._waiting.discard(answer)
 
     def _ask(self, request: bytes, answer: Future[bytes]) -> None:
-        """On the event loop."""
+        """Start the handshake. Runs on the event loop."""
         if answer.done():
             return
         task = asyncio.ensure_future(self._handshake(request))
@@ -203,7 +202,7 @@ class RemoteStore(PairStore):
 
 
 def _end(answer: Future[bytes], outcome: bytes | BaseException) -> None:
-    """Set the outcome, unless another thread has done so."""
+    """Set the outcome, unless another thread has already set one."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, bytes):
             answer.set_result(outcome)

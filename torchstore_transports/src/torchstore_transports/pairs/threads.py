@@ -1,4 +1,4 @@
-"""Blocking calls beside event loops, and taking turns across event loops. Torch-free."""
+"""Blocking calls in threads, and a lock that works across event loops. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     """Run a blocking call in a thread of its own, and return the future of its result.
 
-    The threads of executors would not do: a call that waits for a peer that was stopped takes its
-    time, and neither other work nor the end of this process should wait for it.
+    The threads of an executor would not do: a call may wait long for a peer that was stopped, and
+    neither other work nor the end of this process should wait for it.
     """
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
     waiting = asyncio.wrap_future(result)
-    waiting.add_done_callback(_retrieve)  # nobody may wait for it any more
+    waiting.add_done_callback(_retrieve)  # because nobody may wait for it any more
     run = threading.Thread(target=_run, args=(call, result), daemon=True, name="torchstore-pair")
     run.start()
     return waiting
@@ -37,11 +37,11 @@ def _run(call: Callable[[], T], result: Future[T]) -> None:
         _forget_locals(error)
         result.set_exception(error)
     finally:
-        del call, result  # otherwise the error would keep them, and they the error
+        del call, result  # otherwise the error would keep them alive, and they the error
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Errors are kept for long, and sometimes in cycles; what the failed call used must not be."""
+    """Free what the failed calls used, because errors are kept for long, sometimes in cycles."""
     at: BaseException | None = error
     while at is not None:
         traceback.clear_frames(at.__traceback__)
@@ -54,7 +54,7 @@ def _retrieve(done: asyncio.Future[T]) -> None:
 
 
 class Turns:
-    """A lock for coroutines of several event loops, which get it in the order in which they came.
+    """A lock for coroutines of several event loops, which acquire it in the order of arrival.
 
     Use it as an async context manager.
     """
@@ -74,7 +74,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it came at the same moment
+            if not turn.cancelled():  # the lock was granted at the same moment
                 self._release()
             raise
 
@@ -87,7 +87,7 @@ class Turns:
                 turn = self._waiting.popleft()
                 try:
                     turn.get_loop().call_soon_threadsafe(self._grant, turn)
-                except RuntimeError:  # its loop is closed
+                except RuntimeError:  # the loop of that turn is closed
                     continue
                 return
             self._taken = False

@@ -42,8 +42,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class _Segment:
     """One attached segment: its descriptor, and its window once it has been requested.
 
-    It is closed with its link, or by the garbage collector if no link was made (a cancelled
-    connect).
+    It is closed with its link, or by the garbage collector if no link was made (because the connect
+    was cancelled).
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:

@@ -57,5 +57,5 @@ class ShmServer(TransportServer):
         with client:
             try:
                 socket.send_fds(client, [b"torchstore-shm-1"], self._fds)
-            except OSError as error:  # it went away, or too many are in flight: it tries again
+            except OSError as error:  # it went away, or too many are in flight: it will try again
                 log.debug("a client was not given segments: %s", error)

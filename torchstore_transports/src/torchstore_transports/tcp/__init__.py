@@ -1,1 +1,1 @@
-"""``tcp``: bytes between any two hosts that reach each other, over several connections at once."""
+"""``tcp``: moves bytes between any two hosts that reach each other, over several connections."""

@@ -38,10 +38,10 @@ from torchstore_transports.tcp.wire.protocol import (
 
 __all__ = ["CHECKSUM", "TcpLink"]
 
-#: Environment variable: ``1`` has every unit checked with a CRC-32 by whoever receives it.
+#: Environment variable: if it is ``1``, the receiver of every unit checks the unit's CRC-32.
 CHECKSUM = "TORCHSTORE_TCP_CHECKSUM"
 
-# What a cancelled write waits for, so that its outcome is certain.
+# How long a cancelled write waits for units in flight, so that its outcome is certain.
 _SETTLE_S = 0.5
 
 
@@ -131,7 +131,7 @@ class TcpLink(Link):
             ) from transfer.error
 
     async def _ended(self, transfer: Transfer) -> None:
-        """Wait for the end. If this raises, no thread touches memory of the batch any more."""
+        """Wait for the end. If this raises, no thread touches the batch's memory any more."""
         try:
             await transfer.ended()
         except asyncio.CancelledError:
@@ -142,7 +142,7 @@ class TcpLink(Link):
                 rest.cancel()
             transfer.abort()
             raise
-        except BaseException:  # the coroutine was dropped
+        except BaseException:  # the coroutine was closed
             transfer.abort()
             raise
 
@@ -161,7 +161,7 @@ def _encryption(offered: Offer) -> ssl.SSLContext | None:
 
 
 async def _first(dialer: Dialer) -> Connection:
-    """Connect once, so that a link that cannot work is known at once."""
+    """Make one connection, to find out at once whether the link can work."""
     made: list[Connection] = []
     lock = threading.Lock()
     given_up = False

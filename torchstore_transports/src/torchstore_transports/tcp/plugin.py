@@ -14,7 +14,7 @@ from torchstore_transports.tcp.wire.protocol import VERSION, Offer
 
 __all__ = ["torchstore_transport"]
 
-# Waking a stream, a request and its answer, waking the event loop.
+# Waking a stream, a request and its answer, and waking the event loop.
 _LATENCY_S = 300e-6
 # Loopback: two copies through the kernel.
 _LOOPBACK_BYTES_PER_S = 1.5e9
@@ -27,7 +27,7 @@ _LOOPBACK = Bid(_LATENCY_S, _LOOPBACK_BYTES_PER_S, "same host: over the loopback
 def _bid(context: LinkContext) -> Bid | Refusal:
     if not context.offered:
         return Refusal("the volume does not offer tcp")
-    if not context.offer and context.same_host:  # of a volume that only might be
+    if not context.offer and context.same_host:  # of a hypothetical volume
         return _LOOPBACK
     try:
         offer = msgspec.msgpack.decode(context.offer, type=Offer)
@@ -41,7 +41,7 @@ def _bid(context: LinkContext) -> Bid | Refusal:
 
 
 def bid_between(here: tuple[Network, ...], there: tuple[Network, ...]) -> Bid | Refusal:
-    """Bid for two hosts with these addresses."""
+    """Return the bid for two hosts with these addresses."""
     if not here or not there:
         who = "this host" if not here else "the volume's host"
         return Refusal(f"{who} has no address but that of its loopback")
@@ -65,7 +65,7 @@ def _mbits_per_s(network: Network) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _here(_period: int) -> tuple[Network, ...]:
-    """The networks of this host, looked up again after a while."""
+    """Return the networks of this host. A new ``_period`` has them looked up again."""
     try:
         return networks()
     except OSError:

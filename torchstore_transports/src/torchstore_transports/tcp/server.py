@@ -20,7 +20,7 @@ __all__ = ["TcpServer"]
 
 
 class TcpServer(TransportServer):
-    """One volume of this process. All of them share a :class:`Port`."""
+    """The server half of one volume. All those in this process share a :class:`Port`."""
 
     def __init__(self) -> None:
         self._segments = Segments(())

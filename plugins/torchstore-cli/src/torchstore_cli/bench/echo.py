@@ -1,7 +1,7 @@
-"""The echo floor: a 185-byte msgspec frame there and back between two processes, in three ways.
+"""The echo floor: a 185-byte msgspec frame to another process and back, in three ways.
 
-``python -m torchstore_cli.bench.echo KIND FD`` is the far end: it echoes what comes over a Unix
-socket, until that closes. Torch-free.
+``python -m torchstore_cli.bench.echo KIND FD`` is the far end: it echoes what arrives over a Unix
+socket, until that is closed. Torch-free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RAW, ASYNCIO, UVLOOP = "raw", "asyncio", "uvloop"
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """About what a small request looks like."""
+    """A message about as large as a small request."""
 
     id: int
     key: str
@@ -33,18 +33,18 @@ class Frame(msgspec.Struct, array_like=True):
 
 
 def frame() -> bytes:
-    """A frame of exactly 185 bytes."""
+    """Return a frame of exactly 185 bytes."""
     empty = len(msgspec.msgpack.encode(Frame(1, "a/small/key", b"")))
     return msgspec.msgpack.encode(Frame(1, "a/small/key", bytes(FRAME - empty)))
 
 
 def kinds() -> list[str]:
-    """The ways there are on this platform."""
+    """Return the kinds of echo that this platform supports."""
     return [RAW, ASYNCIO, *([UVLOOP] if importlib.util.find_spec("uvloop") else [])]
 
 
 def new_loop(kind: str) -> asyncio.AbstractEventLoop:
-    """A fresh event loop, ``asyncio`` or ``uvloop``."""
+    """Return a fresh event loop of the kind ``asyncio`` or ``uvloop``."""
     if kind != UVLOOP:
         return asyncio.SelectorEventLoop()
     import uvloop
@@ -53,7 +53,7 @@ def new_loop(kind: str) -> asyncio.AbstractEventLoop:
 
 
 def two_cpus() -> tuple[int, int] | None:
-    """Two CPUs of this process that are not siblings on one core, if it may choose."""
+    """Return two CPUs of this process, on different cores if possible; None if it cannot choose."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     first, *others = sorted(os.sched_getaffinity(0))
@@ -105,7 +105,7 @@ class _Near(asyncio.Protocol):
 
 
 class Echo:
-    """One kind of echo with its far end; :meth:`measure` gives round-trip times."""
+    """One kind of echo with its far end; :meth:`measure` returns round-trip times."""
 
     def __init__(self, kind: str) -> None:
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -164,7 +164,7 @@ class Echo:
         return times
 
     def close(self) -> None:
-        """Close the socket and wait for the far end, which then ends."""
+        """Close the socket, and wait until the far end has ended because of that."""
         if self._loop is not None:
             self._near.transport.abort()
             self._loop.run_until_complete(asyncio.sleep(0))
@@ -185,7 +185,7 @@ async def _serve(sock: socket.socket) -> None:
 
 
 def main(kind: str, fd: int) -> None:
-    """The far end."""
+    """Run the far end."""
     with socket.socket(fileno=fd) as sock:
         if kind == RAW:
             while data := sock.recv(1 << 16):

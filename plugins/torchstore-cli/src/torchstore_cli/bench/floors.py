@@ -1,7 +1,7 @@
-"""What the machine itself can do, measured in the process and the run it is compared with.
+"""The floors: what the machine itself can do, measured in the same process and run as the store.
 
-Copies between two warm anonymous buffers with as many threads as CPUs, in several ways; the first
-touch of a fresh memfd; clones of tensors, one by one; bare mappings. All return seconds.
+They are copies between two warm anonymous buffers with as many threads as CPUs, in several ways;
+first touches of a fresh memfd; clones of tensors, one by one; bare mappings. All return seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "warm_copy",
 ]
 
-#: The ways of the plain floor: pieces as large as the tensors (cut at CHUNK), threads take turns.
+#: The ways of the plain floor: threads take turns at pieces as large as the tensors, cut at CHUNK.
 PIECES = ("copy_ of tensors", "memmove of tensors")
 #: The strictest floor is the fastest of these and those above.
 WARM = (*PIECES, "memmove of one share a thread", "copy_ of one buffer", "streaming copy")
@@ -46,12 +46,12 @@ Piece = tuple[int, int, int]  # destination address, source address, bytes
 
 
 def cpus() -> int:
-    """CPUs this process may use: the number of threads of every floor."""
+    """Return the number of CPUs of this process, which is the number of threads of every floor."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Threads:
-    """As many threads as CPUs, none of which lets torch start further ones."""
+    """As many threads as CPUs; torch starts no further threads in them."""
 
     def __init__(self) -> None:
         self.count = cpus()
@@ -59,7 +59,7 @@ class Threads:
         ready = threading.Barrier(self.count)
 
         def prepare() -> None:
-            torch.set_num_threads(1)  # of this thread; the process's setting is put back below
+            torch.set_num_threads(1)  # for this thread; the process's setting is restored below
             ready.wait(30)
 
         self._pool = ThreadPoolExecutor(self.count)
@@ -68,12 +68,12 @@ class Threads:
         torch.set_num_threads(before)
 
     def each(self, call: Callable[[int], object]) -> None:
-        """``call(number of the thread)`` in every thread at once."""
+        """Call ``call(index of the thread)`` in every thread at once."""
         for done in [self._pool.submit(call, at) for at in range(self.count)]:
             done.result()
 
     def share(self, items: Iterable[object], call: Callable[..., object]) -> None:
-        """``call(item)`` for all items; threads take them one by one."""
+        """Call ``call(item)`` for all items, which the threads take one by one."""
         todo = iter(items)
         lock = threading.Lock()
         nothing = object()
@@ -94,8 +94,8 @@ class Threads:
 
 
 def cut(sizes: Iterable[int], limit: int, chunk: int = CHUNK) -> list[tuple[int, int]]:
-    """``(offset, bytes)`` of pieces of these sizes one after another, cut at ``chunk`` bytes, as
-    many as fill ``limit`` bytes.
+    """Return ``(offset, bytes)`` of adjacent pieces of these sizes, cut at ``chunk`` bytes, up to
+    ``limit`` bytes in all.
 
     >>> cut([3, 10], 12, chunk=4)
     [(0, 3), (3, 4), (7, 4), (11, 1)]
@@ -175,8 +175,8 @@ class WarmCopy:
 
 
 def warm_copy(sizes: Sequence[int], limit: int) -> WarmCopy | None:
-    """The warm-copy floors of tensors of these sizes, which copy as many bytes, but at most
-    ``limit``; warmed up by an unmeasured round. None if there is nothing to copy.
+    """Return the warm-copy floors for tensors of these sizes: copies of as many bytes, but at most
+    ``limit``, after an unmeasured round that warms them up. None if there is nothing to copy.
     """
     nbytes = min(sum(sizes), limit)
     if not nbytes:
@@ -193,7 +193,7 @@ def _copy_pieces(threads: Threads, pieces: Iterable[Piece]) -> float:
 def copy_tensors(
     threads: Threads, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]
 ) -> float:
-    """Copy contiguous tensors by memmove over the threads."""
+    """Copy contiguous tensors by memmove on the threads; return the seconds."""
     pieces: list[Piece] = []
     for target, source in zip(targets, sources, strict=True):
         to, of = target.data_ptr(), source.data_ptr()
@@ -203,7 +203,7 @@ def copy_tensors(
 
 
 class ColdTouch:
-    """First touch of ``nbytes`` bytes of fresh memfds, a share for each thread."""
+    """First touches of ``nbytes`` bytes of fresh memfds, a share for each thread."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -245,7 +245,7 @@ class ColdTouch:
 
 
 def clone_each(tensors: Iterable[torch.Tensor]) -> float:
-    """Clone tensors one by one, in this thread, as a loop over them does; all clones are kept until
+    """Clone tensors one by one in this thread, as a loop over them would; all clones are kept until
     the end.
     """
     return timed_call(lambda: [tensor.clone() for tensor in tensors])
@@ -253,7 +253,7 @@ def clone_each(tensors: Iterable[torch.Tensor]) -> float:
 
 class Mappings:
     """Private mappings of a file in memory, one for each of ``count`` tensors of ``nbytes`` bytes:
-    ``mmap`` and ``torch.frombuffer``, which no zero-copy get of separate values goes without.
+    ``mmap`` and ``torch.frombuffer``, which a zero-copy get of separate values cannot avoid.
     """
 
     def __init__(self, count: int, nbytes: int) -> None:
@@ -263,7 +263,7 @@ class Mappings:
         os.ftruncate(self._fd, count * self._nbytes)
 
     def map_each(self) -> float:
-        """Map all of them; they are unmapped after the clock has stopped."""
+        """Map all of them; they are unmapped when the clock has stopped."""
         tensors: list[torch.Tensor] = []
 
         def map_them() -> None:
@@ -276,13 +276,13 @@ class Mappings:
         return timed_call(map_them)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         os.close(self._fd)
 
 
 def interleave(measures: dict[str, Callable[[], float]], turn: int) -> dict[str, float]:
-    """One round: each measure once. The order rotates with ``turn``, so that none has a place of
-    its own in the machine's drift.
+    """Run a round: each measure once. The order rotates with ``turn``, so that the machine's drift
+    affects all measures equally.
     """
     names = list(measures)
     first = turn % len(names)

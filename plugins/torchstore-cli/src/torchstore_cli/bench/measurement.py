@@ -1,7 +1,7 @@
-"""``torchstore bench``: a short measurement beside this machine's floors. The full one is
-``make bench`` in the repository, whose measured processes and floors these are. Torch-free itself.
+"""``torchstore bench``: a short measurement beside this machine's floors. Torch-free itself.
 
-A large value is put by one process and got by another, which checks every byte.
+``make bench`` in the repository is the full measurement, with the same processes and floors. One
+process puts a large value, and another one gets it and checks every byte.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def measure(
     """Measure in the store that ``address`` names, or (None) in one that ends with this call.
 
     Args:
-        address: of the option; the environment's is left alone.
-        timeout: seconds, of each operation.
-        nbytes: of the large value, rounded down to elements of 4 bytes, at least one.
-        progress: called with what is measured next.
+        address: the address of the option; the environment's is ignored.
+        timeout: the time limit of each operation, in seconds.
+        nbytes: the size of the large value, rounded down to elements of 4 bytes, at least one.
+        progress: called with the name of what is measured next.
 
     Raises:
         TransportError: the other process got other bytes.
@@ -96,7 +96,7 @@ def measure(
 def _first_put(
     publisher: Worker, where: str | None, timeout: float, nbytes: int
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds of the first put, into memory that is warm if the store is our own; the store."""
+    """Return the first put's seconds (into warm memory if the store is our own), and the store."""
     fresh, store = None, {}
     if where is None:
         room = 2 * nbytes + (16 << 20)  # an overwrite holds the old version and the new
@@ -108,7 +108,7 @@ def _first_put(
 
 
 def _small_values(publisher: Worker, key: str, server_pid: int) -> tuple[Small, float]:
-    """Percentiles of puts and gets; the median of an echo on the same kind of event loop."""
+    """Return percentiles of puts and gets, and the median of an echo on the same kind of loop."""
     publisher.call("small.start_echo", kinds=["asyncio"])
     samples: list[dict[str, list[float]]] = []
     for turn in range(_SMALL_ROUNDS):
@@ -137,7 +137,7 @@ def _small_values(publisher: Worker, key: str, server_pid: int) -> tuple[Small, 
 def _large_value(
     publisher: Worker, reader: Worker, key: str
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Rounds of a put beside the floors, and of the gets of what it put."""
+    """Return rounds of a put beside the floors, and of the gets of what it put."""
     puts: list[dict[str, float]] = []
     gets: list[dict[str, float]] = []
     for turn in range(1, _ROUNDS + 1):

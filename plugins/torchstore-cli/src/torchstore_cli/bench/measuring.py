@@ -28,21 +28,21 @@ _SETTLE_S = 2.0
 
 
 async def timed(operation: Awaitable[T]) -> tuple[float, T]:
-    """Seconds that an operation took, and its result."""
+    """Return the seconds that an operation took, and its result."""
     start = time.perf_counter()
     result = await operation
     return time.perf_counter() - start, result
 
 
 def timed_call(call: Callable[[], object]) -> float:
-    """Seconds that a call took."""
+    """Return the seconds that a call took."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that ``share`` of all values do not exceed.
+    """Return the value that ``share`` of all values do not exceed.
 
     >>> percentile([4, 1, 3, 2], 0.5), percentile(range(1, 101), 0.99)
     (2, 99)
@@ -52,7 +52,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def process_size(pid: int) -> dict[str, int]:
-    """Open descriptors, mappings, resident bytes, and how many of those are shared memory."""
+    """Return a process's open descriptors, mappings, resident bytes, and shared resident bytes."""
     base = Path(f"/proc/{pid}")
     fields = dict(line.split(":", 1) for line in (base / "status").read_text().splitlines())
     rss, shared = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssShmem"))
@@ -65,12 +65,12 @@ def process_size(pid: int) -> dict[str, int]:
 
 
 async def _warm_bytes() -> int:
-    """Pool memory that is backed by pages, over all volumes."""
+    """Return the bytes of pool memory that are backed by pages, over all volumes."""
     return sum(volume.warm_bytes for volume in (await ts.status()).volumes)
 
 
 async def _until(done: Callable[[], Awaitable[bool]], seconds: float) -> bool:
-    """Poll until it is done; False if it is not within so many seconds."""
+    """Poll until ``done`` returns True; return False if that takes more than ``seconds``."""
     end = time.perf_counter() + seconds
     while not await done():
         if time.perf_counter() > end:
@@ -81,8 +81,8 @@ async def _until(done: Callable[[], Awaitable[bool]], seconds: float) -> bool:
 
 async def until_warm(nbytes: int, deadline: float = 60.0) -> float:
     """Wait until the pool has this much warm memory, then (up to 2 s) until the page tables of this
-    process have it too; the seconds it took. After ``deadline`` it waits no longer: the next put
-    then shows it.
+    process contain it, too; return the seconds this took. After ``deadline`` seconds, stop waiting:
+    the next put will show it.
     """
 
     async def pool() -> bool:
@@ -112,10 +112,10 @@ async def until_quiet(still: float = 0.25, deadline: float = 60.0) -> None:
 
 
 async def until_unleased(deadline: float = 10.0) -> None:
-    """Wait until the server has taken back what dropped tensors of this process held.
+    """Wait until the server has taken back the leases of this process's dropped tensors.
 
     Raises:
-        TimeoutError: it has not within ``deadline`` seconds.
+        TimeoutError: it has not done so within ``deadline`` seconds.
     """
     gc.collect()
 

@@ -24,12 +24,12 @@ class SmallValues:
         self._echoes: dict[str, echo.Echo] = {}
 
     def start_echo(self, kinds: Sequence[str] = ()) -> list[str]:
-        """Start the far ends of the echo floors of these kinds (or all there are); their kinds."""
+        """Start the far ends of these kinds of echo (default: all), and return the kinds."""
         self._echoes = {kind: echo.Echo(kind) for kind in kinds or echo.kinds()}
         return list(self._echoes)
 
     def end_echo(self) -> None:
-        """End them."""
+        """End the far ends."""
         for one in self._echoes.values():
             one.close()
         self._echoes = {}
@@ -43,11 +43,11 @@ class SmallValues:
         apart: bool | None = None,
         key: str = "small",
     ) -> dict[str, Any]:
-        """One round of ``count`` puts and gets and ``count`` echoes of each kind, one operation
-        at a time; seconds of each. The last value got is compared with what was put.
+        """Run a round of ``count`` puts and gets and ``count`` echoes of each kind, one operation
+        at a time; return the seconds of each. The last value got is compared with the one put.
 
-        ``apart``: this process's loop has one CPU; server and far ends have another one (True)
-        or the same (False). None: as the scheduler likes.
+        ``apart``: this process's loop gets one CPU; the server and the far ends get another one
+        (True) or the same one (False). None: the scheduler decides.
         """
         mine = sorted(os.sched_getaffinity(0)) if apart is not None else []
         cpus = echo.two_cpus() if apart is not None else None
@@ -87,8 +87,8 @@ class SmallValues:
         return {"samples": samples, "wrong": wrong}
 
     def batch(self, count: int, nbytes: int, turn: int) -> dict[str, Any]:
-        """One round: a put and a get of ``count`` tensors of ``nbytes`` bytes, compared; and
-        cloning the same tensors one by one.
+        """Run a round: put and get ``count`` tensors of ``nbytes`` bytes, compare them, and clone
+        the same tensors one by one.
         """
         items = {
             f"batch/{i}": workload.random_tensor((nbytes // 2,), turn * count + i).view(torch.uint8)
@@ -110,8 +110,8 @@ class SmallValues:
         return {"times": {**times, "clone": clone}, "wrong": wrong}
 
     def cycles(self, count: int, server_pid: int) -> dict[str, Any]:
-        """Cycles of put, get, delete; every fourth value is large enough to be mapped. Then the
-        sizes of this process and of the server.
+        """Repeat put, get and delete; every fourth value is large enough to be mapped. Return also
+        the sizes of this process and of the server afterwards.
         """
         small, large = torch.ones(256), torch.ones(64 << 10)
         wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""``torchstore bench --transports``: every transport that reaches the volumes of a store."""
+"""``torchstore bench --transports``: measures every transport that reaches a store's volumes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOICE = "TORCHSTORE_TRANSPORT"
 _ROUNDS = 5
 _SMALL_ROUNDS = 20
 _NAME = "torchstore-bench-transports"
-# Puts that may go by until every volume has had one: the strategy decides which one it is.
+# Limit of puts per volume until every volume has had one, because the strategy chooses the volume.
 _TRIES_PER_VOLUME = 4
 
 
@@ -40,14 +40,14 @@ def measure_transports(
     """Measure each installed transport to each volume of a store, from this process.
 
     Args:
-        address: of the store; None: one that ends with this call.
-        timeout: seconds, of each operation.
-        nbytes: of the large value.
-        progress: called with what is measured next.
-        save: whether later bids are corrected by what was measured.
+        address: the address of the store; None: a store that ends with this call.
+        timeout: the time limit of each operation, in seconds.
+        nbytes: the size of the large value.
+        progress: called with the name of what is measured next.
+        save: whether to save the results, so that they correct later bids.
 
     Raises:
-        TransportError: another value came back than was put.
+        TransportError: a get returned other bytes than were put.
         TorchStoreError: the store cannot be reached or is too small.
     """
     return asyncio.run(_measure(address, timeout, nbytes, progress, save=save))
@@ -114,7 +114,7 @@ def _chosen(name: str) -> Iterator[None]:
 async def _lines(
     client: ts.Client, name: str, nbytes: int
 ) -> AsyncIterator[tuple[TransportLine, str]]:
-    """A line for each volume, and the volume's host."""
+    """Yield a line for each volume, with the volume's host."""
     session = await client._joined.session(None)
     hosts = {links.info.id: links.info.topology.host_id for links in session.volumes}
     left: set[str] = set()
@@ -147,8 +147,8 @@ async def _lines(
 async def _line(
     client: ts.Client, name: str, volume: str, key: str, value: torch.Tensor, first: float
 ) -> TransportLine:
-    """Measure with the value that lies in that volume under ``key``; ``first``: seconds that its
-    put has taken.
+    """Measure with the value that lies in that volume under ``key``; ``first``: the seconds that
+    its put took.
     """
     nbytes = value.nbytes
     into = torch.empty_like(value)
@@ -160,7 +160,7 @@ async def _line(
     puts: list[float] = []
     for _ in range(_ROUNDS):
         seconds = await _timed(client.put(key, value))
-        if (await client.stat(key)).volume == volume:  # the strategy may take another one
+        if (await client.stat(key)).volume == volume:  # the strategy may choose another one
             puts.append(seconds)
     puts = puts or [first]
     rate = nbytes / statistics.median(gets)

@@ -1,4 +1,4 @@
-"""The report of ``torchstore bench``, for people."""
+"""The reports of ``torchstore bench``, as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["show_bench", "show_transports"]
 
 
 def show_bench(screen: Screen, report: BenchReport) -> None:
-    """Rates and latencies, each beside its floor."""
+    """Show rates and latencies, each beside its floor."""
     floors, small, large, ratios = report.floors, report.small, report.large, report.ratios
 
     def rate(seconds: float) -> str:
@@ -56,7 +56,7 @@ def show_bench(screen: Screen, report: BenchReport) -> None:
 
 
 def show_transports(screen: Screen, report: TransportsReport) -> None:
-    """A line for each transport and volume."""
+    """Show a line for each transport and volume."""
     screen.line((report.address or "a store of its own", "bold"))
     screen.line((f"{human_bytes(report.nbytes)}, from this process", "dim"))
     screen.line()

@@ -1,4 +1,4 @@
-"""Commands of a publisher or a reader: puts and gets of a whole set of weights."""
+"""Commands of a publisher or a reader: puts and gets of a complete set of weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Weights:
     def make(
         self, shapes: dict[str, list[int]], seed: int, filled: bool, limit: int
     ) -> dict[str, int]:
-        """Make the set (``filled``) or destinations for it, and the warm-copy floors of at most
+        """Make the set (``filled``) or destinations for it, and warm-copy floors of at most
         ``limit`` bytes (0: none).
         """
         self.drop()
@@ -54,12 +54,12 @@ class Weights:
         }
 
     def make_cold_floor(self, nbytes: int) -> dict[str, float]:
-        """Make the cold-touch floors; the seconds of one round, which warms them up."""
+        """Make the cold-touch floors; return the seconds of one round, which warms them up."""
         self._cold = floors.ColdTouch(nbytes)
         return floors.interleave(self._cold.kinds, 0)
 
     def drop(self) -> None:
-        """Forget set and floors."""
+        """Drop the set and the floors."""
         for floor in (self._warm, self._cold):
             if floor is not None:
                 floor.close()
@@ -69,10 +69,10 @@ class Weights:
     def put(
         self, stamp: int, turn: int, floor: str = "", fresh: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """One round: a put of the set, stamped anew, and each floor (``warm`` or ``cold``) once.
+        """Run a round: a put of the set, with a new stamp, and each floor (``warm`` or ``cold``).
 
-        ``fresh``: the put goes to a store started just before with these options; if they have a
-        prefault, once that is done. Starting and waiting are not in the time.
+        ``fresh``: options of a store that is started for this put. If they include a prefault, the
+        put waits until that is done. The time includes neither the start nor the wait.
         """
         opened: dict[str, Any] = {}
 
@@ -91,10 +91,10 @@ class Weights:
         return {**opened, "times": times}
 
     def get(self, stamp: int, turn: int, full: bool, floor: bool = True) -> dict[str, Any]:
-        """One round: an in-place get, a zero-copy get and a read of all its bytes, each floor once.
+        """Run a round: an in-place get, a zero-copy get, a read of all its bytes, and each floor.
 
-        What came is compared with the set after each: by stamps, or (``full``) bit for bit. The
-        destinations are zeroed before each in-place get.
+        After each get, the result is compared with the set: by stamps, or (``full``) bit for bit.
+        The destinations are zeroed before each in-place get.
         """
         wrong: list[str] = []
         reading = 0.0

@@ -1,9 +1,9 @@
 """The program of a measured process: a publisher (owns stores, puts) or a reader (joins, gets).
 
 ``python -m torchstore_cli.bench.worker_main LOOP`` reads commands from standard input, one JSON
-object a line, and answers each with one. ``{"op": "weights.put", ...}`` calls the method ``put`` of
-the commands called ``weights`` with the other fields. The process ends when standard input closes,
-or with the process that started it. ``benchmarks/worker.py`` has the same commands and more.
+object per line, and answers each with one. ``{"op": "weights.put", ...}`` calls the method ``put``
+of the commands called ``weights`` with the other fields. The process ends when standard input is
+closed, or with the process that started it. ``benchmarks/worker.py`` has these commands and more.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Stores:
         return self._runner.run(work)
 
     def open(self, **options: Any) -> dict[str, Any]:
-        """Start a store of our own; options as for ``initialize``."""
+        """Start a store of our own; ``options``: as for ``initialize``."""
         seconds, client = self.run(timed(ts.initialize(**options)))
         return {**self._described(client), "seconds": seconds}
 
     def connect(self, address: str, **options: Any) -> dict[str, Any]:
-        """Join a store; options as for ``connect``."""
+        """Join a store; ``options``: as for ``connect``."""
         return self._described(self.run(ts.connect(address, **options)))
 
     def _described(self, client: ts.Client) -> dict[str, Any]:
@@ -71,16 +71,16 @@ class Stores:
         self.run(ts.shutdown())
 
     def settle(self) -> None:
-        """Wait until the server warms no more memory in the background."""
+        """Wait until the server has stopped warming memory in the background."""
         self.run(until_quiet())
 
     def size(self, pid: int) -> dict[str, int]:
-        """Size of a process."""
+        """Return the size of a process."""
         return process_size(pid)
 
 
 def standard_commands(stores: Stores) -> dict[str, Any]:
-    """The commands of every measured process, by the name that precedes the dot."""
+    """Return the commands of every measured process, by the name that precedes the dot."""
     return {
         "store": stores,
         "small": SmallValues(stores.run),
@@ -89,15 +89,15 @@ def standard_commands(stores: Stores) -> dict[str, Any]:
 
 
 def serve(commands: dict[str, Any]) -> None:
-    """Obey commands until standard input closes.
+    """Execute commands until standard input is closed.
 
-    A command that raises a TorchStoreError answers with it. Any other error ends the process, and
-    whoever started it finds the traceback in what was written to standard error.
+    A TorchStoreError from a command becomes its answer. Any other error ends the process, whose
+    standard error then contains the traceback.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this
-    # Replies have a pipe of their own: whatever else is printed goes to standard error.
+    # Replies have a pipe of their own; everything else that is printed goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -113,7 +113,7 @@ def serve(commands: dict[str, Any]) -> None:
                 "key": error.key,
                 "details": error.details,
             }
-        with suppress(BrokenPipeError):  # nobody waits for it any more; the input ends, too
+        with suppress(BrokenPipeError):  # nobody waits for the reply; the input will end, too
             replies.write(json.dumps(reply) + "\n")
 
 

@@ -24,12 +24,12 @@ _STDERR_CHARS = 4000
 
 
 class Worker:
-    """One measured process: it obeys one command at a time (see ``worker_main.py``).
+    """One measured process, which executes one command at a time (see ``worker_main.py``).
 
     Args:
-        name: for error messages.
+        name: the name in error messages.
         command: the program and its arguments.
-        environment: of the process.
+        environment: the environment of the process.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -50,14 +50,14 @@ class Worker:
         """Send a command and return its result.
 
         Raises:
-            StoreTimeoutError: no answer within ``timeout`` seconds; the process is killed.
-            TorchStoreError: the error that the command raised, or the process has ended.
+            StoreTimeoutError: there was no answer within ``timeout`` seconds; kills the process.
+            TorchStoreError: the command raised it, or the process has ended.
         """
         self.start(op, **fields)
         return self.result(timeout)
 
     def start(self, op: str, **fields: Any) -> None:
-        """Send a command; :meth:`result` returns what it returns."""
+        """Send a command, whose result :meth:`result` returns."""
         line = json.dumps({"op": op, **fields}).encode() + b"\n"
         self._busy = True
         try:
@@ -68,7 +68,7 @@ class Worker:
             raise self._ended() from error
 
     def result(self, timeout: float = 60.0) -> Any:
-        """The result of the command that was sent last. Raises as :meth:`call` does."""
+        """Return the result of the last command. Raises the same errors as :meth:`call`."""
         reply = json.loads(self._read_line(timeout))
         self._busy = False
         if "error" in reply:
@@ -105,13 +105,13 @@ class Worker:
         return self._stderr.read().decode(errors="replace")[-_STDERR_CHARS:]
 
     def close(self) -> None:
-        """End the process: it ends by itself when its input closes, and is killed otherwise."""
+        """End the process by closing its input; kill it if it does not end."""
         if self._process.stdin is not None:
             try:
                 self._process.stdin.close()
             except OSError:
                 self._process.kill()
-        if self._busy:  # with a command whose result nobody waits for any more
+        if self._busy:  # nobody waits for the result of its command any more
             self._process.terminate()
         try:
             self._process.wait(_EXIT_S)
@@ -124,10 +124,10 @@ class Worker:
 
 
 class Workers:
-    """All measured processes of a run: each starts when it is first needed, and all end with it.
+    """All measured processes of a run: each starts when it is first needed, and all end together.
 
     Args:
-        program: arguments of the Python interpreter that runs them.
+        program: arguments of the Python interpreter, which select the program that they run.
     """
 
     def __init__(self, program: Sequence[str] = _PROGRAM) -> None:
@@ -148,11 +148,11 @@ class Workers:
         self.close()
 
     def get(self, role: str, *, loop: str = "asyncio", omp: int | None = None) -> Worker:
-        """The process of that role, on that kind of event loop, with OMP_NUM_THREADS=``omp``."""
+        """Return the process of that role, with that event loop and OMP_NUM_THREADS=``omp``."""
         name = "-".join([role, loop, *([f"omp{omp}"] if omp is not None else [])])
         if name not in self._workers:
             environment = dict(os.environ)
-            # A store around us is not ours, and the number of threads is part of what we measure.
+            # Another store must not be used, and the number of threads is part of the measurement.
             for other in ("TORCHSTORE_ADDRESS", "OMP_NUM_THREADS"):
                 environment.pop(other, None)
             if omp is not None:
@@ -167,7 +167,7 @@ class Workers:
         self._workers.pop(f"{role}-asyncio").close()
 
     def opened(self, reply: dict[str, Any]) -> str:
-        """Note the server of a store, so that its end is checked; the store's address."""
+        """Record a store's server, so that its end is checked; return the store's address."""
         self.servers.append(int(reply["server_pid"]))
         return str(reply["address"])
 
@@ -178,7 +178,7 @@ class Workers:
         self._workers.clear()
 
     def leftovers(self, timeout: float = 5.0) -> list[int]:
-        """Servers that outlive their stores; they are killed. There should be none."""
+        """Return the servers that outlive their stores, and kill them. There should be none."""
         left = {pid for pid in self.servers if _is_server(pid)}
         deadline = time.monotonic() + timeout
         while left and time.monotonic() < deadline:
@@ -190,7 +190,7 @@ class Workers:
 
 
 def _is_server(pid: int) -> bool:
-    """Whether that pid is still that of a server: not a zombie, not an unrelated new process."""
+    """Return whether the pid still belongs to a server: not to a zombie, nor to a new process."""
     try:
         return b"torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

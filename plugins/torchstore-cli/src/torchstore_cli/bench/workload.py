@@ -1,9 +1,9 @@
 """A set of tensors shaped like Qwen3-4B's weights, at any size, filled with random bits.
 
-327 bfloat16 tensors: embedding, head and last norm, and nine in each of 36 layers (four attention
-projections of hidden × hidden, three of the MLP, two norms). At full size they have 8.40 GB
-(7.82 GiB). Smaller sets keep the 327 tensors; hidden, intermediate and vocabulary shrink by one
-common factor, and are rounded to what models have, so that the large tensors keep their shares of
+There are 327 bfloat16 tensors: embedding, head and last norm, and nine in each of 36 layers (four
+attention projections of hidden × hidden, three of the MLP, two norms). At full size they have 8.40
+GB (7.82 GiB). Smaller sets keep the 327 tensors: hidden, intermediate and vocabulary sizes shrink
+by one common factor, and are rounded as in models, so that the large tensors keep their shares of
 the whole. Another set has many small tensors; ``benchmarks/`` has those of named models, too.
 """
 
@@ -36,12 +36,12 @@ FULL_GB = 8.398
 DTYPE = torch.bfloat16
 _TOP_OF_EXPONENT = 0x4000
 
-#: Name to shape, in the order of the set.
+#: The shapes of a set by name, in the order of the set.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shapes(gb: float) -> dict[str, tuple[int, ...]]:
-    """Name to shape of a set of about ``gb`` GB (1e9 bytes).
+    """Return the shapes by name of a set of about ``gb`` GB (1e9 bytes).
 
     >>> full = shapes(FULL_GB)
     >>> len(full), full["model.embed_tokens.weight"], round(nbytes(full) / 2**30, 2)
@@ -69,7 +69,7 @@ def shapes(gb: float) -> dict[str, tuple[int, ...]]:
 
 
 def _rounded(size: float) -> int:
-    """A multiple of 64, as the sizes of models are; of less if that would change it by 1 %.
+    """Round to a multiple of 64, as in models, or of less if that would change the size by 1 %.
 
     >>> _rounded(770.1), _rounded(279.35), _rounded(3.2)
     (768, 280, 3)
@@ -82,7 +82,7 @@ def _rounded(size: float) -> int:
 
 
 def experts(count: int, nbytes: int) -> dict[str, tuple[int, ...]]:
-    """Name to shape of many small tensors of ``nbytes`` bytes, named like experts of a model.
+    """Return the shapes by name of small tensors of ``nbytes`` bytes, named like a model's experts.
 
     >>> list(experts(376, 4096).items())[-1]
     ('model.layers.1.mlp.experts.0.gate_proj.weight', (2048,))
@@ -97,22 +97,22 @@ def experts(count: int, nbytes: int) -> dict[str, tuple[int, ...]]:
 
 
 def received(shapes: Mapping[str, Sequence[int]]) -> Shapes:
-    """Shapes as they come out of JSON."""
+    """Convert shapes that were decoded from JSON."""
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def sizes(of: Shapes) -> list[int]:
-    """Bytes of each tensor, in order."""
+    """Return the bytes of each tensor, in order."""
     return [torch.Size(shape).numel() * DTYPE.itemsize for shape in of.values()]
 
 
 def nbytes(of: Shapes) -> int:
-    """Bytes of the set."""
+    """Return the bytes of the whole set."""
     return sum(sizes(of))
 
 
 def random_tensor(shape: tuple[int, ...], seed: int, *, finite: bool = False) -> torch.Tensor:
-    """Random bits (NaNs and infinities included, unless ``finite``), the same in every process."""
+    """Return random bits, the same in every process; with NaNs and infinities unless ``finite``."""
     count = torch.Size(shape).numel()
     words = torch.empty(count * DTYPE.itemsize // 8 + 1, dtype=torch.int64)
     words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
@@ -122,18 +122,18 @@ def random_tensor(shape: tuple[int, ...], seed: int, *, finite: bool = False) ->
 
 
 def make(of: Shapes, seed: int) -> dict[str, torch.Tensor]:
-    """The set, filled. Tensor i has the bits of ``random_tensor(shape, seed + i)``."""
+    """Return the filled set. Tensor i has the bits of ``random_tensor(shape, seed + i)``."""
     return {name: random_tensor(shape, seed + at) for at, (name, shape) in enumerate(of.items())}
 
 
 def make_empty(of: Shapes) -> dict[str, torch.Tensor]:
-    """Destinations for the set: zeros, in memory that has been written once."""
+    """Return destinations for the set: zeros, in memory that has been written once."""
     return {name: torch.zeros(shape, dtype=DTYPE) for name, shape in of.items()}
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch work in this thread alone: where other processes use the CPUs too, the threads of
+    """Let torch work in this thread alone: if other processes use the CPUs, too, the threads of
     OpenMP wait for each other ten times longer than the work takes.
     """
     before = torch.get_num_threads()
@@ -145,8 +145,8 @@ def one_thread() -> Iterator[None]:
 
 
 def stamp(tensors: dict[str, torch.Tensor], number: int) -> None:
-    """Write ``number`` into the first and the last element of every tensor, so that every version
-    of the set differs from the one before in every tensor.
+    """Write ``number`` into the first and the last element of every tensor, so that each version of
+    the set differs from the previous one in every tensor.
     """
     for tensor in tensors.values():
         bits = tensor.view(torch.int16).view(-1)
@@ -156,9 +156,9 @@ def stamp(tensors: dict[str, torch.Tensor], number: int) -> None:
 def wrong(
     tensors: dict[str, torch.Tensor], of: Shapes, seed: int, number: int, *, full: bool
 ) -> list[str]:
-    """Names of tensors that are not those of the set with that stamp, bit for bit.
+    """Return the names of tensors that differ from those of the set with that stamp.
 
-    ``full``: all bytes are compared, else shape, dtype and stamp.
+    ``full``: whether all bytes are compared; otherwise only shape, dtype and stamp.
     """
     bad: list[str] = []
     for at, (name, shape) in enumerate(of.items()):

@@ -1,1 +1,1 @@
-"""``torchstore doctor``: the examination, the check of plug-ins, and the report for people."""
+"""``torchstore doctor``: the examination, the check of plug-ins, and the report as text."""

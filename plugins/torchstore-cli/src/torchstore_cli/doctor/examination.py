@@ -1,4 +1,4 @@
-"""``torchstore doctor``: what this host offers a store, and what stops one from working here.
+"""``torchstore doctor``: what this host offers a store, and what keeps one from working here.
 
 Torch-free.
 """
@@ -44,14 +44,14 @@ _PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies"
 
 
 class _Findings:
-    """Problems and notes, in the order in which they were found."""
+    """The problems and notes, in the order in which they were found."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.notes: list[str] = []
 
     def check(self, what: str, action: Callable[[], object]) -> None:
-        """A failing ``action`` is a problem."""
+        """Run ``action``; if it fails, record that as a problem."""
         try:
             action()
         except (TorchStoreError, OSError) as error:
@@ -59,7 +59,7 @@ class _Findings:
 
 
 async def examine(address: str | None, timeout: float) -> reports.DoctorReport:
-    """Examine everything. What the report can say is not raised."""
+    """Examine everything. Errors become part of the report instead of being raised."""
     found = _Findings()
     here = topology.probe()
     policy = Policy.unchecked()
@@ -114,7 +114,7 @@ def _link_to_this_host(
     outcomes: Mapping[tuple[str, str], Outcome],
     found: _Findings,
 ) -> reports.LinkReport:
-    """The link that a client would have to a volume of another process on this host."""
+    """Return the link that a client would have to a volume of another process on this host."""
     try:
         specs = registry.transports()
     except PluginError as error:
@@ -135,7 +135,7 @@ def _link_to_this_host(
 
 
 def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
-    """A store that only takes small values is a problem."""
+    """Record a problem if no transport moves large values, so that only small ones could be put."""
     if ranking.order(LARGE, in_band=False):
         return
     reasons = [f"{name}: {reason}" for name, reason in sorted(ranking.refusals.items())]
@@ -146,7 +146,7 @@ def _check_reach(what: str, ranking: Ranking, found: _Findings) -> None:
 async def _stores(
     address: str | None, timeout: float, registry: Registry, policy: Policy, found: _Findings
 ) -> list[reports.StoreLinks]:
-    """Links to the store that was named, which must answer then; else to all that are running."""
+    """Return the links to the given store, which must answer, or else to all running stores."""
     named = given_address(address)
     if named is not None:
         report = await _store(discovery.RunningStore(named), timeout, registry, policy, found)
@@ -155,7 +155,7 @@ async def _stores(
         return [report]
     try:
         listening = await discovery.stores()
-    except ConfigurationError:  # a problem already
+    except ConfigurationError:  # already recorded as a problem
         return []
     return [await _store(server, timeout, registry, policy, found) for server in listening]
 
@@ -167,7 +167,7 @@ async def _store(
     policy: Policy,
     found: _Findings,
 ) -> reports.StoreLinks:
-    """Connect to each volume as a client would."""
+    """Connect to each volume as a client would, and return the links."""
     if server.error is not None:
         return reports.StoreLinks(server.address, "", 0, [], server.error)
     links: list[reports.LinkReport] = []
@@ -209,7 +209,7 @@ def _plugins(
 
 
 def _share_memory() -> None:
-    """Make a segment, hand it over, and check that the other side sees the same bytes."""
+    """Create a segment, pass it on, and check that the other side sees the same bytes."""
     size = 1 << 16
     fd = open_memory("doctor", size)
     other = -1

@@ -1,4 +1,4 @@
-"""Links from this process to volumes of stores; ``torchstore doctor --peer`` shows them alone."""
+"""Links from this process to volumes of stores; ``torchstore doctor --peer`` shows only these."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["LARGE", "examine_peer", "host_report", "link_report", "ranking_to"]
 
-#: Bytes of a value that is large for every transport.
+#: A number of bytes that is large for every transport.
 LARGE = 1 << 30
 
 
 async def examine_peer(address: str | None, timeout: float, peer: str) -> reports.PeerReport:
-    """Both sides of the links from here to the volumes of one host of a store.
+    """Describe both sides of the links from here to a store's volumes on one host.
 
     Args:
-        address: of the store; None: the one that is running.
+        address: the address of the store; None: the store that is running.
         peer: the host's name or id, or the id of a volume.
 
     Raises:
-        ConfigurationError: the store has no volume there; names the hosts where it has some.
+        ConfigurationError: the store has no volume there; the error names the hosts of its volumes.
         TorchStoreError: the store cannot be reached.
     """
     policy = Policy.unchecked()
@@ -67,8 +67,8 @@ async def examine_peer(address: str | None, timeout: float, peer: str) -> report
 async def ranking_to(
     store: StoreConnection, info: m.VolumeInfo, registry: Registry, policy: Policy
 ) -> tuple[bool, Ranking]:
-    """The ranking of a client's transports in this process, after its best link was connected;
-    whether the volume is on this host.
+    """Return whether a volume is on this host, and the ranking of a client's transports to it,
+    after the best link has been connected.
     """
     here, welcome = topology.probe(), store.welcome
     reached = welcome.via or welcome.server
@@ -78,7 +78,7 @@ async def ranking_to(
     control = socket_path(store.address)
     volume = VolumeLinks(info, here, same_host, registry, word, control, ask)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the refusals say it
+        warnings.simplefilter("ignore")  # the refusals contain the same information
         await volume.connect_best()
     volume.close()
     return same_host, volume.ranking

@@ -1,6 +1,6 @@
-"""Whether plug-ins can be used: each is tried in a separate process, which it may take down.
+"""Checks whether plug-ins can be used, in a separate process, which a plug-in may take down.
 
-``python -m torchstore_cli.doctor.plugin_check JSON`` is that process: for every plug-in it writes a
+The process is ``python -m torchstore_cli.doctor.plugin_check JSON``. For every plug-in, it writes a
 line of JSON for each step, and one for the outcome. Torch-free, except for what plug-ins import.
 """
 
@@ -30,7 +30,7 @@ from torchstore_core.server.memory.segment import open_memory
 
 __all__ = ["Outcome", "check_plugins"]
 
-# Longest time for one plug-in: importing a large library from a cold disk takes long.
+# Time limit for one plug-in: importing a large library from a cold disk is slow.
 _LONGEST_S = 30.0
 _SEGMENT_BYTES = 1 << 16
 
@@ -42,8 +42,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     Args:
         error: why it cannot be used; None if it can.
-        ends_process: it took down the process that tried it.
-        refusal: why a volume in a process like that one would not offer the transport.
+        ends_process: whether it took down the process that tried it.
+        refusal: why a volume in such a process would not offer the transport.
     """
 
     error: str | None = None
@@ -52,7 +52,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _Task(msgspec.Struct, frozen=True):
-    """What the separate process is to check. ``directory``: for the sockets of server halves."""
+    """What the separate process must check. ``directory``: for the sockets of server halves."""
 
     plugins: list[Named]
     block: tuple[str, ...]
@@ -60,17 +60,17 @@ class _Task(msgspec.Struct, frozen=True):
 
 
 class _Progress(msgspec.Struct, frozen=True):
-    """What it reports: the step that comes next, or an outcome."""
+    """A line of the separate process: the step that comes next, or an outcome."""
 
     step: str = ""
     outcome: Outcome | None = None
 
 
 async def check_plugins(plugins: Sequence[Named], block: Sequence[str]) -> dict[Named, Outcome]:
-    """Load each of the plug-ins and the classes that it names, and start its server half.
+    """Load each plug-in and the classes that it names, and start the server halves of transports.
 
     Args:
-        plugins: group and name of each.
+        plugins: group and name of each plug-in.
         block: names of plug-ins that are not loaded.
     """
     outcomes: dict[Named, Outcome] = {}
@@ -82,7 +82,7 @@ async def check_plugins(plugins: Sequence[Named], block: Sequence[str]) -> dict[
 
 
 async def _check_until_it_ends(task: _Task) -> list[Outcome]:
-    """The outcomes of the first plug-ins: of all, or up to the one that ended the process."""
+    """Return the outcomes of all plug-ins, or of those up to the one that ended the process."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -109,7 +109,7 @@ async def _check_until_it_ends(task: _Task) -> list[Outcome]:
                     outcomes.append(line.outcome)
                     limit.reschedule(asyncio.get_running_loop().time() + _LONGEST_S)
     except TimeoutError:
-        pass  # ``how`` says it
+        pass  # ``how`` already describes it
     finally:
         if process.returncode is None:
             process.kill()
@@ -142,10 +142,10 @@ async def _check_all(task: _Task, report: Callable[[_Progress], None]) -> None:
 
 
 async def _check(plugin: object, directory: str, step: Callable[[str], None]) -> Outcome:
-    """Import what a loaded plug-in names; of a transport, start the server half.
+    """Import the classes that a loaded plug-in names; start a transport's server half.
 
     Raises:
-        PluginError: something that it names is not there, or not what it should be.
+        PluginError: something that the plug-in names is missing or of the wrong type.
     """
     if isinstance(plugin, RuntimeSpec):
         _class(plugin.factory, Runtime, step)
@@ -194,7 +194,7 @@ async def _start(cls: type[TransportServer], directory: str) -> None:
 
 
 def main() -> None:
-    """Check the plug-ins that the argument names. What they print is discarded."""
+    """Check the plug-ins in the argument. Output of plug-ins goes to standard error."""
     answers = os.dup(1)
     os.dup2(2, 1)
     task = msgspec.json.decode(sys.argv[1].encode(), type=_Task)

@@ -1,4 +1,4 @@
-"""The report of ``torchstore doctor``, for people."""
+"""The report of ``torchstore doctor``, as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["show_doctor", "show_peer"]
 
 
 def show_doctor(screen: Screen, report: reports.DoctorReport) -> None:
-    """What was found, and the verdict last."""
+    """Show the whole report, with the verdict last."""
     host, limits = report.host, report.limits
     screen.line(("Host", "bold"))
     native = "compiled" if report.copy.native else "memmove (no compiled module)"
@@ -115,7 +115,7 @@ def _show_store(screen: Screen, store: reports.StoreLinks) -> None:
 
 
 def show_peer(screen: Screen, report: reports.PeerReport) -> None:
-    """Both sides of each link."""
+    """Show both sides of each link."""
     screen.line((report.store_name, "bold"), ("  ", ""), (report.address, "dim"))
     for volume in report.volumes:
         here, there = report.host, volume.host

@@ -22,14 +22,14 @@ from torchstore_monarch.rpc.forwarder import Forwarder
 __all__ = ["ControllerActor"]
 
 
-# The part of an uplink's patience after which it is dead if an agent is: while a relay lives it is
-# never silent for so long.
+# The fraction of an uplink's patience after which a silent uplink is dead, if an agent is known to
+# have died: while a relay lives, it is never silent for so long.
 _SILENT = 1 / 3
 _ENDED = "this store has ended"
 
 
 class ControllerActor(Actor):
-    """One store's server, in a process of its own."""
+    """The server of one store, in a process of its own."""
 
     def __init__(self) -> None:
         self._core: CoreThread | None = None
@@ -37,11 +37,11 @@ class ControllerActor(Actor):
         self._relay_server: RelayServer | None = None
         self._forwarder: Forwarder | None = None
         self._directory: SweptDirectory | None = None
-        self._serving: asyncio.Task[None] | None = None  # while its members are there
+        self._serving: asyncio.Task[None] | None = None  # runs until the last member has left
 
     @concurrent_endpoint
     async def begin(self, request: bytes) -> tuple[bytes, tuple[str, str, int] | None]:
-        """Start the server, which then waits for its volumes: its host id, address and pid."""
+        """Start the server, which then waits for its volumes; return host id, address and pid."""
         return await outcome(self._begin(msgspec.msgpack.decode(request, type=StoreRequest)))
 
     async def _begin(self, request: StoreRequest) -> tuple[str, str, int]:
@@ -75,20 +75,20 @@ class ControllerActor(Actor):
         return topology.probe().host_id, address, os.getpid()
 
     async def _serve(self, server: Server) -> None:
-        """End with the last member. Whoever asked for the store sees that, and ends the rest."""
+        """Close with the last member. Whoever asked for the store notices, and ends the rest."""
         await server.serve()
         await self._close()
 
     @concurrent_endpoint
     async def starter_ended(self) -> None:
-        """See ``Members.starter_ended``."""
+        """Call ``Members.starter_ended``."""
         core, server = self._core, self._server
         if core is not None and server is not None and server.members is not None:
             await core.call(server.members.starter_ended)
 
     @concurrent_endpoint
     async def ready(self, volumes: dict[str, Any], timeout: float) -> tuple[bytes, bool | None]:
-        """Wait until all volumes are attached. ``volumes``: their actors, by volume id."""
+        """Wait until all volumes are attached. ``volumes``: their actors, by the volume's id."""
         return await outcome(self._ready(volumes, timeout))
 
     async def _ready(self, volumes: dict[str, Any], timeout: float) -> bool:
@@ -102,23 +102,23 @@ class ControllerActor(Actor):
     # ---- the server's end of the relays ---------------------------------------------------
 
     @concurrent_endpoint
-    async def open_uplink(self, here: bytes, expire_s: float) -> tuple[bytes, bytes | None]:
-        """See ``RelayServer.open``."""
-        return await outcome(self._open_uplink(here, expire_s))
+    async def open_uplink(self, here: bytes) -> tuple[bytes, bytes | None]:
+        """Call ``RelayServer.open``."""
+        return await outcome(self._open_uplink(here))
 
     @concurrent_endpoint
     async def agent_failed(self) -> None:
-        """The engine says that an agent has died some seconds ago: the one that has been silent
-        since then.
+        """Close the relays that have been silent for some seconds, because the engine reports that
+        an agent died some seconds ago.
         """
         if self._core is not None and self._relay_server is not None:
             await self._core.call(self._relay_server.close_silent, _SILENT)
 
     @endpoint(explicit_response_port=True)
-    async def exchange(self, port: Any, token: bytes, said: bytes) -> None:
-        """See ``RelayServer.exchange``. It is part of every call of a client on another host, so
-        the server's thread replies itself: coming back to this event loop would take longer than
-        the reply.
+    async def exchange(self, port: Any, token: bytes, requests: bytes) -> None:
+        """Call ``RelayServer.exchange``. Every call of a client on another host goes through here,
+        so the server's thread sends the reply itself: returning to this event loop would take
+        longer than the reply.
         """
         core, relay_server = self._core, self._relay_server
 
@@ -126,29 +126,29 @@ class ControllerActor(Actor):
             try:
                 if relay_server is None:
                     raise StoreClosedError(_ENDED)
-                port.send((b"", relay_server.exchange(token, said)))
-            except Exception as error:  # noqa: BLE001 - the caller has it
+                port.send((b"", relay_server.exchange(token, requests)))
+            except Exception as error:  # noqa: BLE001 - passed to the caller
                 port.send((encoded_error(error), None))
 
         try:
             if core is None:
                 raise StoreClosedError(_ENDED)
             core.loop.call_soon_threadsafe(reply)
-        except (StoreClosedError, RuntimeError):  # or its event loop has just been closed
+        except (StoreClosedError, RuntimeError):  # RuntimeError: its loop has just been closed
             port.send((encoded_error(StoreClosedError(_ENDED)), None))
 
     @concurrent_endpoint
     async def poll(self, token: bytes) -> tuple[bytes, bytes | None]:
-        """See ``RelayServer.poll``."""
+        """Call ``RelayServer.poll``."""
         return await outcome(self._poll(token))
 
     async def _poll(self, token: bytes) -> bytes:
         core, relay_server = self._started()
         return await core.run(relay_server.poll(token))
 
-    async def _open_uplink(self, here: bytes, expire_s: float) -> bytes:
+    async def _open_uplink(self, here: bytes) -> bytes:
         core, relay_server = self._started()
-        return await core.call(relay_server.open, here, expire_s)
+        return await core.call(relay_server.open, here)
 
     def _started(self) -> tuple[CoreThread, RelayServer]:
         if self._core is None or self._relay_server is None:

@@ -1,7 +1,7 @@
 """A thread with an event loop of its own, for the parts of the store that an actor hosts.
 
-An actor's endpoints share one event loop with all actors of the process; the store's clients must
-not wait behind them.
+The endpoints of all actors in a process share one event loop, and the store's clients must not wait
+behind them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TURNS = 3
 class CoreThread:
     """Runs coroutines on its own event loop (uvloop if that is installed).
 
-    What runs there keeps the context of the endpoint that asked for it, and can call actors.
+    These coroutines keep the context of the endpoint that started them, and can call actors.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,16 +37,16 @@ class CoreThread:
             task.cancel()
         if left:
             self.loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
-        for _ in range(_TURNS):  # what was closed last is closed by what runs in the next turns
+        for _ in range(_TURNS):  # transports that were closed last finish in the next iterations
             self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` there; awaited from another loop."""
+        """Run ``work`` on the thread's loop, and wait for it on another loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a plain function there."""
+        """Call a plain function on the thread's loop, and return its result."""
 
         async def work() -> T:
             return function(*args)
@@ -54,7 +54,7 @@ class CoreThread:
         return await self.run(work())
 
     def close(self) -> None:
-        """Cancel what still runs there, and end. Idempotent."""
+        """Cancel what still runs on the loop, and end the thread. Idempotent."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.loop.stop)
 

@@ -1,7 +1,7 @@
-"""The one actor of a job that knows its stores: starts them, finds them, ends them.
+"""The one actor of a job that knows its stores, and starts, finds and ends them.
 
 It lives in the process of the job's root client and owns every other actor of a store, so that
-what happens to those is told to it and never ends the user's job.
+their failures are reported to it and never end the user's job.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine import topology
 from torchstore_core.machine.topology import Topology
-from torchstore_core.server.remote.relay_server import EXPIRE_S
 from torchstore_monarch.actors.controller import ControllerActor
 from torchstore_monarch.actors.host import HostActor
 from torchstore_monarch.actors.placing import spread
@@ -42,22 +41,19 @@ __all__ = ["Directory"]
 
 log = logging.getLogger(__name__)
 
-# How long the caller of `shutdown` waits, and which part of that the end of a store may take here.
+# How long the caller of `shutdown` waits, and the fraction of that for ending a store here.
 _CALLER_S = 10.0
 _SHARE = 0.8
 _LEAST_S = 1.0
-# Parts of that for what is ended: a start that is under way, the server, the agents, processes.
+# Fractions of that for each part: a start that is under way, the server, the agents, processes.
 _SETTLING, _CLOSING, _LEAVING, _STOPPING = 0.2, 0.3, 0.2, 0.2
 _CANCEL_S = 1.0
 _TELL_S = 5.0
 _POLL_S = 0.02
-# Nothing else runs in the processes that are made for agents, so silence says more there. But a
-# cable that was pulled for 5 s is silent for up to 10: that is how long TCP waits to try again.
-_OWN_EXPIRE_S = 15.0
 
 
 class _Store:
-    """One store and what it is made of.
+    """One store, with its actors and processes.
 
     It starts once, in the task ``starting``, and ends once, in the task ``ending``.
     """
@@ -68,25 +64,25 @@ class _Store:
         self.ending: asyncio.Task[None] | None = None
         self.controller: Any = None
         self.controller_pid = 0
-        self.controller_name = ""  # as the engine calls it
+        self.controller_name = ""  # the engine's name for it
         self.agents_name = ""
         self.controller_failed = False
-        self.spawned: Any = None  # the agents, as the mesh that they were spawned as
-        self.agents: list[Any] = []  # one by one
-        self.agents_failed = False  # at least one has
+        self.spawned: Any = None  # the mesh of all agents
+        self.agents: list[Any] = []  # the agents one by one
+        self.agents_failed = False  # whether at least one has failed
         self.agent_pids: list[int] = []  # 0: on another host
         self.procs: list[ProcMesh] = []  # made for this store, so they end with it
         self.own_agents = False  # whether the agents are in such processes
         self.found: FoundStore | None = None
-        self.volumes: dict[str, Any] = {}  # the agents that have them, by volume id
-        # Processes of this host that end with it, and when they began: pids are used again.
+        self.volumes: dict[str, Any] = {}  # the agents that have the volumes, by volume id
+        # Processes of this host that end with the store, and their start times: pids are reused.
         self.processes: dict[int, int] = {}
 
     def refuse_if_ended(self) -> None:
-        """Between two steps of the start: no call is left behind under way.
+        """End a start that is not wanted any more. Called between calls, so that none is under way.
 
         Raises:
-            StoreClosedError: it was shut down meanwhile.
+            StoreClosedError: the store was shut down meanwhile.
         """
         if self.ending is not None:
             raise StoreClosedError(
@@ -94,14 +90,16 @@ class _Store:
             )
 
     def has_controller(self) -> bool:
-        """Whether a controller can be called. Calling a dead actor ends the caller."""
+        """Return whether the controller can be called. Calling a dead actor ends the caller."""
         if self.controller is None or self.controller_failed:
             return False
         return not self.controller_pid or _runs(self.controller_pid)
 
     def living(self, lost: list[str] | None) -> list[Any]:
-        """The agents that can be called. ``lost``: the volumes that the server has lost; None: it
-        could not say.
+        """Return the agents that can be called.
+
+        Args:
+            lost: the volumes that the server has lost; None: the server could not say.
         """
         dead = [agent for volume, agent in self.volumes.items() if volume in (lost or ())]
         unsure = self.agents_failed and lost is None
@@ -113,7 +111,7 @@ class _Store:
 
 
 class Directory(Actor):
-    """Stores by name."""
+    """The stores of a job, by name."""
 
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
@@ -122,8 +120,8 @@ class Directory(Actor):
         self._given_up: deque[str] = deque(maxlen=1000)
 
     async def __supervise__(self, failure: MeshFailure) -> bool:
-        """A process or an actor of a store has died. The server notices by itself, for its
-        connection to the volume closes; the job goes on.
+        """Handle the death of a process or an actor of a store, and let the job continue. A server
+        on the same host notices the death itself, because its connection to the volume closes.
         """
         log.warning("part of a store has failed: %s", str(failure).partition("\n")[0])
         for store in list(self._stores.values()):
@@ -141,8 +139,8 @@ class Directory(Actor):
         return True
 
     def _tell(self, store: _Store) -> None:
-        """Tell the server that an agent has died: of one on another host it only knows that it is
-        silent.
+        """Tell the server that an agent has died. If the agent was on another host, the server only
+        knows that it is silent.
         """
         task = asyncio.ensure_future(_bounded(store.controller.agent_failed.call(), _TELL_S))
         self._telling.add(task)
@@ -152,7 +150,7 @@ class Directory(Actor):
 
     @concurrent_endpoint
     async def create(self, request: bytes, mesh: Any) -> tuple[bytes, bytes | None]:
-        """Start a store: a :class:`FoundStore`."""
+        """Start a store, and return its :class:`FoundStore`."""
         return await outcome(self._create(msgspec.msgpack.decode(request, type=StoreRequest), mesh))
 
     async def _create(self, request: StoreRequest, mesh: Any) -> bytes:
@@ -181,10 +179,10 @@ class Directory(Actor):
             raise
 
     async def _make_free(self, name: str) -> None:
-        """Wait until a store of that name that ends, or is dead, has ended.
+        """Wait until a store of that name that is ending, or dead, has ended.
 
         Raises:
-            ConfigurationError: there is one that does not.
+            ConfigurationError: there is a store of that name that is not ending.
         """
         while (before := self._stores.get(name)) is not None:
             dead = before.controller_pid and not _runs(before.controller_pid)
@@ -225,10 +223,10 @@ class Directory(Actor):
     async def _begin_hosts(
         self, store: _Store, host_id: str, address: str, agents: list[Any], hosts: list[str]
     ) -> dict[str, list[str]]:
-        """Start relays and volumes; the relays by host id.
+        """Start relays and volumes; return the relays' addresses by host id.
 
-        On other hosts than the server's each agent with volumes has a relay of its own, so that
-        none takes the volumes of others with it when it dies.
+        On hosts other than the server's, each agent with volumes has a relay of its own, so that
+        no agent takes the volumes of others with it when it dies.
         """
         request = store.request
         chosen = spread(hosts, request.num_storage_volumes)
@@ -247,7 +245,6 @@ class Directory(Actor):
                 request.block,
                 request.timeout,
                 store.own_agents,
-                _OWN_EXPIRE_S if store.own_agents else EXPIRE_S,
             )
             data = msgspec.msgpack.encode(wanted)
             return result(await agents[at].begin.call_one(data, store.controller))
@@ -275,7 +272,7 @@ class Directory(Actor):
 
     @concurrent_endpoint
     async def find(self, name: str) -> tuple[bytes, Any, Any]:
-        """A :class:`FoundStore` (empty: there is none), its controller's actor, its volumes'."""
+        """Return a :class:`FoundStore` (empty: none), its controller, and its volumes' actors."""
         store = self._stores.get(name)
         if store is None or store.found is None or store.ending is not None:
             return b"", None, None
@@ -283,10 +280,10 @@ class Directory(Actor):
 
     @concurrent_endpoint
     async def spawn_caller(self, proc: Any) -> Any:
-        """A new actor in a process of the job, as which that process makes its calls to stores.
+        """Return a new actor in a process of the job, as which that process calls stores.
 
-        It is owned by the directory. To call a dead actor ends the caller and its owner, which is
-        then none of the user's.
+        The directory owns it: calling a dead actor ends the caller and its owner, which then does
+        not include anything of the user's.
         """
         return proc.spawn("torchstore_caller", HostActor)
 
@@ -294,10 +291,10 @@ class Directory(Actor):
 
     @concurrent_endpoint
     async def finish(self, name: str, token: str = "", timeout: float = _CALLER_S) -> bool:
-        """End a store; whether there was one.
+        """End a store; return whether there was one.
 
         Args:
-            token: only the store of the request with that token, even if that is yet to come.
+            token: end only the store of the request with that token, even if it is yet to begin.
             timeout: seconds that the caller waits.
         """
         store = self._stores.get(name)
@@ -310,13 +307,13 @@ class Directory(Actor):
         return True
 
     async def _discard(self, store: _Store, within: float = _CALLER_S * _SHARE) -> None:
-        """End it, once; whoever else wants that waits for the same end."""
+        """End the store once; all callers wait for the same end."""
         if store.ending is None:
             store.ending = asyncio.ensure_future(self._end(store, within))
         await asyncio.shield(store.ending)
 
     async def _end(self, store: _Store, within: float) -> None:
-        """Have everything end by itself, one part after the other, and kill what does not."""
+        """Ask one part after the other to end, and kill the processes that do not."""
         deadline = asyncio.get_running_loop().time() + within
         try:
             await _settle(store.starting, within * _SETTLING)
@@ -338,7 +335,7 @@ class Directory(Actor):
 
 
 async def _bounded(end: Any, timeout: float) -> Any:
-    """The result of ending one part; None if that is dead already, or does not answer."""
+    """Return the result of ending one part; None if it is dead already, or does not answer."""
     try:
         return await asyncio.wait_for(end, timeout)
     except Exception as error:  # noqa: BLE001 - whatever the engine raises
@@ -347,7 +344,7 @@ async def _bounded(end: Any, timeout: float) -> Any:
 
 
 async def _settle(starting: asyncio.Task[FoundStore] | None, timeout: float) -> None:
-    """Wait until a start that is under way has seen that it is to end, or cancel it."""
+    """Wait until a start that is under way has noticed that it must end, or cancel it."""
     if starting is None:
         return
     _, left = await asyncio.wait([starting], timeout=timeout)
@@ -355,11 +352,11 @@ async def _settle(starting: asyncio.Task[FoundStore] | None, timeout: float) -> 
         starting.cancel()
         await asyncio.wait(left, timeout=_CANCEL_S)
     if starting.done() and not starting.cancelled():
-        starting.exception()  # whoever asked for the store has it
+        starting.exception()  # the caller of `create` gets it
 
 
 async def _kill(store: _Store, deadline: float) -> None:
-    """Kill those processes of the store's own, on this host, that do not end by ``deadline``."""
+    """Kill the store's own processes on this host that have not ended by ``deadline``."""
     clock = asyncio.get_running_loop().time
     while (left := _left(store)) and clock() < deadline:  # noqa: ASYNC110 - only the kernel knows
         await asyncio.sleep(_POLL_S)
@@ -376,7 +373,7 @@ def _left(store: _Store) -> list[int]:
 
 
 def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]) -> None:
-    """Note which processes of the store are on this host, and which of those are its own."""
+    """Record which processes of the store are on this host, and which of those are its own."""
     here = topology.probe().host_id
     store.agent_pids = [agent.pid if agent.host_id == here else 0 for agent in agents]
     own = [pid for pid in store.agent_pids if pid] if store.own_agents else []
@@ -386,14 +383,14 @@ def _note_processes(store: _Store, controllers_host: str, agents: list[Topology]
 
 
 def _actors_of(mesh: Any) -> list[Any]:
-    """The actors of a mesh one by one, also of a slice that is not contiguous."""
+    """Return the actors of a mesh one by one, even if the mesh is a non-contiguous slice."""
     sizes = mesh.sizes
     every = itertools.product(*(range(size) for size in sizes.values()))
     return [mesh.slice(**dict(zip(sizes, at, strict=True))) for at in every]
 
 
 def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
-    """Where the agents go: the user's processes, or ones of our own on the user's hosts."""
+    """Return the agents' processes: the user's, or new ones on the user's hosts."""
     if isinstance(mesh, ProcMesh):
         return mesh
     hosts = this_host() if mesh is None else mesh
@@ -406,5 +403,5 @@ def _volume_procs(mesh: Any, volumes: int) -> ProcMesh:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process of this host runs."""
+    """Return whether a process of this host is running."""
     return topology.start_time(pid) is not None

@@ -1,4 +1,4 @@
-"""The actor that serves a store on one host, or in one process: its volumes, and a relay."""
+"""The actor that serves a store on one host, or in one process: its volumes and its relay."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _GRACE_S = 3.0
 
 
 class _Uplink:
-    """A relay's calls to the controller's actor."""
+    """A relay's calls to the controller actor."""
 
     def __init__(self, controller: Any, token: bytes) -> None:
         self._controller = controller
         self._token = token
 
-    async def exchange(self, said: bytes) -> bytes:
-        return result(await self._controller.exchange.call_one(self._token, said))
+    async def exchange(self, requests: bytes) -> bytes:
+        return result(await self._controller.exchange.call_one(self._token, requests))
 
     async def poll(self) -> bytes:
         return result(await self._controller.poll.call_one(self._token))
 
 
 class HostActor(Actor):
-    """Hosts volumes of one store, and the way to the server for clients of its host.
+    """Hosts volumes of one store, and the relay through which clients of its host reach the server.
 
-    It may live in a process of the user's: everything runs in a thread of its own.
+    It may live in one of the user's processes, so everything runs in a thread of its own.
     """
 
     def __init__(self) -> None:
@@ -62,16 +62,16 @@ class HostActor(Actor):
         self._controller: Any = None
         self._own = False
         self._ended = False
-        self._starting: asyncio.Task[Any] | None = None  # in its thread
+        self._starting: asyncio.Task[Any] | None = None  # runs in the core thread
 
     @concurrent_endpoint
     async def where(self) -> bytes:
-        """This process's Topology, msgpack."""
+        """Return this process's Topology as msgpack."""
         return msgspec.msgpack.encode(topology.probe())
 
     @concurrent_endpoint
     async def begin(self, placement: bytes, controller: Any) -> tuple[bytes, str | None]:
-        """Do what the :class:`Placement` says; the address of the relay, or of the server."""
+        """Carry out the :class:`Placement`; return the address of the relay, or of the server."""
         wanted = msgspec.msgpack.decode(placement, type=Placement)
         return await outcome(self._begin(wanted, controller))
 
@@ -99,7 +99,7 @@ class HostActor(Actor):
     async def _place(self, wanted: Placement) -> str:
         if self._directory is None:
             self._directory = SweptDirectory()
-        control = wanted.control or await self._start_relay(wanted.expire_s)
+        control = wanted.control or await self._start_relay()
         path = control.partition(":")[2]
         registry = Registry(block=wanted.block)
         for plan in wanted.volumes:
@@ -120,35 +120,35 @@ class HostActor(Actor):
         return control
 
     def _watch(self, control: str) -> None:
-        """End this process once that socket is gone, as it is when the server or the relay has
-        ended. The engine itself lets processes run on whose root is gone.
+        """End this process once that socket is gone, which means that the server or the relay has
+        ended. The engine lets processes run on even if their root is gone.
         """
         loop = asyncio.get_running_loop()
         if os.path.exists(control):
             loop.call_later(_WATCH_S, self._watch, control)
-        else:  # in a shutdown `end` comes next, and ends this loop
+        else:  # in a shutdown, `end` comes before that, and ends this loop
             loop.call_later(_GRACE_S, lambda: loop.create_task(self._leave()))
 
     async def _leave(self) -> None:
         await self._close()
         os._exit(0)
 
-    async def _start_relay(self, expire_s: float) -> str:
+    async def _start_relay(self) -> str:
         if self._directory is None:
             raise StoreClosedError("this agent has ended")
         here = msgspec.msgpack.encode(topology.probe())
         try:
-            token = result(await self._controller.open_uplink.call_one(here, expire_s))
+            token = result(await self._controller.open_uplink.call_one(here))
         except TorchStoreError:
             raise
-        except Exception as error:  # whatever the engine raises for one that is dead
+        except Exception as error:  # whatever the engine raises for a dead actor
             raise StoreClosedError(
                 f"the controller of this store is gone ({type(error).__name__})"
             ) from error
         uplink = _Uplink(self._controller, token)
         directory = self._directory.path
         private = PrivateDirectory(directory)
-        relay = Relay(uplink, private, lost=self._server_gone, expire_s=expire_s)
+        relay = Relay(uplink, private, lost=self._server_gone)
         forwarder = Forwarder(directory, lambda: relay.valid)
         relay.before_close = forwarder.idle
         self._relay, self._forwarder = relay, forwarder
@@ -157,7 +157,7 @@ class HostActor(Actor):
 
     @concurrent_endpoint
     async def introduce(self, volumes: dict[str, Any]) -> None:
-        """The actors that have the store's volumes, by volume id."""
+        """Learn which actors have the store's volumes. ``volumes``: the actors, by volume id."""
         if self._forwarder is not None:
             self._forwarder.volumes = volumes
 
@@ -167,28 +167,28 @@ class HostActor(Actor):
     async def read(
         self, volume_id: str, ticket: bytes, places: Sequence[Place]
     ) -> tuple[bytes, bytes | None]:
-        """Bytes of a volume of this actor."""
+        """Read bytes of a volume of this actor."""
         return await outcome(_read(volume_id, ticket, places))
 
     @concurrent_endpoint
     async def write(
         self, volume_id: str, ticket: bytes, places: Sequence[Place], data: bytes
     ) -> tuple[bytes, int | None]:
-        """Write bytes of a volume of this actor; how many."""
+        """Write bytes of a volume of this actor; return their number."""
         return await outcome(_write(volume_id, ticket, places, data))
 
     @concurrent_endpoint
     async def move(
         self, volume_id: str, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], write: bool
     ) -> tuple[bytes, int | None]:
-        """``monarch-rdma``: see ``RdmaServer.move``."""
+        """Move bytes for ``monarch-rdma``: see ``RdmaServer.move``."""
         return await outcome(_move(volume_id, groups, buffers, write))
 
-    # ---- as the actor by which a process uses stores ---------------------------------------
+    # ---- as the actor with which a process uses stores -------------------------------------
 
     @concurrent_endpoint
     async def use_this_actor(self) -> None:
-        """From now on this process makes its calls to stores as this actor, see ``job``."""
+        """Let this process make its calls to stores as this actor from now on; see ``job``."""
         from torchstore_monarch import job
 
         job.use_this_actor()
@@ -196,11 +196,11 @@ class HostActor(Actor):
     # ---- the end --------------------------------------------------------------------------
 
     def _server_gone(self) -> None:
-        """The server has ended, so nothing here is of use any more."""
+        """Close everything, because the server has ended."""
         core = self._core
         if core is None:
             return
-        if not self._own:  # else its loop is needed to end the process
+        if not self._own:  # otherwise its loop is needed to end the process
             self._core = None
         core.loop.create_task(self._end_alone(core))
 

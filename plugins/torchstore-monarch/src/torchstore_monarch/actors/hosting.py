@@ -1,4 +1,4 @@
-"""Which volumes are in this process, for the endpoints of the actor that hosts them."""
+"""The server halves in this process, for the endpoints of the actor that hosts their volumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _count = 0
 
 
 class hosting:
-    """While volumes are started in it: this process is an actor whose endpoints serve them."""
+    """A context in which volumes are started by an actor whose endpoints serve them."""
 
     def __enter__(self) -> None:
         _add(1)
@@ -32,7 +32,7 @@ def _add(number: int) -> None:
 
 
 def is_hosting() -> bool:
-    """Whether volumes are being started by an actor."""
+    """Return whether an actor is starting volumes in this process."""
     return _count > 0
 
 
@@ -46,10 +46,10 @@ class HostedServer(TransportServer):
 
     @classmethod
     def of(cls, volume_id: str) -> Self:
-        """That of a volume of this process.
+        """Return the server half of a volume of this process.
 
         Raises:
-            TransportError: it is not here.
+            TransportError: the volume is not in this process.
         """
         found: Self | None = cls._here.get(volume_id)
         if found is None:
@@ -69,15 +69,15 @@ class HostedServer(TransportServer):
         return context.volume_id.encode()
 
     async def close(self) -> None:
-        if self._here.get(self._volume_id) is self:  # else another one took its place
+        if self._here.get(self._volume_id) is self:  # otherwise another one has taken its place
             del self._here[self._volume_id]
         self._segments = {}
 
     def checked(self, segment: int, offset: int, nbytes: int) -> Segment:
-        """The segment, if these bytes are in it.
+        """Return the segment, if these bytes are in it.
 
         Raises:
-            TransportError: they are not.
+            TransportError: the bytes are not in the segment.
         """
         found = self._segments.get(segment)
         if found is None or offset < 0 or nbytes < 0 or offset + nbytes > found.nbytes:

@@ -1,4 +1,4 @@
-"""Which agents get the volumes. Pure."""
+"""Decides which agents get the volumes. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ __all__ = ["spread"]
 
 
 def spread(hosts: Sequence[str], volumes: int) -> list[int]:
-    """Which agent gets each volume, by the hosts of the agents.
+    """Return the index of the agent for each volume, given the agents' hosts.
 
-    As many volumes as agents: one each, in order. Fewer: hosts take turns. More: agents get
-    several, in turns.
-
+    With as many volumes as agents, each agent gets one, in order. With fewer volumes, hosts take
+    turns. With more, agents get several, in turns.
     >>> spread(["a", "a", "b", "b"], 2), spread(["a", "a", "b", "b"], 4), spread(["a"], 2)
     ([0, 2], [0, 1, 2, 3], [0, 0])
     """

@@ -1,4 +1,4 @@
-"""Directories that are removed however their process ends."""
+"""Directories that are removed even if their process is killed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torchstore_core.machine.directories import remove_stale, runtime_directory
 
 __all__ = ["SweptDirectory"]
 
-# Waits for the end of its standard input, which is the end of the process that holds the other
-# end, by `kill -9` too. Then the directory goes, unless it went already.
+# Waits for the end of its standard input, which comes when the process at the other end ends, even
+# by `kill -9`. Then it removes the directory, if that still exists.
 _SWEEP = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$1"'
 
 
 class SweptDirectory:
     """A fresh private directory for sockets.
 
-    The engine ends its processes without a word to them when its root is gone; a shell of a few
-    hundred kilobytes, waiting beside the process, removes what it leaves.
+    The engine ends its processes without warning when its root is gone. A shell of a few hundred
+    kilobytes, which waits beside the process, removes what the process leaves behind.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class SweptDirectory:
         )
 
     def remove(self) -> None:
-        """Remove it, and wait for the shell. Idempotent."""
+        """Remove the directory, and wait for the shell to end. Idempotent."""
         sweeper, self._sweeper = self._sweeper, None
         if sweeper is None:
             return

@@ -1,6 +1,6 @@
 """The transport ``monarch-rdma``: bytes move between registered memory of both sides.
 
-A volume drives the transfers: a client registers what it wants to be written or read, and one
-endpoint call per chunk has the volume write there from its segment, or read from there into it.
+The volume drives the transfers: a client registers the memory to be written or read, and with one
+endpoint call per chunk it asks the volume to move bytes between that memory and its segment.
 Monarch's RDMA uses InfiniBand or RoCE where there is such hardware, and TCP where there is none.
 """

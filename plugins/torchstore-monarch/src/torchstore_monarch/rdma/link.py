@@ -1,4 +1,4 @@
-"""Client half of ``monarch-rdma``. For processes of a Monarch job."""
+"""Client half of ``monarch-rdma``, for processes of a Monarch job."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["RdmaLink"]
 
 log = logging.getLogger(__name__)
 
-#: Bytes of one endpoint call.
+#: Largest number of bytes in one endpoint call.
 CHUNK = 64 << 20
-# Smaller pieces are gathered in a buffer of their own: registering each costs more than a copy.
+# Smaller pieces are gathered in a buffer, because registering each one costs more than a copy.
 _SMALL = 256 << 10
 _PIECES = 4096
 # A call to a host that has died may never return.
@@ -64,7 +64,7 @@ class RdmaLink(Link):
         self._broken = self._broken or "it was closed"
 
     async def _do(self, copies: Sequence[Copy], *, write: bool) -> None:
-        """All of it. What is cancelled is over when its buffers are registered no more."""
+        """Move all copies. If cancelled, drop the registered buffers before raising."""
         work = asyncio.ensure_future(self._transfer(copies, write=write))
         try:
             await asyncio.shield(work)
@@ -111,12 +111,12 @@ class RdmaLink(Link):
                 if not done:
                     keep(gathered)
                 await _drop(buffers)
-                # The memory that a cancelled put was writing is given to others next: the volume
-                # must have said that it is over.
+                # The memory that a cancelled put was writing will be given to others, so the volume
+                # must have answered that the transfer is over.
                 if not call.done():
                     await asyncio.wait([call], timeout=_DROP_S)
                 if call.done() and not call.cancelled():
-                    call.exception()  # else it would be reported as never looked at
+                    call.exception()  # otherwise Python would report it as never retrieved
 
         await job.as_store_actor(work, None)
         if others and not write:
@@ -133,10 +133,10 @@ class RdmaLink(Link):
 
 
 def _registered(views: list[memoryview]) -> list[RDMABuffer]:
-    """Blocks.
+    """Register memory; blocks.
 
     Raises:
-        TransportError: the engine's part for it in this process has ended.
+        TransportError: the engine's RDMA part in this process has ended.
     """
     try:
         return [RDMABuffer(view) for view in views]
@@ -160,7 +160,7 @@ def _place(copy: Copy) -> Place:
 
 
 def _chunks(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Batches of at most ``CHUNK`` bytes, and not too many pieces each."""
+    """Yield batches of at most ``CHUNK`` bytes and ``_PIECES`` pieces."""
     chunk: list[Copy] = []
     total = 0
     for copy in copies:

@@ -8,7 +8,7 @@ from torchstore_core.contracts.hooks import hookimpl
 from torchstore_core.contracts.transport import Bid, LinkContext, Refusal, TransportSpec
 
 # Registration, an endpoint call and the transfer. With hardware: a guess that only ranks it before
-# everything that goes through sockets. Without: measured over Monarch's TCP fallback.
+# every transport over sockets. Without: measured over Monarch's TCP fallback.
 _LATENCY_S = 3e-3
 _BYTES_PER_S = 10e9
 _FALLBACK_BYTES_PER_S = 0.25e9

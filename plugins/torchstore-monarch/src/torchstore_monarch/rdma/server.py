@@ -25,12 +25,12 @@ class RdmaServer(HostedServer):
     def __init__(self) -> None:
         super().__init__()
         self._mapped: dict[int, tuple[int, int]] = {}  # address and bytes, by segment
-        # Moves run on the actor's event loop, close on the volume's.
+        # Moves run on the actor's event loop, close runs on the volume's.
         self._lock = threading.Lock()
         self._moves = 0
         self._closed = False
-        # Of a transfer that fails, the engine may go on with the rest: what it may still touch
-        # stays mapped.
+        # After a transfer has failed, the engine may continue the rest of it, so the memory that it
+        # may touch stays mapped.
         self._failed = False
 
     async def close(self) -> None:
@@ -46,7 +46,7 @@ class RdmaServer(HostedServer):
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """The engine may touch the memory: it stays mapped."""
+        """A context in which the engine may touch the memory, so that it stays mapped."""
         with self._lock:
             if self._closed:
                 raise TransportError("this volume has ended")
@@ -61,8 +61,8 @@ class RdmaServer(HostedServer):
     async def move(
         self, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], *, write: bool
     ) -> int:
-        """Fill places from a client's registered buffers (``write``), or buffers from places; the
-        number of bytes. Each buffer has the bytes of one group of places, one after the other.
+        """Fill places from a client's registered buffers (``write``), or buffers from places. Each
+        buffer has the bytes of one group of places, in order. Return the number of bytes.
 
         Raises:
             TransportError: a place is not in its segment, or the transfer failed.
@@ -73,7 +73,7 @@ class RdmaServer(HostedServer):
     async def _move(
         self, groups: Sequence[Sequence[Place]], buffers: Sequence[Any], *, write: bool
     ) -> int:
-        from monarch.rdma import RDMAAction  # heavy; only where it is used
+        from monarch.rdma import RDMAAction  # heavy, so it is imported only when used
 
         action = RDMAAction()
         spread: list[tuple[list[memoryview], memoryview]] = []

@@ -1,1 +1,1 @@
-"""The transport ``monarch-rpc``: bytes in endpoint calls, from agent to agent."""
+"""The transport ``monarch-rpc``: bytes travel in endpoint calls, from agent to agent."""

@@ -29,15 +29,15 @@ _Answer = tuple[RpcResponse, bytes]
 
 
 class Forwarder:
-    """Listens beside a server or a relay.
+    """Listens beside a server's or a relay's control socket.
 
     Args:
-        directory: where to put the socket.
-        valid: whether the server surely still keeps what clients of this host hold. Bytes only
-            move while it does.
+        directory: the directory for its socket.
+        valid: whether the server surely still keeps what clients of this host hold. Bytes move only
+            while it does.
 
     Attributes:
-        volumes: the actors that have the volumes, by the id of the volume.
+        volumes: the actors that have the volumes, by volume id.
     """
 
     def __init__(self, directory: str, valid: Callable[[], bool] = lambda: True) -> None:
@@ -53,7 +53,7 @@ class Forwarder:
         self._listener.open(self._path)
 
     async def close(self) -> None:
-        """Stop; every connection ends. Idempotent."""
+        """Stop listening, and end every connection. Idempotent."""
         self._listener.close()
         connections = list(self._connections)
         for connection in connections:
@@ -62,7 +62,7 @@ class Forwarder:
             await asyncio.wait(connections, timeout=_END_S)
 
     async def idle(self, pid: int) -> None:
-        """Wait until no write is under way any more that this process has asked for."""
+        """Wait until no write that the process has requested is under way any more."""
         while writing := self._writing.get(pid):
             await asyncio.wait(writing)
 

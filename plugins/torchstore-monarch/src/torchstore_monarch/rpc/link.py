@@ -1,5 +1,5 @@
-"""Client half of ``monarch-rpc``. Knows nothing of Monarch: the agent of its host does the calls,
-so it works in any process, thread and event loop.
+"""Client half of ``monarch-rpc``. It does not use Monarch itself: the agent of its host makes the
+calls, so it works in any process, thread and event loop.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ["RpcLink"]
 
 _IN_FLIGHT = 2
 _CONNECT_S = 10.0
-# What a cancelled write waits for, so that its outcome is certain.
+# How long a cancelled write waits for requests in flight, so that its outcome is certain.
 _SETTLE_S = 0.5
 _Batch = tuple[list[Place], list[memoryview], int]
 
 
 class RpcLink(Link):
-    """Asks the agent beside the control socket, a few chunks at a time."""
+    """Asks the agent, whose socket is beside the control socket, a few chunks at a time."""
 
     def __init__(self, path: str, volume: str, ticket: bytes) -> None:
         self._path = path
@@ -69,7 +69,7 @@ class RpcLink(Link):
         return made
 
     async def _connected(self) -> socket.socket:
-        """The connection; made anew if the last transfer was cancelled."""
+        """Return the connection, which is made anew if the last transfer was cancelled."""
         if self._sock is not None:
             return self._sock
         try:
@@ -89,7 +89,7 @@ class RpcLink(Link):
         return sock
 
     def __del__(self) -> None:
-        self._disconnect()  # its event loop went without being closed
+        self._disconnect()  # because its event loop may have gone without closing it
 
     def _disconnect(self) -> None:
         sock, self._sock = self._sock, None
@@ -109,9 +109,9 @@ class RpcLink(Link):
     # ---- inside ---------------------------------------------------------------------------
 
     async def _do(self, copies: Sequence[Copy], *, write: bool) -> None:
-        """All of it. A read that is cancelled is over at once, with its connection. A write asks
-        for nothing more, and waits a moment for what it has asked; after that, the volume has to
-        disconnect this client before its memory is used again.
+        """Move all copies. A cancelled read ends at once, with its connection. A cancelled write
+        sends no more requests, and waits a moment for those that it has sent; if they take longer,
+        the volume must disconnect this client before the memory is used again.
         """
         stop, began = asyncio.Event(), asyncio.Event()
         work = asyncio.ensure_future(self._transfer(copies, stop, began, write=write))
@@ -129,12 +129,12 @@ class RpcLink(Link):
                 self.unsettled |= began.is_set()
             raise
         except TransportError:
-            # A call that was not answered may still be carried out.
+            # A request that was not answered may still be carried out.
             self.unsettled |= write and began.is_set()
             raise
         finally:
             self._transfers -= 1
-            if not self._transfers:  # one that somebody has waited for refers to its event loop
+            if not self._transfers:  # a lock that was waited for stays bound to its event loop
                 self._lock = asyncio.Lock()
 
     async def _transfer(
@@ -200,7 +200,7 @@ async def _fill(sock: socket.socket, view: memoryview) -> None:
 
 
 def _batches(copies: Sequence[Copy]) -> Iterator[_Batch]:
-    """Requests of at most ``CHUNK`` bytes and ``PIECES`` places."""
+    """Yield requests of at most ``CHUNK`` bytes and ``PIECES`` places."""
     places: list[Place] = []
     views: list[memoryview] = []
     total = 0

@@ -1,4 +1,4 @@
-"""Server half of ``monarch-rpc``: the volume's memory, for the endpoints of the actor it is in."""
+"""Server half of ``monarch-rpc``: access to a volume's memory, for the endpoints of its actor."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class RpcServer(HostedServer):
     """Reads and writes segments for :class:`HostActor`'s endpoints.
 
     A call that the engine delivers late must not write for a client that has been disconnected. So
-    each client has a ticket, every request shows it, and a ticket is valid until its client is
+    each client gets a ticket, which every request carries, and which is valid until the client is
     disconnected.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._tickets: dict[bytes, bytes] = {}  # by client
-        # Endpoints run on the actor's event loop, everything else on the volume's.
+        # Endpoints run on the actor's event loop, everything else on the volume's loop.
         self._lock = threading.Lock()
 
     async def handshake(self, peer: bytes, request: bytes) -> bytes:
@@ -51,14 +51,14 @@ class RpcServer(HostedServer):
             raise TransportError("the volume has disconnected this client; connect again")
 
     def read(self, ticket: bytes, places: Sequence[Place]) -> bytes:
-        """The bytes of all places, one after the other; raises TransportError."""
+        """Return the bytes of all places, one after the other. Raises TransportError."""
         with self._lock:
             self._check(ticket)
         parts = [self._read(*place) for place in places]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, ticket: bytes, places: Sequence[Place], data: bytes) -> int:
-        """Put ``data`` into the places, one after the other; raises TransportError."""
+        """Write ``data`` to the places, one after the other. Raises TransportError."""
         with self._lock:
             self._check(ticket)
             return self._write(places, data)

@@ -1,8 +1,8 @@
-"""What a client and the agent of its host say on the agent's socket.
+"""The protocol between a client and the agent of its host, on the agent's socket.
 
 A request is a frame (little-endian u32 length, msgpack :class:`RpcRequest`), followed by the bytes
 if it is a write. The responses come in the order of the requests: a frame with
-:class:`RpcResponse`, followed by the bytes if it was a read that went well.
+:class:`RpcResponse`, followed by the bytes if it was a read that succeeded.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = [
     "frame",
 ]
 
-#: Name of an agent's socket, in the directory of the control socket beside it.
+#: Name of the agent's socket, in the directory of the control socket.
 AGENT = "agent.sock"
-#: Largest request, bytes: one endpoint call each.
+#: Largest request in bytes. Each request is one endpoint call.
 CHUNK = 8 << 20
 #: Most pieces in one request.
 PIECES = 4096
 HEADER = 4
-#: What a client says in its handshake, and the version of what is said here. Halves of different
-#: versions do not talk to each other.
+#: The client's handshake, with the version of this protocol. Halves of different versions refuse
+#: each other.
 GREETING = b"monarch-rpc 2"
 
 #: Segment, offset, bytes.
@@ -37,9 +37,9 @@ Place = tuple[int, int, int]
 
 
 class RpcRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Read or write these places of a volume, in order; ``nbytes`` bytes in all.
+    """A request to read or write these places of a volume, in order; ``nbytes`` bytes in all.
 
-    ``ticket``: what the volume has answered to the client's handshake.
+    ``ticket``: the volume's answer to the client's handshake.
     """
 
     volume: str
@@ -50,12 +50,12 @@ class RpcRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RpcResponse(msgspec.Struct, frozen=True, array_like=True):
-    """``error``: why it failed; empty if it went well."""
+    """The outcome of a request. ``error``: why it failed; empty if it succeeded."""
 
     error: str = ""
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """One whole frame."""
+    """Encode a message as one frame."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(HEADER, "little") + body

@@ -1,8 +1,8 @@
 """Stores of torchrun jobs over several hosts.
 
 No rank becomes part of a Monarch job. The first rank of each host starts a *worker* process, and
-rank 0 a *root* process, which attaches to all workers and initialises the store. What the ranks are
-told, through their rendezvous and as JSON, is the Unix socket of their own host. They become the
-members of the store's server, which ends with the last of them; then root and workers end by
+rank 0 starts a *root* process, which attaches to all workers and initialises the store. Through
+their rendezvous, as JSON, the ranks learn the Unix socket of their own host. They become members of
+the store's server, which ends with the last of them; then the root and the workers end by
 themselves.
 """

@@ -1,4 +1,4 @@
-"""What the ranks, and the root process, tell each other: plain data, as JSON."""
+"""The messages between the ranks and the root process: plain data, as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["RootOrder", "StoreReport"]
 
 
 class StoreReport(msgspec.Struct, frozen=True):
-    """What the ranks are told: Unix sockets by host id, or why there is no store (an error code of
+    """The outcome of a start: Unix sockets by host id, or why there is no store (an error code of
     ``torchstore_core.errors``, and its message).
     """
 
@@ -18,13 +18,13 @@ class StoreReport(msgspec.Struct, frozen=True):
 
 
 class RootOrder(msgspec.Struct, frozen=True):
-    """What the root process is to do.
+    """What the root process must start.
 
     Args:
-        workers: where the hosts' workers listen.
+        workers: the addresses at which the hosts' workers listen.
         request: the store, an encoded ``protocol.StoreRequest``.
-        loopback: all workers are on this machine's loopback interface.
-        address: where the root itself listens (``tcp://ip:port``), if they are not.
+        loopback: whether all workers are on this machine's loopback interface.
+        address: where the root itself listens (``tcp://ip:port``), unless ``loopback``.
     """
 
     workers: list[str]

@@ -1,8 +1,8 @@
 """``python -m torchstore_monarch.spmd.root JSON``: the Monarch root of a torchrun job's store.
 
-Attaches to the hosts' workers, starts the store, and prints one line of JSON: where it is. When its
-standard input ends, rank 0 has left or died. The server ends with its last member, and then the
-root does.
+Attaches to the hosts' workers, starts the store, and prints one line of JSON with its sockets. When
+its standard input ends, rank 0 has left or died. The server ends with its last member, and then the
+root ends.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def _main(order: RootOrder) -> int:
 
 
 async def _connect(found: FoundStore) -> Channel:
-    """A connection that only asks for the status, so that nothing heavy is imported here."""
+    """Return a connection for requests of the status, which requires no heavy imports."""
     here = topology.probe()
     facts = ClientFacts(here.pid, here.host_id, here.hostname, role="root")
     sock, _ = await handshake(found.address, b"", facts, here, _END_S)
@@ -85,14 +85,14 @@ async def _connect(found: FoundStore) -> Channel:
 
 async def _until_ended(channel: Channel, controller: Any, starter_gone: asyncio.Event) -> None:
     """Wait until the server has ended, as it does with its last member."""
-    told = False
+    reported = False
     try:
         while True:
             await channel.call(m.Status(channel.next_id()), m.StatusReply, _END_S)
             if starter_gone.is_set():
-                if not told:  # it ends now if rank 0 did not come to be a member, nor others
+                if not reported:  # without members, the server ends now
                     await controller.starter_ended.call_one()
-                    told = True
+                    reported = True
                 await asyncio.sleep(_LOOK_S)
             else:
                 with contextlib.suppress(TimeoutError):
@@ -102,7 +102,7 @@ async def _until_ended(channel: Channel, controller: Any, starter_gone: asyncio.
 
 
 async def _end(directory: Any, store_name: str, hosts: Any) -> None:
-    """End the store, then the workers; each in bounded time."""
+    """End the store, then the workers, each in bounded time."""
     ends = (directory.finish.call_one(store_name), 2 * _END_S), (hosts.shutdown(), _DETACH_S)
     for end, timeout in ends:
         try:

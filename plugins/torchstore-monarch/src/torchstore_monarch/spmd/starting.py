@@ -1,10 +1,10 @@
-"""What the ranks do to start a store over several hosts.
+"""The ranks' part in starting a store over several hosts.
 
 **Trusted networks only.** The worker of each host listens on its address towards MASTER_ADDR, at a
-port that the system chooses. As Monarch's own workers do with ``trust_all_connections``, it does
-not ask who connects: whoever reaches that port can make Monarch run code as this user. The port is
-open from ``initialize_spmd`` until the store ends. The rendezvous store of torch is as open. If all
-ranks are on one machine it is a port of the loopback, which every user of the machine reaches.
+port that the system chooses. Like Monarch's own workers with ``trust_all_connections``, it does not
+authenticate connections: anyone who reaches that port can make Monarch run code as this user. The
+port is open from ``initialize_spmd`` until the store ends. Torch's rendezvous store is just as
+open. If all ranks are on one machine, the port is on the loopback, which every user of it reaches.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> 
                 left = rendezvous.seconds_left()
                 address = await rendezvous.unless_failed(made.worker.begin(towards, left))
             except StoreTimeoutError:
-                await rendezvous.all_present()  # that a rank is missing says more
+                await rendezvous.all_present()  # its error names a missing rank, which says more
                 raise
             await rendezvous.publish(f"worker/{host}", address)
         if env.rank == 0:
@@ -64,7 +64,7 @@ async def start(options: StoreOptions, env: SPMDEnv, rendezvous: Rendezvous) -> 
             report = await rendezvous.read("store", 0, StoreReport)
         made.address = _of_this_host(report)
     except BaseException as error:
-        await rendezvous.fail(error)  # the others need not wait for what is ended here
+        await rendezvous.fail(error)  # before stopping, so that the others need not wait for that
         await made.stop(_END_FAILED_S, last=True)
         raise
     return made
@@ -82,8 +82,8 @@ def _of_this_host(report: StoreReport) -> str:
 
 
 class MonarchRankStore(RankStore):
-    """A rank's part in a store over several hosts: rank 0 has the root process, and the first rank
-    of each host a worker. Both end by themselves once the server has ended.
+    """A rank's share in a store over several hosts: rank 0 has the root process, and the first rank
+    of each host has a worker. Both end by themselves once the server has ended.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class MonarchRankStore(RankStore):
         self.worker = WorkerProcess()
 
     def joined(self) -> None:
-        """The root sees by itself that the server has members."""
+        """Do nothing: the root notices by itself that the server has members."""
 
     async def stop(self, timeout: float, *, last: bool) -> None:
         self.worker.release()
@@ -106,7 +106,7 @@ async def _start_root(
     workers = [
         await rendezvous.read(f"worker/{i}", i * env.local_world_size, str) for i in range(hosts)
     ]
-    await rendezvous.all_present()  # if one is missing there is nothing to end again
+    await rendezvous.all_present()  # if one is missing, nothing has been started that must end
     left = max(0.1, rendezvous.seconds_left())
     request = StoreRequest.of(msgspec.structs.replace(options, timeout=left), members=True)
     loopback = all(_is_loopback(worker) for worker in workers)
@@ -118,10 +118,10 @@ async def _start_root(
 
 
 async def _towards(env: SPMDEnv, rendezvous: Rendezvous) -> tuple[str, int]:
-    """What the worker of this host has to be reachable from: an address, and any port there.
+    """Return an address from which this host's worker must be reachable, with an arbitrary port.
 
-    On rank 0's own host its name is often an address of the loopback (Debian's 127.0.1.1), where
-    no other host gets; then it is the address of another host.
+    On rank 0's own host, MASTER_ADDR often resolves to a loopback address (Debian's 127.0.1.1),
+    which no other host reaches; then this is the address of another host.
     """
     master = env.master_addr, env.master_port
     if env.rank == 0 and env.world_size > env.local_world_size:
@@ -134,7 +134,7 @@ async def _towards(env: SPMDEnv, rendezvous: Rendezvous) -> tuple[str, int]:
 
 
 def _ip(worker: str) -> str:
-    """Of ``tcp://ip:port``."""
+    """Return the address in ``tcp://ip:port``."""
     return worker.removeprefix("tcp://").rpartition(":")[0]
 
 
@@ -143,7 +143,7 @@ def _is_loopback(worker: str) -> bool:
 
 
 class RootProcess:
-    """The Monarch root of a torchrun job: a child process of rank 0 that outlives it if need be."""
+    """The Monarch root of a torchrun job: a child process of rank 0 that may outlive it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,11 +152,11 @@ class RootProcess:
         self._given_up = False
 
     async def begin(self, order: RootOrder, timeout: float) -> dict[str, str]:
-        """Start it and wait for the store: Unix sockets by host id.
+        """Start the process and wait for the store. Return its Unix sockets, by host id.
 
         Raises:
-            StoreTimeoutError: not within ``timeout`` seconds.
-            StoreClosedError, TorchStoreError: it could not start.
+            StoreTimeoutError: the store did not start within ``timeout`` seconds.
+            StoreClosedError, TorchStoreError: the store could not start.
         """
         command = [sys.executable, "-P", "-m", "torchstore_monarch.spmd.root"]
         command.append(msgspec.json.encode(order).decode())
@@ -186,7 +186,7 @@ class RootProcess:
         return report.sockets
 
     def _launch(self, command: list[str], timeout: float) -> bytes:
-        """Start it, and wait for its line."""
+        """Start the process, and return the line that it prints."""
         with self._lock:
             if self._given_up:
                 return b""
@@ -199,7 +199,7 @@ class RootProcess:
         return _line(process, timeout)
 
     async def stop(self, timeout: float, *, wait: bool) -> None:
-        """Leave it: the root ends once the store has no members. ``wait`` for that."""
+        """Release the root, which ends once the store has no members. ``wait``: wait for that."""
         process, self._process = self._process, None
         if process is None or os.getpid() != self._owner:
             return
@@ -216,20 +216,20 @@ class RootProcess:
 
 
 def _line(process: subprocess.Popen[bytes], timeout: float) -> bytes:
-    """Its next line; what there is of it when it ends, or after ``timeout`` seconds."""
+    """Return the next line of output, or what there is of it at the end or the time-out."""
     if process.stdout is None:
         return b""
-    fd, said = process.stdout.fileno(), b""
+    fd, line = process.stdout.fileno(), b""
     deadline = time.monotonic() + timeout
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while not said.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
+    while not line.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
         if poll.poll(1000 * left):
             read = os.read(fd, 65536)
             if not read:
                 break
-            said += read
-    return said
+            line += read
+    return line
 
 
 def _leave(process: subprocess.Popen[bytes], timeout: float, wait: bool) -> None:
@@ -252,7 +252,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 class WorkerProcess:
-    """The Monarch worker of a host. It ends by itself: when the store has, or when this process
+    """The Monarch worker of a host. It ends by itself, either with the store, or when this process
     releases it before the root has used it.
     """
 
@@ -262,11 +262,11 @@ class WorkerProcess:
         self._released = False
 
     async def begin(self, towards: tuple[str, int], timeout: float) -> str:
-        """Start it, to be reached from there: the address where the root finds it.
+        """Start the worker, to be reachable from ``towards``. Return the address for the root.
 
         Raises:
-            StoreClosedError: it could not listen.
-            StoreTimeoutError: it did not within ``timeout`` seconds.
+            StoreClosedError: the worker could not listen.
+            StoreTimeoutError: the worker did not listen within ``timeout`` seconds.
         """
         return await asyncio.to_thread(self._begin, towards, timeout)
 
@@ -284,8 +284,8 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 start_new_session=True,
             )
-            said = _line(process, left).strip()
-            if said == b"ready":
+            line = _line(process, left).strip()
+            if line == b"ready":
                 if process.stdout is not None:
                     process.stdout.close()
                 self._process = process
@@ -310,7 +310,7 @@ class WorkerProcess:
         )
 
     def release(self) -> None:
-        """From now on it is up to the root whether it goes on."""
+        """Let the worker end as soon as the root does not use it."""
         with self._lock:
             self._released = True
             process, self._process = self._process, None
@@ -319,15 +319,15 @@ class WorkerProcess:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Leave no zombie of a process that nobody waits for."""
+    """Reap a process that nobody waits for, so that it leaves no zombie."""
     threading.Thread(target=process.wait, name="torchstore-reaper", daemon=True).start()
 
 
 def _own_address(master: str, port: int) -> str:
-    """This host's address on the way to the master. Sends nothing.
+    """Return this host's address on the route to the master. Sends nothing.
 
     Raises:
-        StoreClosedError: there is no way there over IPv4.
+        StoreClosedError: there is no IPv4 route to it.
     """
     try:
         family, kind, proto, _, where = socket.getaddrinfo(

@@ -1,10 +1,10 @@
 """``python -m torchstore_monarch.spmd.worker tcp://ADDRESS:PORT TIMEOUT``: one host's worker.
 
-Prints ``ready`` once it listens, and serves a Monarch root that attaches to it, until the processes
-that the root started here have ended. If none was started, it ends when its standard input does
+Prints ``ready`` once it listens, and serves a Monarch root that attaches to it, until all processes
+that the root started here have ended. If none was started, it ends when its standard input ends
 (the rank that started it has given up or died), or after TIMEOUT seconds.
 
-Whoever reaches the port can make Monarch run code here: see ``starting``.
+Anyone who reaches the port can make Monarch run code here: see ``starting``.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pathlib import Path
 from monarch.actor import start_worker_loop_forever
 
 _POLL_S = 0.5
-# The root first ends the processes that it started, then the worker; it waits for both.
+# The root first ends the processes that it started, then the worker, and waits for both.
 _ROOT_ENDS_IT_S = 2.0
 _LISTEN_S = 10.0
 _LISTENING = "0A"
 
 
 def _children() -> list[int]:
-    """Processes that this one has started and that have not been reaped."""
+    """Return the pids of child processes that have not been reaped."""
     tasks = Path("/proc/self/task").iterdir()
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
 def _listens(port: int) -> bool | None:
-    """Whether this process does, or another one (False), or nobody (None): the engine itself does
-    not say that a port is taken.
+    """Return whether this process listens at the port (True), another one (False), or none (None).
+    The engine itself does not report that a port is taken.
     """
     rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     at_port = {

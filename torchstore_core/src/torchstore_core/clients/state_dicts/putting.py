@@ -206,13 +206,13 @@ def plan_put(
         participants = len(ranks) or max([math.prod(mesh) for mesh in places], default=1)
     if participants == 1 and not partial:
         _check_alone(key, sources)
-    who = ""  # a single participant needs no name: every put makes the next version
+    name = ""  # a single participant needs no name: every put makes the next version
     if participants > 1:
-        who = str(participant) if participant is not None else this_rank()
+        name = str(participant) if participant is not None else this_rank()
         mesh = max(places, key=math.prod, default=())
-        who = who or ",".join(map(str, places.get(mesh, ())))
-        who = who or f"{anonymous} {_digest(sources)}"
-    group = m.Publication(key, who, participants, partial, keep or 0, packed is not None)
+        name = name or ",".join(map(str, places.get(mesh, ())))
+        name = name or f"{anonymous} {_digest(sources)}"
+    group = m.Publication(key, name, participants, partial, keep or 0, packed is not None)
     return sources, group
 
 

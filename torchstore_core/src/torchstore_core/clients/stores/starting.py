@@ -82,9 +82,9 @@ async def warn_of_another(store_name: str) -> None:
         if other is None:
             log.info("%s %s, where no store is any more", names_it, where)
             continue
-        who = f"process {other.pid}" if other.error is None else other.error
+        owner = f"process {other.pid}" if other.error is None else other.error
         warn(
-            f"{names_it} a store that is running ({where}, {who}), and this starts another one, "
+            f"{names_it} a store that is running ({where}, {owner}), and this starts another one, "
             "for this process and its children alone: to use the one that runs, call "
             f"connect_or_initialize; to have two, {otherwise}give another store_name"
         )

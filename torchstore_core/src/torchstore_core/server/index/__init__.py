@@ -1,1 +1,1 @@
-"""Which versions of which keys there are, and which are on their way."""
+"""The index of a store: the versions of each key, both finished and unfinished."""

@@ -1,6 +1,7 @@
-"""Which versions of which keys there are, and which are on their way. Pure bookkeeping.
+"""The catalog of keys and their versions, both finished and unfinished.
 
-It knows nothing of memory: every transition returns the values that nobody holds any more.
+This is pure bookkeeping that knows nothing about memory: every transition returns the values that
+nothing holds any more, so that the caller can free them.
 """
 
 from __future__ import annotations
@@ -37,21 +38,22 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["Catalog"]
 
-# Deleted keys whose last version is remembered.
+# Maximum number of deleted keys whose last version is remembered.
 _MAX_DELETED = 4096
 
 
 class Catalog:
-    """Keys and versions.
+    """All keys of a store and their versions.
 
     Args:
-        sessions: of all processes that live.
+        sessions: the open sessions of the store, by token.
 
     Attributes:
-        newest: the newest whole version of every key.
-        histories: what else there is of keys that several puts make, or that keep old versions.
-        unsettled: keys of which a version on its way was dropped to make way for a put; partial
-            ones that waited for it are finished by :meth:`settle`.
+        newest: the newest complete version of every key.
+        histories: the other versions of keys that are put by several participants or that keep
+            old versions.
+        unsettled: keys that have lost an unfinished version, for example to make way for a put;
+            :meth:`settle` finishes the partial versions that waited for it.
     """
 
     def __init__(self, sessions: Mapping[bytes, SessionRecord]) -> None:
@@ -61,19 +63,21 @@ class Catalog:
         self.histories: dict[str, KeyHistory] = {}
         self.unsettled: set[str] = set()
         self.evictions = Evictions(self)
-        # A key that is put again after a delete goes on above its last version, so no (key,
-        # version) is ever used twice. The last versions of the latest deleted keys are remembered;
-        # keys that are not go on above the highest version that was forgotten.
+        # A key that is put again after a delete continues above its last version, so that no (key,
+        # version) is ever used twice. The last versions of the most recently deleted keys are
+        # remembered; all other keys start above the highest version that was forgotten.
         self._deleted: dict[str, int] = {}
         self._version_floor = 0
 
     # ---- finding --------------------------------------------------------------------------
 
     def find(self, key: str, version: int = 0) -> tuple[Stored, int] | None:
-        """What a key is, and its version; also ``<state dict>/<entry>``. None if there is none.
+        """Return what is stored under a key, or under ``<state dict>/<entry>``, and its version.
+
+        Returns None if there is no such key; ``version`` 0 means the newest version.
 
         Raises:
-            VersionGoneError: not in this version.
+            VersionGoneError: the requested version cannot be read.
         """
         stored = self.newest.get(key)
         if stored is None:
@@ -94,7 +98,7 @@ class Catalog:
         return self.evictions.gone_error(key, version, there) or gone_error(key, version, there)
 
     def _entry(self, key: str, version: int) -> tuple[Stored, int] | None:
-        """The entry of a state dict that a key names."""
+        """Return the state dict entry that a key names, and its version; None if there is none."""
         for base, name in splits(key):
             stored = self.newest.get(base)
             if version and stored is not None and stored.version != version:
@@ -105,7 +109,7 @@ class Catalog:
         return None
 
     def missing_error(self, keys: list[str]) -> KeyNotFoundError:
-        """The error for keys of which no version is whole, or that only name an entry."""
+        """Return the error for keys that have no complete version or only name an entry."""
         for key in keys:
             for base in (key, *(base for base, _ in splits(key))):
                 pending = self.pending(base)
@@ -116,12 +120,12 @@ class Catalog:
         return self.evictions.missing_error(keys) or missing_error(keys)
 
     def newest_version(self, key: str) -> int:
-        """The newest version of a key or entry; 0 if there is none."""
+        """Return the newest version of a key or entry; 0 if there is none."""
         found = self.find(key)
         return 0 if found is None else found[1]
 
     def versions(self, key: str) -> list[int]:
-        """The versions of a key, or of an entry, that can be read; ascending."""
+        """Return the readable versions of a key or entry, in ascending order."""
         found = [v for v, _ in self._all_versions(key)]
         if not found:
             for base, name in splits(key):
@@ -138,22 +142,22 @@ class Catalog:
         return found if stored is None else [*found, (stored.version, stored)]
 
     def pending(self, key: str, *, brief: bool = False) -> list[Pending]:
-        """The versions of a key that are on their way; ``brief``: see ``Generation.state``."""
+        """Return the unfinished versions of a key; for ``brief`` see ``Generation.state``."""
         history = self.histories.get(key)
         if history is None:
             return []
         return [g.state(key, brief=brief) for g in history.pending.values()]
 
     def unfinished(self, prefix: str = "") -> list[str]:
-        """Keys that start with ``prefix`` and have versions on their way."""
+        """Return the keys that start with ``prefix`` and have unfinished versions."""
         histories = self.histories.items()
         return [key for key, history in histories if history.pending and key.startswith(prefix)]
 
     # ---- plain versions -------------------------------------------------------------------
 
     def flip(self, values: Sequence[Value]) -> list[Value]:
-        """Make each value the newest version of its key, all at once; the values of the versions
-        before that nobody holds any more.
+        """Make each value the newest version of its key, all in one step. Returns the values of the
+        replaced versions that nothing holds any more.
         """
         now = time.time()
         newest, histories = self.newest, self.histories
@@ -183,20 +187,22 @@ class Catalog:
         return freed
 
     def _next_version(self, key: str) -> int:
-        """The lowest one above all that there are, or were, or are on their way."""
+        """Return the lowest version of a key above all present, past and unfinished ones."""
         history = self.histories.get(key)
         pending = 0 if history is None else max(history.pending, default=0)
         return max(pending + 1, self._lowest_version(key))
 
     def _lowest_version(self, key: str) -> int:
-        """The lowest version that a put may ask for."""
+        """Return the lowest version of a key that a put may name."""
         stored = self.newest.get(key)
         if stored is not None:
             return stored.version + 1
         return self._deleted.get(key, self._version_floor) + 1
 
     def _replace(self, key: str, stored: Stored, version: int) -> list[Value]:
-        """Make something the newest version of a key with a history; what nobody holds any more."""
+        """Make ``stored`` the newest version of a key that has a history. Returns the values that
+        nothing holds any more.
+        """
         stored.version = version
         history = self.histories[key]
         freed = history.overtake(version)
@@ -221,15 +227,20 @@ class Catalog:
         *,
         replica: bool = False,
     ) -> PutTarget:
-        """Where a participant's put belongs. Nothing changes before :meth:`clear` makes way for it
-        and :meth:`join` makes it part of its generation. ``replica``: see ``KeyHistory.next_of``.
+        """Determine which version a participant's put belongs to. The put has no effect until
+        :meth:`clear` makes way for it and :meth:`join` makes it part of its generation.
+
+        Args:
+            version: the version that the put names; 0 if it names none.
+            replica: see ``KeyHistory.next_of``.
 
         Raises:
-            VersionGoneError: that version, or a newer one, is there already.
-            ConfigurationError: the participant is putting that version at this moment.
-            KeyNotFoundError: a partial put, but there is nothing to take the other entries from.
-            ObjectLostError: that version was lost before it was whole; the participant's turn is
-                over.
+            VersionGoneError: that version, or a newer one, exists already.
+            ConfigurationError: another put of the participant to that version is still under way.
+            KeyNotFoundError: the put is partial, but there is no version to take the other entries
+                from.
+            ObjectLostError: that version was lost before it was complete; this uses up the
+                participant's turn.
         """
         history = self.histories.get(key) or KeyHistory()
         sequence = history.sequences.get(layout) or PutSequence()
@@ -247,7 +258,7 @@ class Catalog:
                     raise version_lost_error(key, version, sequence.lost[version])
                 return PutTarget(
                     key, participant, layout, sequence, version, None, left_over
-                )  # others were faster
+                )  # the version was completed, or overtaken, without this participant
         elif (there := history.pending.get(version)) is not None:
             generation, replaced = history.rejoin(
                 there, key, sequence, participant, session, living
@@ -271,7 +282,9 @@ class Catalog:
         )
 
     def _has_base(self, key: str, version: int, without: Collection[Generation] = ()) -> bool:
-        """Whether a state dict is there, or on its way, that a partial version can build on."""
+        """Return whether there is a state dict, finished or not, that a partial version can build
+        on.
+        """
         if type(self.newest.get(key)) is Manifest:
             return True
         history = self.histories.get(key)
@@ -281,21 +294,23 @@ class Catalog:
         )
 
     def clear(self, target: PutTarget) -> list[Value]:
-        """Drop what has to make way for a put; the values that nobody holds any more."""
+        """Drop the generations and contributions that must make way for a put. Returns the values
+        that nothing holds any more.
+        """
         if target.left_over or target.behind:
             self.unsettled.add(target.key)
         history = self.histories.get(target.key)
         return [] if history is None else history.clear(target)
 
     def join(self, target: PutTarget, session: SessionRecord) -> Contribution:
-        """Begin a contribution."""
+        """Begin the contribution of a put to its generation."""
         history = self.histories.get(target.key)
         if history is None:
             history = self.histories[target.key] = KeyHistory()
         return history.join(target, session)
 
     def commit(self, target: PutTarget, contribution: Contribution) -> Change:
-        """A contribution is complete, and maybe the version that it belongs to, too."""
+        """Mark a contribution as committed, and publish every version that this completes."""
         generation = target.generation
         if generation is None:
             return Change()
@@ -311,8 +326,8 @@ class Catalog:
         return Change.of(changes + self._settle(target.key))
 
     def _is_ready(self, key: str, generation: Generation) -> bool:
-        """Whether a generation is whole; and if it is partial, whether it is decided which version
-        comes before it.
+        """Return whether a generation is complete and, if it is partial, whether the version that
+        it builds on is certain.
         """
         if not generation.is_complete:
             return False
@@ -324,13 +339,13 @@ class Catalog:
         return not any(older.is_alive for v, older in pending if v < generation.version)
 
     def _finish(self, key: str, generation: Generation) -> Change:
-        """Make a generation that is whole the newest version."""
+        """Make a complete generation the newest version of its key."""
         history = self.histories[key]
         if generation.publication is not None and generation.publication.keep:
             history.keep = generation.publication.keep
         stored = generation.seal(key, self.newest.get(key), inherit=history.keep == 1)
         del history.pending[generation.version]
-        if generation.participants:  # all were part of it: nobody can be late for it
+        if generation.participants:  # all have contributed: none can be late for it
             generation.sequence.versions.remove(generation.version)
         else:
             generation.sequence.whole.add(generation.version)
@@ -338,11 +353,11 @@ class Catalog:
         return Change(freed + self._replace(key, stored, generation.version), [key])
 
     def settle(self, *, all_keys: bool = False) -> Change:
-        """Finish the partial versions that waited only for older ones, which were dropped.
+        """Finish the partial versions that waited only for older ones that have been dropped.
 
         Args:
-            all_keys: look at every key, because a process has ended: what only it was putting is
-                not waited for.
+            all_keys: check every key, because a process has ended: partial versions no longer wait
+                for versions that only this process was putting.
         """
         keys = list(self.histories) if all_keys else list(self.unsettled)
         self.unsettled.clear()
@@ -359,20 +374,20 @@ class Catalog:
         ]
 
     def reclaim(self, keys: Collection[str], kept: Collection[Generation]) -> list[Value] | None:
-        """There is no room for a put to ``keys``: drop one generation that waits in vain, because
-        all who put to it have died, or because the participant that puts now is ahead of others.
+        """Make room for a put to ``keys`` by dropping one stalled generation: one whose writers
+        have all died, or one of ``keys``, where the participant that is putting is ahead of others.
 
         Args:
-            kept: generations that the put itself belongs to.
+            kept: generations that the put itself belongs to, which are not dropped.
 
         Returns:
-            The values that nobody holds any more; None if there is no such generation.
+            The values that nothing holds any more; None if there is no such generation.
         """
         for key, history in self.histories.items():
             for version, old in history.pending.items():
                 if old in kept or old.is_written or (old.is_alive and key not in keys):
                     continue
-                if old.is_complete and self._has_base(key, version):  # its time will come
+                if old.is_complete and self._has_base(key, version):  # it will become visible
                     continue
                 del history.pending[version]
                 self.unsettled.add(key)
@@ -380,9 +395,11 @@ class Catalog:
         return None
 
     def lose(self, reason: Callable[[Iterable[Value]], str]) -> Change:
-        """Memory is gone: drop the versions on their way that can never be whole, because committed
-        parts of them are lost. ``reason`` says why some of the values are lost; it is empty if none
-        is.
+        """Drop the unfinished versions that can never be completed because committed parts of them
+        were lost with a volume.
+
+        Args:
+            reason: returns why any of the given values is lost, or "" if none is.
         """
         freed: list[Value] = []
         for key, history in self.histories.items():
@@ -395,7 +412,7 @@ class Catalog:
         return Change.of([Change(freed), self.settle()])
 
     def waiting_bytes(self) -> dict[str, int]:
-        """Bytes that versions which are not whole yet hold, by key."""
+        """Return the bytes that unfinished versions hold, by key."""
         found: dict[str, int] = {}
         for key, history in self.histories.items():
             nbytes = sum([g.nbytes for g in history.pending.values()])
@@ -404,10 +421,10 @@ class Catalog:
         return found
 
     def abort(self, target: PutTarget, contribution: Contribution) -> Change:
-        """A contribution is given up."""
+        """Undo a contribution, for example of an aborted put."""
         one = target.sequence.participants.get(target.participant)
         generation = target.generation
-        turn = generation is None or not generation.lost  # of a lost one, every turn is over
+        turn = generation is None or not generation.lost  # a lost one uses up every turn
         same = one and one.version == target.version and one.sessions[-1] is contribution.session
         if one and same and turn:
             one.version = contribution.before
@@ -428,8 +445,8 @@ class Catalog:
     # ---- deleting -------------------------------------------------------------------------
 
     def delete(self, key: str) -> list[Value] | None:
-        """Forget a key with its old and its unfinished versions; the values that nobody holds any
-        more. None if there is no such key.
+        """Remove a key with all its versions, old and unfinished ones included. Returns the values
+        that nothing holds any more; None if there is no such key.
         """
         stored = self.newest.get(key)
         history = self.histories.get(key)

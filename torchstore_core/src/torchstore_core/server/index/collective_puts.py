@@ -1,4 +1,4 @@
-"""Puts that contribute to generations: of shards, of state dicts, and of explicit versions."""
+"""Puts that contribute to generations: shards, state dicts, and puts that name a version."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["CollectivePut"]
 
-# What goes on from it still fits the wire's integers.
+# Versions that follow this one still fit the integers of the wire format.
 _MAX_VERSION = 1 << 63
 
 
 class CollectivePut:
-    """One such put. It is done in four steps, of which the first and the third change nothing:
+    """A put that contributes to generations. It takes four steps; the catalog is changed only by
+    the second and the fourth:
 
-    1. Making it decides which generations it belongs to.
-    2. :meth:`clear` drops what has to make way for it.
-    3. :meth:`compare` finds the :attr:`items` that have to be stored.
-    4. When there is room for them, :meth:`enter` makes the put part of its generations.
+    1. The constructor determines which generations the put belongs to.
+    2. :meth:`clear` drops whatever must make way for it.
+    3. :meth:`compare` finds the :attr:`items` that must be stored.
+    4. Once memory is allocated for them, :meth:`enter` makes the put part of its generations.
 
     Attributes:
-        items: what has to be stored; other participants put the rest.
-        boxes: for each of them the shard that it is, or None if it is the whole value.
+        items: the items that must be stored; other participants store the rest.
+        boxes: the box of each of these items; None for an item that is a whole value.
 
     Raises:
-        ProtocolError: it contradicts itself.
+        ProtocolError: the request is invalid or inconsistent.
         VersionGoneError, ConfigurationError, KeyNotFoundError, ObjectLostError: see
             ``Catalog.target``.
     """
@@ -59,7 +60,7 @@ class CollectivePut:
         self._decide()
 
     def _checked(self) -> list[Box | None]:
-        """For each item the shard that it is (see ``checked_box``), if the put makes sense."""
+        """Validate the request, and return the box of each item (see ``checked_box``)."""
         request = self._request
         publication = request.group
         if not 0 <= request.version < _MAX_VERSION:
@@ -104,29 +105,31 @@ class CollectivePut:
             target = self._targets.get(item.key)
             if target is None and (request.version or item.part is not None):
                 layout, participant = _layout_of(item)
-                # Without a mesh a participant is its box: a new one is no late replica, but
-                # the first of another cut.
+                # Without a mesh, a participant is identified by its box. A new box is then not a
+                # late replica but the first shard of a different partition of the tensor.
                 mesh = item.part.mesh_shape if item.part is not None else ()
                 replica = bool(mesh) or (box is not None and box.is_empty)
                 target = self._target(item.key, participant, layout, replica=replica)
             self._found.append((target, box))
 
     def clear(self) -> list[Value]:
-        """Drop what has to make way for this put; the values that nobody holds any more."""
+        """Drop whatever must make way for this put. Returns the values that nothing holds any
+        more.
+        """
         return [value for target in self._targets.values() for value in self._catalog.clear(target)]
 
     def compare(self) -> None:
-        """Find what has to be stored because no other participant puts it.
+        """Find the items that must be stored because no other participant stores them.
 
         Raises:
-            LayoutMismatchError: another participant puts an entry with another shape or dtype.
+            LayoutMismatchError: another participant puts an entry with a different shape or dtype.
         """
         request = self._request
         publication = request.group
         made = None if publication is None else self._targets[publication.key].generation
         pieces = [item for item in request.items if item.same_as >= 0 or item.part is not None]
         if made is not None and not (made.entries or made.relied or pieces):
-            # Nothing of this state dict is there yet: the usual case, of very many entries.
+            # No part of this state dict exists yet: the usual case, often with many entries.
             self._fresh = made
             self._stored = list(range(len(request.items)))
             self.items, self.boxes = request.items, [None] * len(request.items)
@@ -148,7 +151,7 @@ class CollectivePut:
 
     @property
     def keys(self) -> Collection[str]:
-        """The keys that it contributes to."""
+        """The keys that the put contributes to."""
         return self._targets.keys()
 
     @property
@@ -162,7 +165,7 @@ class CollectivePut:
 
     @property
     def generations(self) -> list[Generation]:
-        """The generations that it contributes to."""
+        """The generations that the put contributes to."""
         found = (target.generation for target in self._targets.values())
         return [generation for generation in found if generation is not None]
 
@@ -185,12 +188,12 @@ class CollectivePut:
 
     @property
     def prefix(self) -> str:
-        """What the names of the entries begin with in the store; empty if the items are keys."""
+        """The prefix of the entries' names in the store; empty if the items are keys themselves."""
         publication = self._request.group
         return "" if publication is None else f"{publication.key}/"
 
     def enter(self, values: Sequence[Value], granted: dict[int, int]) -> Txn:
-        """Make the values of :attr:`items` part of their generations."""
+        """Make ``values``, those of :attr:`items`, part of their generations; return the put."""
         request = self._request
         contributions: dict[str, tuple[PutTarget, Contribution]] = {}
         for key, target in self._targets.items():
@@ -240,7 +243,7 @@ class CollectivePut:
         return Txn(list(values), granted, plain, list(contributions.values()), results)
 
     def grants(self, values: Sequence[Value]) -> list[m.Grant | None] | None:
-        """The grants that answer the put; None if all of it was inline, so that it is complete."""
+        """Return the grants for the reply; None if all data was inline and the put is complete."""
         if self._fresh is not None:
             return grants_of([value for value in values if value.data is None]) or None
         by_item = dict(zip(self._stored, values, strict=True))
@@ -253,7 +256,7 @@ class CollectivePut:
 def _check_once(
     seen: dict[str, tuple[m.PutItem, set[Box] | None]], item: m.PutItem, box: Box | None
 ) -> None:
-    """Raises ProtocolError unless several items of one key are different shards of one tensor."""
+    """Raise ProtocolError unless all items of one key are different shards of one tensor."""
     if item.key not in seen:
         seen[item.key] = item, None if box is None else {box}
         return
@@ -265,12 +268,12 @@ def _check_once(
     ):
         raise ProtocolError(f"{item.key!r} comes in shards of different tensors", key=item.key)
     boxes.add(box)
-    if first.nbytes == 0:  # says nothing of the size of elements
+    if first.nbytes == 0:  # an empty shard does not determine the element size
         seen[item.key] = item, boxes
 
 
 def _layout_of(item: m.PutItem) -> tuple[Hashable, str]:
-    """The layout of a put to one key, and the participant that it is of."""
+    """Return the layout of a put to a single key, and the name of its participant."""
     part = item.part
     if part is None or not isinstance(item.meta, TensorMeta):
         return "value", ""

@@ -1,4 +1,4 @@
-"""The errors of keys and versions, in words that say what to do."""
+"""Errors about keys and versions, with messages that say what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def missing_error(keys: list[str]) -> KeyNotFoundError:
 
 
 def entry_error(key: str, keys: list[str]) -> KeyNotFoundError:
-    """The error for an entry of a state dict, among ``keys`` that are to be deleted."""
+    """The error for deleting ``keys`` of which ``key`` is only an entry of a state dict."""
     return KeyNotFoundError(
         f"{key!r} is an entry of a state dict, no key of its own; the state dict is "
         "deleted as a whole",
@@ -32,7 +32,7 @@ def entry_error(key: str, keys: list[str]) -> KeyNotFoundError:
 
 
 def no_base_error(key: str) -> KeyNotFoundError:
-    """The error for a partial put that has nothing to be based on."""
+    """The error for a partial put to a key that has no earlier version to build on."""
     return KeyNotFoundError(
         f"a partial put of {key!r} takes the other entries from the version before, and there "
         "is none; put the whole state dict first",
@@ -42,8 +42,9 @@ def no_base_error(key: str) -> KeyNotFoundError:
 
 
 def used_error(key: str, version: int, used: int, newest: int) -> VersionGoneError:
-    """The error for putting a version that is not above all that were used, up to ``used``;
-    ``newest``: the one there is now, 0 if there is none.
+    """The error for putting a version that is not above ``used``, the highest one used so far.
+
+    ``newest`` is the current version of the key; 0 if there is none.
     """
     now = f"it is at {used}" if newest else f"all up to {used} were used before"
     return VersionGoneError(
@@ -56,7 +57,7 @@ def used_error(key: str, version: int, used: int, newest: int) -> VersionGoneErr
 
 
 def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
-    """The error for a version that cannot be read, when ``versions`` can."""
+    """The error for a version that cannot be read; ``versions`` are those that can."""
     if versions and version > versions[-1]:
         text = f"there is no version {version} of {key!r} yet: it is at {versions[-1]}; wait for it"
         return VersionGoneError(text, key=key, details={"current": versions[-1]})
@@ -70,7 +71,7 @@ def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
 
 
 def version_lost_error(key: str, version: int, why: str) -> ObjectLostError:
-    """The error for a participant of a version that was lost before it was whole."""
+    """The error for a participant of a version that was lost before it was complete."""
     return ObjectLostError(
         f"version {version} of {key!r} was lost before it was whole: {why}, and parts of it were "
         "there. Nothing of it is visible; all participants go on with their next put",
@@ -84,8 +85,8 @@ def _some(words: list[str]) -> str:
 
 
 def partial_error(key: str, base: str, state: Pending) -> PartialPutError:
-    """The error for ``key``, or an entry of the state dict ``base``, whose first version is on its
-    way.
+    """The error for reading ``key`` while the first version of ``base`` is still unfinished;
+    ``base`` is the key itself, or the state dict of which ``key`` may name an entry.
     """
     boxes = [f"{name}{list(offset)}+{list(shape)}" for name, offset, shape in state.missing]
     parts: list[str] = []

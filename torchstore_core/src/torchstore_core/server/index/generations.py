@@ -1,11 +1,11 @@
 """Versions that several puts make together: the shards of a DTensor, the ranks of a state dict.
 
-Each put of a participant contributes to one *generation* of a key. A put that names no version
-belongs to the next generation of its *sequence*: the puts of one layout (mesh, shape, dtype), or of
-one number of participants, of which each participant's n-th put makes the n-th generation. As soon
-as a generation is whole it becomes the newest version, and every older one that is not is dropped.
+Each put of a participant contributes to one *generation* of a key. Puts with the same layout (mesh,
+shape and dtype, or number of participants) form a *sequence*. A put that names no version belongs
+to the next generation of its sequence: the n-th put of each participant to the n-th one. Once a
+generation is whole, it becomes the newest version, and all older unfinished ones are dropped.
 
-Pure bookkeeping, which knows nothing of memory: values that nobody holds any more are returned.
+This is pure bookkeeping that knows nothing about memory: values that nothing holds are returned.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _MAX_SHOWN = 100
 
 
 class Generation(msgspec.Struct, eq=False):
-    """A version on its way.
+    """An unfinished version.
 
     Args:
-        participants: how many make it; 0: as many as it takes to cover the one tensor.
+        participants: how many participants it needs; 0: as many as it takes to cover its tensor.
 
     Attributes:
-        entries: what is put, by name; "" is the name of a key's own value.
-        contributions: by participant.
-        relied: entries that nobody stores any more, but that some participants put as well and
-            left to those who stored them.
-        dropped: it will never be a version.
-        lost: why, if committed parts of it are gone with a volume.
+        entries: the stored entries, by name; "" is the name of a key's own value.
+        contributions: the participants' contributions, by participant.
+        relied: entries that are no longer stored because the put that stored them was removed,
+            although other participants put them as well and relied on it.
+        dropped: whether the generation was dropped and will never become a version.
+        lost: why, if committed parts of it were lost with a volume; empty otherwise.
     """
 
     sequence: PutSequence
@@ -66,11 +66,11 @@ class Generation(msgspec.Struct, eq=False):
     lost: str = ""
 
     def holds(self, name: str, meta: ValueMeta, box: Box | None, nbytes: int) -> bool:
-        """Whether another participant puts these very bytes.
+        """Return whether another participant stores this value, or this box of it, already.
 
         Raises:
-            LayoutMismatchError: another participant puts the entry with another shape, dtype or
-                element size.
+            LayoutMismatchError: another participant puts the entry with a different shape, dtype
+                or element size.
         """
         entry = self.entries.get(name)
         there = self.relied.get(name) if entry is None else entry.meta
@@ -100,7 +100,7 @@ class Generation(msgspec.Struct, eq=False):
         return box in entry.parts
 
     def add(self, contribution: Contribution, name: str, key: str, value: Value) -> None:
-        """Add a value of a contribution, which nobody else puts."""
+        """Add a value to a contribution and to the entries; no other participant stores it."""
         contribution.items.append((name, value))
         entry = self.entries.get(name)
         if value.box is None and entry is None:
@@ -113,7 +113,7 @@ class Generation(msgspec.Struct, eq=False):
         shards.parts[box] = value
 
     def shards(self, name: str, key: str, meta: ValueMeta, creator: ClientFacts) -> Shards:
-        """An entry that comes in parts; a new one if there is none yet."""
+        """Return the entry ``name``, which comes in shards; create it if it does not exist yet."""
         entry = self.entries.get(name)
         if type(entry) is Shards:
             return entry
@@ -123,7 +123,7 @@ class Generation(msgspec.Struct, eq=False):
         return made
 
     def remove(self, contribution: Contribution) -> list[Value]:
-        """Take a contribution out again; those of its values that nobody holds any more."""
+        """Remove a contribution. Returns those of its values that nothing holds any more."""
         if self.contributions.get(contribution.participant) is contribution:
             del self.contributions[contribution.participant]
         names = dict.fromkeys([*contribution.others, *(name for name, _ in contribution.items)])
@@ -139,7 +139,9 @@ class Generation(msgspec.Struct, eq=False):
         return freed
 
     def _forget(self, names: Iterable[str]) -> None:
-        """Somebody does not put these entries any more: forget those that nobody else puts."""
+        """Update the entries ``names`` after a contribution to them was removed: forget those that
+        no other participant puts, and note those that others had relied on.
+        """
         others = [c.others for c in self.contributions.values() if c.others]
         for name in names:
             self.relied.pop(name, None)
@@ -152,16 +154,16 @@ class Generation(msgspec.Struct, eq=False):
                 self.relied[name] = meta
 
     def discard(self) -> list[Value]:
-        """Drop it; the values that nobody holds any more. Contributions that are still being
-        written release theirs when they end.
+        """Drop the generation. Returns the values that nothing holds any more; contributions that
+        are still being written release theirs when they end.
         """
         self.dropped = True
         return release(self.stored_values())
 
     @property
     def is_complete(self) -> bool:
-        """Whether all participants are done and the committed boxes cover every tensor. (A partial
-        one becomes a version only after the one before it.)
+        """Whether all participants have committed and the committed boxes cover every tensor. (A
+        partial generation also has to wait for the version that it builds on.)
         """
         done = sum(c.committed for c in self.contributions.values())
         if done < self.participants:
@@ -170,43 +172,43 @@ class Generation(msgspec.Struct, eq=False):
 
     @property
     def is_written(self) -> bool:
-        """Whether a participant is writing its part at this moment."""
+        """Whether any participant has not committed its contribution yet."""
         return not all(c.committed for c in self.contributions.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values of it that are committed."""
+        """The total size of its committed values, in bytes."""
         return sum([value.nbytes for value in self.stored_values()])
 
     def stored_values(self) -> list[Value]:
-        """The values of it that are committed."""
+        """Return its committed values."""
         done = [c.items for c in self.contributions.values() if c.committed]
         return [value for items in done for _, value in items]
 
     @property
     def is_alive(self) -> bool:
-        """Whether any of the processes that put to it still lives."""
+        """Whether any of the processes that have put to it is still running."""
         return any(c.session.closed is None for c in self.contributions.values())
 
     @property
     def is_partial(self) -> bool:
-        """Whether it takes the entries that it does not bring from the version before."""
+        """Whether it takes the entries that it does not contain from the previous version."""
         return any(c.partial for c in self.contributions.values())
 
     @property
     def names(self) -> Iterable[str]:
-        """The entries that it brings."""
+        """The names of the entries that it contains, aliases included."""
         yield from self.entries
         for contribution in self.contributions.values():
             yield from contribution.aliases
 
     def missing(self) -> Iterable[tuple[str, Box]]:
-        """The boxes that are not committed, with the names of their entries."""
+        """Yield the boxes that are not committed yet, each with the name of its entry."""
         for name, meta, ready in self._incomplete():
             yield from ((name, box) for box in boxes.missing(_whole(meta), ready))
 
     def _incomplete(self) -> Iterable[tuple[str, ValueMeta, Sequence[Box]]]:
-        """The entries that are not committed completely: what they are, and the boxes that are."""
+        """Yield the entries that are not fully committed: name, metadata, committed boxes."""
         tied = self._tied_and_empty()
         for name, entry in self.entries.items():
             if type(entry) is Value and entry.created:  # the usual case
@@ -224,21 +226,21 @@ class Generation(msgspec.Struct, eq=False):
                 yield name, meta, ()
 
     def _tied_and_empty(self) -> dict[str, str]:
-        """Entries of which only empty shards were put here, but which other participants tie to
-        another entry: by name, what they are tied to.
+        """Return the entries of which only empty shards were put, but which another participant
+        declared to be the same as another entry: by name, the name of that entry.
         """
         done = [c.aliases for c in self.contributions.values() if c.committed and c.aliases]
         aliases = [(name, of) for some in done for name, of in some.items() if self._is_bare(name)]
         return {name: of for name, of in reversed(aliases) if not self._is_bare(of)}
 
     def _is_bare(self, name: str) -> bool:
-        """Whether only empty shards of an entry were put."""
+        """Return whether only empty shards of an entry were put."""
         entry = self.entries.get(name)
         return type(entry) is Shards and not entry.parts
 
     def state(self, key: str, *, brief: bool = False) -> Pending:
-        """How far it is, for people. ``brief``: without the missing boxes of a state dict, which
-        take long to find.
+        """Report the progress of the generation, for people. ``brief`` omits the missing boxes of a
+        state dict, because finding them takes long.
         """
         boxes_of = () if brief and self.publication is not None else self.missing()
         return Pending(
@@ -253,7 +255,9 @@ class Generation(msgspec.Struct, eq=False):
         )
 
     def _missing_participants(self) -> list[str]:
-        """The participants that have not begun: of ranks all others, else those that put before."""
+        """Return the participants that have not begun, as far as they are known: all other ranks if
+        the participants are ranks, otherwise those that have put to the sequence before.
+        """
         here = self.contributions
         if len(here) >= self.participants:
             return []
@@ -264,12 +268,12 @@ class Generation(msgspec.Struct, eq=False):
         return list(itertools.islice(missing, min(self.participants - len(here), _MAX_SHOWN)))
 
     def seal(self, key: str, base: Stored | None, *, inherit: bool = False) -> Stored:
-        """The finished version, which now holds its values, besides the contributions.
+        """Return the finished version, which holds its values in addition to the contributions.
 
         Args:
-            base: the version before, from which a partial version takes the other entries.
-            inherit: that version is about to be dropped. Then the new one takes over what it shares
-                with it, so that a small put costs little however many entries there are.
+            base: the previous version, from which a partial one takes the entries it lacks.
+            inherit: whether ``base`` is about to be dropped. The new version then takes over the
+                shared entries from it, so that a small put is cheap however many entries there are.
         """
         now = time.time()
         tied = self._tied_and_empty()
@@ -322,8 +326,8 @@ class Generation(msgspec.Struct, eq=False):
 
 
 def _sealed(entry: Shards, version: int, now: float) -> Value | Shards:
-    """An entry as a version keeps it: with the committed parts only; as one value if one of them is
-    all of it.
+    """Return an entry as its version keeps it: with the committed shards only, or as a single value
+    if one of them covers the whole tensor.
     """
     entry.version, entry.created = version, now
     parts = {box: value for box, value in entry.parts.items() if value.created}

@@ -1,4 +1,4 @@
-"""Pure functions that check the items of a put, and that make the grants of its reply."""
+"""Pure functions that check the items of a put and create the grants for its reply."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["MOST_BYTES", "check_item", "check_key", "checked_box", "grants_of", 
 
 # Maximum number of dimensions of a tensor, or of a mesh: more than torch has.
 _MAX_DIMS = 64
-#: No value is this large, in bytes.
+#: Every value must be smaller than this, in bytes.
 MOST_BYTES = 1 << 60
 
 
 def check_key(item: m.PutItem) -> None:
-    """Check that an item has a key that is not too long; raises ``ProtocolError`` otherwise."""
+    """Raise ``ProtocolError`` if an item's key is empty or too long."""
     if not 0 < len(item.key) <= m.MAX_KEY:
         raise ProtocolError(f"a key has 1 to {m.MAX_KEY} characters, not {len(item.key)}")
 
 
 def check_item(item: m.PutItem) -> None:
-    """Check that an item to store is consistent in itself.
+    """Check that an item that will be stored is valid and consistent.
 
     Raises:
         ProtocolError: it is not.
@@ -44,7 +44,7 @@ def check_item(item: m.PutItem) -> None:
 
 
 def unusual(items: Sequence[m.PutItem]) -> list[m.PutItem]:
-    """The items that are not obviously whole tensors that :func:`check_item` accepts."""
+    """Return the items that are not obviously whole tensors acceptable to :func:`check_item`."""
     return [
         item
         for item in items
@@ -58,10 +58,10 @@ def unusual(items: Sequence[m.PutItem]) -> list[m.PutItem]:
 
 
 def checked_box(item: m.PutItem) -> Box | None:
-    """The box of an item that is a shard; None if it is the whole value.
+    """Return the box of an item that is a shard; None if the item is a whole value.
 
     Raises:
-        ProtocolError: the shard is not inside the tensor, or the value is not a tensor.
+        ProtocolError: the shard does not fit the tensor, or the value is not a tensor.
     """
     part = item.part
     if part is None:
@@ -92,7 +92,7 @@ def checked_box(item: m.PutItem) -> Box | None:
 
 
 def grants_of(values: Sequence[Value | None]) -> list[m.Grant | None]:
-    """The places for the bytes of the values; see ``messages.Granted``."""
+    """Return the grants of the places where the values are stored; see ``messages.Granted``."""
     grants = [None if v is None else m.Grant(v.volume, 0, v.offset) for v in values]
     for at in range(max([len(v.more) for v in values if v is not None], default=0)):
         grants += [

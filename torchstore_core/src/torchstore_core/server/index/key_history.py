@@ -1,5 +1,5 @@
-"""The versions of one key that several puts make, or of which old ones are kept: which are on their
-way, which are readable besides the newest, and which one a participant's next put belongs to.
+"""The history of a key that several participants put, or that keeps old versions: which versions
+are unfinished, which older ones can be read, and which one a participant's next put belongs to.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torchstore_core.server.index.records import SessionRecord, Stored, Value, a
 
 __all__ = ["KeyHistory", "PutTarget"]
 
-# Layouts of one key that are remembered.
+# Maximum number of layouts (put sequences) of one key that are remembered.
 _MAX_SEQUENCES = 16
-# Generations of one sequence that wait for others.
+# Maximum number of generations of one sequence that wait for other participants.
 _MAX_PENDING = 16
 
 
 class PutTarget(NamedTuple):
-    """The version that a participant's put belongs to, and what has to make way for it.
+    """The version that a participant's put belongs to, and what must make way for the put.
 
     Attributes:
-        generation: the version, on its way or about to begin. None: it is there already, or was
-            overtaken, so that nothing is to be written.
-        left_over: generations that an earlier run left unfinished, which do not count any more.
-        behind: generations that are so far behind that nobody will finish them.
-        replaced: contributions to ``generation`` whose place this one takes.
+        generation: the generation of that version, which may be new. None: the version is complete
+            already or was overtaken, so there is nothing to write.
+        left_over: generations that an earlier run left unfinished, which no longer count.
+        behind: generations so far behind that they are no longer waited for.
+        replaced: contributions to ``generation`` that this put replaces.
     """
 
     key: str
@@ -46,13 +46,13 @@ class PutTarget(NamedTuple):
 
 
 class KeyHistory(msgspec.Struct, eq=False):
-    """What there is of a key besides its newest version.
+    """The versions of a key other than its newest, and the progress of its participants.
 
     Attributes:
-        sequences: its puts, by their layout.
-        pending: versions on their way, by number, ascending.
-        kept: older versions that can still be read, by number.
-        keep: how many versions can be read, the newest included.
+        sequences: the put sequences of the key, by layout.
+        pending: its unfinished versions, by number, ascending.
+        kept: its older versions that can still be read, by number.
+        keep: how many of its versions stay readable, the newest included.
     """
 
     sequences: dict[Hashable, PutSequence] = {}
@@ -71,15 +71,15 @@ class KeyHistory(msgspec.Struct, eq=False):
         replica: bool,
         living: Collection[SessionRecord],
     ) -> tuple[int, Generation | None, list[Generation]]:
-        """Where the next put of a participant belongs that names no version.
+        """Determine where a participant's next put belongs if it names no version.
 
         Args:
-            replica: versions may become whole without this participant.
-            living: sessions of processes that live.
+            replica: whether versions may become whole without this participant.
+            living: the sessions of running processes.
 
         Returns:
-            The version, 0 if a new one begins; its generation, None if it is not on its way; and
-            the generations before it that an earlier run left unfinished.
+            The version (0: a new one begins), its generation (None if it is not unfinished), and
+            the earlier generations that a previous run left unfinished.
         """
         one = sequence.participants.get(participant)
         earlier = session if one is None else one.sessions[-1]
@@ -91,7 +91,7 @@ class KeyHistory(msgspec.Struct, eq=False):
             generation = self.pending.get(version)
             if generation is None:
                 if came_back or (version in sequence.whole and not replica):
-                    continue  # it did not miss its turn: it was not there
+                    continue  # the participant was not there, so it has missed no turn
                 return version, None, left_over
             if participant in generation.contributions:
                 continue
@@ -110,16 +110,16 @@ class KeyHistory(msgspec.Struct, eq=False):
         session: SessionRecord,
         living: Collection[SessionRecord],
     ) -> tuple[Generation | None, list[Contribution]]:
-        """A participant names a version that is on its way, and may have put to it before: then
-        the new put counts, and nothing that an earlier run left.
+        """Determine what a put that names an unfinished version replaces: the participant's own
+        earlier contribution, and contributions that an earlier run left.
 
         Returns:
-            The generation, None if nothing of it counts any more; and the contributions to it that
-            do not count.
+            The generation (None if all of it is replaced), and the contributions to it that are
+            replaced.
 
         Raises:
-            ConfigurationError: its other put to that version is still under way.
-            VersionGoneError: living participants put that version with another layout.
+            ConfigurationError: the participant's other put to that version is still under way.
+            VersionGoneError: running processes put that version with another layout.
         """
         if generation.sequence is not sequence:
             if generation.is_alive:
@@ -145,19 +145,19 @@ class KeyHistory(msgspec.Struct, eq=False):
     def far_behind(
         self, sequence: PutSequence, without: Collection[Generation]
     ) -> list[Generation]:
-        """The generations that will not be waited for when a sequence begins one more: of very many
-        the oldest, unless somebody is writing them, or they are partial and complete and bring what
-        no later one brings.
+        """Return the generations to give up when a sequence begins another one: the oldest if too
+        many are waiting. Those being written are kept, and so are complete partial ones that have
+        entries found in no later one.
         """
         pending = [g for g in self.pending.values() if g.sequence is sequence and g not in without]
         waiting = [g for g in pending if not g.is_written]
         oldest = waiting[: -_MAX_PENDING + 1]
         return [old for at, old in enumerate(oldest, 1) if not _brings_more(old, waiting[at:])]
 
-    # ---- transitions, which return the values that nobody holds any more ------------------
+    # ---- transitions, which return the values that nothing holds any more -----------------
 
     def clear(self, target: PutTarget) -> list[Value]:
-        """Drop what has to make way for a put."""
+        """Drop the generations and contributions that must make way for a put."""
         freed: list[Value] = []
         for generation in target.left_over:  # as if they had never begun
             freed += generation.discard()
@@ -171,7 +171,7 @@ class KeyHistory(msgspec.Struct, eq=False):
         return freed
 
     def join(self, target: PutTarget, session: SessionRecord) -> Contribution:
-        """Begin the contribution of a put."""
+        """Begin the contribution of a put, and its generation if it is new."""
         self._remember(target.layout, target.sequence)
         one = target.sequence.participant(target.participant)
         contribution = Contribution(target.participant, session, one.version)
@@ -186,7 +186,9 @@ class KeyHistory(msgspec.Struct, eq=False):
         return contribution
 
     def _remember(self, layout: Hashable, sequence: PutSequence) -> None:
-        """Keep the sequence of a layout, and forget the one that began first if there are many."""
+        """Keep the sequence of a layout. If there are too many, forget the oldest one that has no
+        unfinished versions.
+        """
         if layout in self.sequences:
             return
         busy = {id(generation.sequence) for generation in self.pending.values()}
@@ -196,12 +198,12 @@ class KeyHistory(msgspec.Struct, eq=False):
         self.sequences[layout] = sequence
 
     def overtake(self, version: int) -> list[Value]:
-        """``version`` is the newest: nobody wants older ones any more that are on their way."""
+        """Drop all unfinished versions older than ``version``, which is now the newest."""
         older = [self.pending.pop(v) for v in list(self.pending) if v < version]
         return [value for generation in older for value in generation.discard()]
 
     def shelve(self, old: Stored | None) -> list[Value]:
-        """Keep the version that was the newest until now, and drop the oldest beyond ``keep``."""
+        """Keep ``old``, the newest version until now, and drop the oldest ones beyond ``keep``."""
         if old is not None:
             self.kept[old.version] = old
         freed: list[Value] = []
@@ -211,7 +213,9 @@ class KeyHistory(msgspec.Struct, eq=False):
 
 
 def _brings_more(old: Generation, later: Iterable[Generation]) -> bool:
-    """Whether dropping ``old`` would lose something: no later one brings all that it does."""
+    """Return whether dropping ``old`` would lose entries: it is a complete partial generation, and
+    the complete later ones do not contain all of its entries.
+    """
     if not old.is_partial or not old.is_complete:
         return False
     later_names = {name for one in later if one.is_complete for name in one.names}
@@ -224,13 +228,13 @@ def _left_over(
     session: SessionRecord,
     living: Collection[SessionRecord],
 ) -> list[Contribution]:
-    """The contributions of an earlier run to a generation that ``participant`` is about to join.
+    """Return the contributions of an earlier run to a generation that ``participant`` will join.
 
-    They were put by processes that had ended before this one began, and joining them would make a
-    version out of two runs. That is so if the participant itself has died and come back, and the
-    other process lived beside its earlier one; and, if the participant is new, when the other one
-    has come back, too: it has put since, or a process of its rank lives.
-    (Processes that come one after the other, and never live at the same time, do make one version.)
+    They come from processes that ended before this one began; joining them would mix two runs in
+    one version. A contribution counts as such if its process ran at the same time as an earlier
+    process of ``participant``, or if its own participant has been restarted: it has put from
+    another session since, or a process of the same rank has started since and is still running.
+    (Processes that run one after the other, and never at the same time, do make one version.)
     """
     participants = generation.sequence.participants
     one = participants.get(participant)

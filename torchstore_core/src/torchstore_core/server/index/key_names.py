@@ -1,4 +1,4 @@
-"""The names of a store in order, so that finding a prefix does not take a look at all of them."""
+"""The sorted names of a store, so that finding those with a prefix need not scan all of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["KeyNames", "KeyOrder", "splits"]
 class KeyOrder:
     """A sorted set of keys.
 
-    Among 500,000 keys, adding or removing one takes less than a microsecond. Finding those with a
-    prefix takes some twenty, and then as long as what is found.
+    With 500,000 keys, adding or removing one takes less than a microsecond. Finding the keys with a
+    prefix takes about twenty microseconds, plus time proportional to the number found.
 
     >>> order = KeyOrder()
     >>> order.add(["b/2", "a", "b", "b/1"])
@@ -33,18 +33,18 @@ class KeyOrder:
         self._keys: SortedList = SortedList()
 
     def add(self, keys: Collection[str]) -> None:
-        """Add keys that are not there yet."""
+        """Add keys that are not in the set yet."""
         if len(keys) == 1:  # the usual case
             self._keys.add(*keys)
         else:
             self._keys.update(keys)
 
     def remove(self, key: str) -> None:
-        """Remove a key that is there."""
+        """Remove a key that is in the set."""
         self._keys.remove(key)
 
     def starting(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
-        """The first ``limit`` keys that start with ``prefix`` and are above ``after``, sorted."""
+        """Return the first ``limit`` keys that start with ``prefix`` and sort after ``after``."""
         if after and after >= prefix:
             low, inclusive = after, False
         else:
@@ -54,7 +54,7 @@ class KeyOrder:
 
 
 def _above(prefix: str) -> str | None:
-    """The lowest string above all that start with ``prefix``; None if there is none."""
+    """Return the lowest string above all that start with ``prefix``; None if there is none."""
     for at in range(len(prefix) - 1, -1, -1):
         code = ord(prefix[at])
         if code < 0x10FFFF:
@@ -66,7 +66,7 @@ class KeyNames:
     """The names under which something can be read: keys, and ``<state dict>/<entry>``.
 
     Args:
-        newest: what each key is; a mapping that changes.
+        newest: what is stored under each key; a live view that changes.
     """
 
     def __init__(self, newest: Mapping[str, Stored]) -> None:
@@ -76,15 +76,15 @@ class KeyNames:
         self.remove = self._order.remove
 
     def page(self, prefix: str, after: str = "", limit: int | None = None) -> list[str]:
-        """The first ``limit`` names that start with ``prefix`` and are above ``after``, sorted:
-        takes as long as what it finds, whatever there is besides.
+        """Return the first ``limit`` names that start with ``prefix`` and sort after ``after``. The
+        time depends on the number of names found, not on the size of the store.
         """
-        # A key may have the name of an entry: then both are next to each other.
+        # A key may have the same name as an entry: the two are then adjacent.
         return [name for name, _ in islice(groupby(self._from(prefix, after, limit)), limit)]
 
     def _from(self, prefix: str, after: str, limit: int | None) -> Iterator[str]:
-        """Keys, at most ``limit`` of them, and entries between them, in order."""
-        # A state dict whose own key is not above the bound may have entries that are.
+        """Yield at most ``limit`` keys, and the entries between them, in order."""
+        # A state dict whose own key does not sort after the bound may have entries that do.
         bound, most = (after, len(after)) if after >= prefix else (prefix, len(prefix) - 1)
         before = [bound[:n] for n in range(1, min(most, MAX_KEY) + 1)]
         entries = merge(*[self._entries_from(key, prefix, after) for key in before])
@@ -103,7 +103,7 @@ class KeyNames:
             yield from entries
 
     def _entries_from(self, key: str, prefix: str, after: str) -> Iterator[str]:
-        """The entries of a state dict, if the key is one, as names."""
+        """Yield the matching entries of a key that is a state dict, as names; else nothing."""
         stored = self._newest.get(key)
         base = f"{key}/"
         if type(stored) is not Manifest:
@@ -127,7 +127,7 @@ class KeyNames:
 
 
 def splits(key: str) -> Iterator[tuple[str, str]]:
-    """Every way to read a key as ``<state dict>/<entry>``."""
+    """Yield every way to read a key as ``<state dict>/<entry>``."""
     at = key.find("/", 1)  # a key is not empty
     while at > 0:
         yield key[:at], key[at + 1 :]

@@ -1,4 +1,4 @@
-"""The participants that put to a key: what each of them brings, and how far each of them is."""
+"""The participants that put to a key: what each of them contributes, and how far each has got."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torchstore_core.values import ValueMeta
 
 __all__ = ["Contribution", "Participant", "PutSequence"]
 
-# What is remembered of a sequence: its latest versions, its participants, and of each of these the
-# latest processes.
+# Limits on what a sequence remembers: its latest versions, its participants, and the latest
+# sessions of each participant.
 _MAX_VERSIONS = 1024
 _MAX_PARTICIPANTS = 1 << 16
 _MAX_SESSIONS = 8
 
 
 class Contribution(msgspec.Struct, eq=False):
-    """What one participant puts into a generation. It holds its values.
+    """What one participant puts into a generation. A contribution holds its values.
 
     Attributes:
-        before: the version that the participant was at before; 0 if this is its first put.
+        before: the last version that the participant had put to before; 0 if there is none.
         items: the values that it stores, with the names of their entries.
-        others: entries that it puts but does not store: replicas of what others store, and empty
-            shards.
+        others: entries that it puts but does not store: replicas of values that other participants
+            store, and empty shards.
         paths, aliases: see ``messages.PutItem``; by the name of the entry.
-        order: names of the entries as they came; only if there are aliases.
+        order: the names of the entries in the order of the put; only if there are aliases.
         partial: see ``messages.Publication``.
     """
 
@@ -45,23 +45,23 @@ class Contribution(msgspec.Struct, eq=False):
 
     @property
     def values(self) -> list[Value]:
-        """The values that it stores."""
+        """The values that the contribution stores."""
         return [value for _, value in self.items]
 
 
 class Participant(msgspec.Struct, eq=False):
-    """How far one participant of a sequence is.
+    """The progress of one participant of a sequence.
 
     Attributes:
-        version: the last that it has put to, finished or not; 0 if there is none.
-        sessions: the last ones that put for it; the newest at the end.
+        version: the last version that it has put to, finished or not; 0 if there is none.
+        sessions: the latest sessions that have put for it, the newest at the end.
     """
 
     version: int = 0
     sessions: list[SessionRecord] = []
 
     def puts(self, version: int, session: SessionRecord) -> None:
-        """It begins a put to a version."""
+        """Record that this participant has begun a put to ``version``."""
         self.version = max(self.version, version)
         if not self.sessions or self.sessions[-1] is not session:
             self.sessions.append(session)
@@ -73,10 +73,11 @@ class PutSequence(msgspec.Struct, eq=False):
     each participant belongs to the n-th version.
 
     Attributes:
-        versions: the latest ones, ascending.
-        whole: those of them that became whole and were not overtaken.
-        lost: those of them that were lost with a volume before they were whole, and why.
-        participants: by name, in the order of their last puts.
+        versions: the latest versions of the sequence, ascending.
+        whole: those that became whole without a fixed number of participants, so that a participant
+            may still be late for them.
+        lost: those that were lost with a volume before they were whole, with the reason.
+        participants: the participants by name, in the order of their last puts.
     """
 
     versions: list[int] = []
@@ -85,8 +86,8 @@ class PutSequence(msgspec.Struct, eq=False):
     participants: dict[str, Participant] = {}
 
     def announce(self, version: int, pending: Collection[int]) -> None:
-        """A version of this sequence begins. Old ones are forgotten unless they are ``pending``."""
-        if self.lost.pop(version, None) is not None:  # it is put again, by its number
+        """Add a version that begins. Surplus old versions are forgotten unless ``pending``."""
+        if self.lost.pop(version, None) is not None:  # a put has named the lost version again
             self.versions.remove(version)
         bisect.insort(self.versions, version)
         while len(self.versions) > _MAX_VERSIONS and self.versions[0] not in pending:
@@ -95,7 +96,7 @@ class PutSequence(msgspec.Struct, eq=False):
             self.lost.pop(oldest, None)
 
     def participant(self, name: str) -> Participant:
-        """The participant of that name, which puts now."""
+        """Return the participant of that name, which is putting now; create it if it is new."""
         one = self.participants.pop(name, None) or Participant()
         self.participants[name] = one
         if len(self.participants) > _MAX_PARTICIPANTS:
@@ -103,10 +104,12 @@ class PutSequence(msgspec.Struct, eq=False):
         return one
 
     def next_version(self) -> int:
-        """Above all that any participant has put to: a number means one thing to all of them."""
+        """Return the lowest version above all that any participant has put to, so that a version
+        number means the same to all of them.
+        """
         return max([one.version for one in self.participants.values()], default=0) + 1
 
     def last_of(self, name: str) -> int:
-        """The last version of a participant; 0 if there is none."""
+        """Return the last version that a participant has put to; 0 if there is none."""
         one = self.participants.get(name)
         return 0 if one is None else one.version

@@ -1,4 +1,4 @@
-"""What the controller keeps: stored values, unfinished puts, sessions and volumes, as records."""
+"""The controller's records: stored values, unfinished puts, sessions and waiters."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ += ["Waiter", "all_values", "release", "retain", "values_in"]
 class Value(msgspec.Struct, eq=False, gc=False):
     """Immutable bytes: inline ``data``, or a range of a volume's segment.
 
-    It is a whole value, or the shard ``box`` of the tensor that ``meta`` describes.
+    They are a whole value, or the shard ``box`` of the tensor that ``meta`` describes.
 
     Args:
-        created: when it was committed, in seconds since the epoch; 0 before that.
+        created: when the value was committed, in seconds since the epoch; 0 before that.
         pins: how many leases hold it.
-        uses: how many others hold it: keys, manifests, and the put that makes it. Its memory is
-            free when both are 0.
-        more: volumes and offsets of further copies, none of which is lost. If ``volume`` is, there
-            is no other copy.
+        uses: how many other holders it has: keys, manifests, and the put that creates it. Its
+            memory can be freed when ``pins`` and ``uses`` are both 0.
+        more: the volumes and offsets of further copies, none of which is lost. If ``volume`` is
+            lost, there are none.
     """
 
     key: str
@@ -54,7 +54,7 @@ class Value(msgspec.Struct, eq=False, gc=False):
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Volume and offset of every copy; empty for an inline value."""
+        """The volume and offset of every copy; empty for an inline value."""
         if self.data is not None:
             return ()
         return ((self.volume, self.offset), *self.more)
@@ -62,7 +62,7 @@ class Value(msgspec.Struct, eq=False, gc=False):
 
 @final
 class Shards(msgspec.Struct, eq=False):
-    """A tensor in parts, by their boxes. These may overlap."""
+    """A tensor stored as shards, by their boxes. The boxes may overlap."""
 
     key: str
     meta: TensorMeta
@@ -75,7 +75,9 @@ class Shards(msgspec.Struct, eq=False):
 
 @final
 class Manifest(msgspec.Struct, eq=False):
-    """One version of a state dict. Versions share entries; ``paths``: see ``messages.PutItem``."""
+    """One version of a state dict. Versions may share entries; for ``paths`` see
+    ``messages.PutItem``.
+    """
 
     key: str
     entries: dict[str, Value | Shards]
@@ -87,14 +89,14 @@ class Manifest(msgspec.Struct, eq=False):
     _ordered: list[str] = []
 
     def ordered(self) -> list[str]:
-        """The names of its entries in order, sorted when they are first asked for."""
+        """Return the sorted names of its entries; they are sorted on the first call."""
         if len(self._ordered) != len(self.entries):
             self._ordered = sorted(self.entries)
         return self._ordered
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries; of tied ones once."""
+        """The bytes of all entries; tied entries count once."""
         return sum([entry.nbytes for entry in {id(e): e for e in self.entries.values()}.values()])
 
     @property
@@ -106,11 +108,11 @@ Stored = Value | Shards | Manifest
 
 
 class Change(NamedTuple):
-    """What a transition of the index did.
+    """The effect of a transition of the index.
 
     Args:
-        freed: values that nobody holds any more, whose memory can be used again.
-        visible: keys that several puts make and that have a new newest version.
+        freed: values that nothing holds any more, whose memory can be reused.
+        visible: keys of which a generation has become the newest version.
     """
 
     freed: Sequence[Value] = ()
@@ -118,7 +120,7 @@ class Change(NamedTuple):
 
     @classmethod
     def of(cls, changes: Iterable[Change]) -> Change:
-        """Several changes as one."""
+        """Combine several changes into one."""
         freed: list[Value] = []
         visible: list[str] = []
         for change in changes:
@@ -139,7 +141,7 @@ def all_values(stored: Stored) -> Iterable[Value]:
 
 
 def values_in(stored: Stored, box: m.Box | None) -> Collection[Value]:
-    """The values that hold ``box`` of what is stored (None: all of it)."""
+    """Return the values that contain parts of ``box`` of ``stored`` (None: all of it)."""
     if type(stored) is Value:
         return (stored,)
     if type(stored) is not Shards:
@@ -158,13 +160,13 @@ def values_in(stored: Stored, box: m.Box | None) -> Collection[Value]:
 
 
 def retain(values: Iterable[Value]) -> None:
-    """Each of them has one holder more."""
+    """Add one holder to each value."""
     for value in values:
         value.uses += 1
 
 
 def release(values: Iterable[Value]) -> list[Value]:
-    """Each of them has one holder less; those that nobody holds any more."""
+    """Remove one holder from each value. Returns the values that nothing holds any more."""
     freed: list[Value] = []
     for value in values:
         value.uses -= 1
@@ -177,11 +179,11 @@ class Txn(msgspec.Struct, eq=False):
     """An unfinished put: a client is writing its values into the memory granted for them.
 
     Args:
-        values: all that it makes.
+        values: all values that the put creates.
         granted: bytes of memory granted for them, by volume.
         plain: the values that become versions of their keys by themselves.
-        contributions: what it brings to generations, see ``server.index.generations``.
-        results: whose versions the commit returns, in order.
+        contributions: its contributions to generations, see ``server.index.generations``.
+        results: the values and targets whose versions the commit returns, in order.
         when_full: what is done with its values when memory is full, see ``messages.Put``.
     """
 
@@ -194,40 +196,40 @@ class Txn(msgspec.Struct, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Memory granted, over all volumes."""
+        """The memory granted to the put on all volumes together, in bytes."""
         return sum(self.granted.values())
 
 
 class SessionRecord(msgspec.Struct, eq=False):
-    """One client process and everything it holds."""
+    """One client session and everything that it holds."""
 
     token: bytes
     facts: ClientFacts
     topology: Topology
     txns: dict[int, Txn] = {}
     leases: dict[int, list[Value | None]] = {}
-    #: Leases and puts that were given back before the request that begins them, which came over
+    #: Ids of leases and puts that were given back before the requests that begin them arrived over
     #: another, slower connection.
     given_back: set[int] = set()
     keeps_memory: bool = False  # see messages.Keep
     lanes: int = 0
-    #: What transports know the client as, and the volumes whose server halves know it.
+    #: The id by which transports know the client, and the volumes whose server halves know it.
     peer: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(8))
     met: set[int] = set()
-    asking: int = 0  # what its handshakes that are under way weigh
+    asking: int = 0  # the weight of its handshakes that are under way
     ending: bool = False
-    meets: bool = True  # until it, or its process, has ended
+    meets: bool = True  # whether it may make handshakes: until it, or its process, has ended
     opened: float = msgspec.field(default_factory=time.monotonic)
     closed: float | None = None
 
     def end(self) -> None:
-        """Its process has ended, or left the store."""
+        """Record that the session's process has ended or left the store."""
         if self.closed is None:
             self.closed = time.monotonic()
 
 
 class Waiter(msgspec.Struct, eq=False):
-    """A Wait that has not been answered yet."""
+    """A Wait request that has not been answered yet."""
 
     keys: list[str]
     min_version: int

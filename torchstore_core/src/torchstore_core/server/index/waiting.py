@@ -1,4 +1,4 @@
-"""The clients that wait for versions of keys."""
+"""Requests of clients that wait for versions of keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOST_NAMES = 256
 
 
 class Waiting:
-    """All unanswered Waits of a store. False if there are none.
+    """All unanswered Wait requests of a store; false if there are none.
 
     Args:
-        is_lost: whether a version cannot be read any more; then the Wait is for the next one.
+        is_lost: returns whether a version can no longer be read; a Wait then waits for the next.
     """
 
     def __init__(self, catalog: Catalog, is_lost: Callable[[Stored], bool]) -> None:
@@ -36,7 +36,9 @@ class Waiting:
     def add(
         self, keys: list[str], min_version: int, reply: Callable[[list[int]], None]
     ) -> Waiter | None:
-        """Call ``reply`` with the versions once all keys are there; None if they are already."""
+        """Call ``reply`` with the versions once all keys have reached ``min_version``. Returns
+        None if they have already.
+        """
         waiter = Waiter(keys, min_version, reply)
         versions = self._satisfied(waiter)
         if versions is not None:
@@ -47,7 +49,7 @@ class Waiting:
         return waiter
 
     def forget(self, waiter: Waiter) -> None:
-        """Drop a waiter."""
+        """Drop a waiter without answering it."""
         for key in waiter.keys:
             waiting = self._by_key.get(key)
             if waiting is not None:
@@ -56,8 +58,8 @@ class Waiting:
                     del self._by_key[key]
 
     def wake(self, keys: Iterable[str], state_dicts: Iterable[str]) -> None:
-        """Look again for those who wait for one of these keys, or for one of these state dicts or
-        an entry of it.
+        """Check the waiters again that wait for one of ``keys``, or for one of ``state_dicts`` or
+        an entry of one, and answer those whose condition is met.
         """
         woken: set[Waiter] = set()
         for key in keys:
@@ -73,7 +75,7 @@ class Waiting:
                 waiter.reply(versions)
 
     def unmet(self, keys: list[str], min_version: int) -> list[m.UnmetKey]:
-        """The first keys that are not there, or not in that version, and why, in short."""
+        """Return the first few keys that do not meet the condition, and briefly why."""
         found: list[m.UnmetKey] = []
         for key in keys:
             there = self._catalog.find(key)
@@ -86,7 +88,7 @@ class Waiting:
         return found
 
     def _pending(self, key: str) -> list[Pending]:
-        """Versions on their way of a key, or of the state dict that it may be an entry of."""
+        """Return unfinished versions of a key, or of the state dict of which it may be an entry."""
         bases = [key, *(key[:at] for at, character in enumerate(key) if character == "/")]
         for base in bases:
             if pending := self._catalog.pending(base):
@@ -104,7 +106,7 @@ class Waiting:
 
 
 def _in_short(pending: Pending) -> Pending:
-    """Without what may be thousands of names."""
+    """Return ``pending`` with its lists shortened, which may have thousands of names."""
     return msgspec.structs.replace(
         pending,
         committed=pending.committed[:_MOST_NAMES],

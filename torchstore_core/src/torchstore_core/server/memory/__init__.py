@@ -1,1 +1,1 @@
-"""Where values lie: segments, placement, leases, and volumes that are gone."""
+"""The memory of the store: segments, placement, leases, and lost volumes."""

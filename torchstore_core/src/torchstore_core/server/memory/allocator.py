@@ -17,7 +17,7 @@ ALIGNMENT = 64
 
 
 def rounded(nbytes: int) -> int:
-    """``nbytes`` rounded up to the alignment.
+    """Return ``nbytes`` rounded up to the alignment.
 
     >>> rounded(0), rounded(1), rounded(64), rounded(65)
     (0, 64, 64, 128)
@@ -93,8 +93,8 @@ class Allocator:
     def allocate_all(self, total: int, sizes: Sequence[int]) -> list[int] | None:
         """Allocate one contiguous run for all sizes if there is room for it, else a piece for each.
         The pieces are allocated in order, so that they lie together as far as possible; if some do
-        not fit, the largest are allocated first. Returns the offsets, in the order of the sizes;
-        None, and nothing is allocated, if that fails, too.
+        not fit, the largest are allocated first. Returns the offsets, in the order of the sizes, or
+        None if that fails, too; then nothing is allocated.
 
         Args:
             total: the sum of the rounded sizes.
@@ -160,7 +160,7 @@ class Allocator:
             self._merge(start, end - start)
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """All free ranges ``(offset, size)``, by address."""
+        """Return all free ranges as ``(offset, size)``, sorted by address."""
         return sorted(self._by_start.items())
 
     def _merge(self, start: int, size: int) -> None:
@@ -196,7 +196,9 @@ class Allocator:
         return file[0] if file else None
 
     def _exact_file(self, size: int) -> int | None:
-        """The lowest start that fits, in the file where some ranges are too small for ``size``."""
+        """Return the lowest start of a range that fits, from the one file in which some ranges are
+        too small for ``size``.
+        """
         k = size.bit_length() - 1
         top = self._top(k)
         if top is None or self._by_start[top] >= size:

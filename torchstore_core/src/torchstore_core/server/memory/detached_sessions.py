@@ -1,8 +1,9 @@
-"""Sessions whose relay is gone, though their process may live and read what it has mapped.
+"""Sessions whose relay is gone, although their process may still run and read mapped memory.
 
-Such a session is over: nothing can be said for it any more. But zero-copy tensors are mappings of
-volumes of the client's own host, and those that live would use the memory again. So the leases on
-what lies there stay until a volume of that host has seen the process end, or none is left.
+Such a session has ended: the client can no longer make requests. But its zero-copy tensors are
+mappings of volumes on its own host, and volumes that are still there would reuse their memory. So
+the leases on values there stay until a volume of that host reports that the process has ended, or
+until no volume of that host is left.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ __all__ = ["DetachedSessions"]
 
 
 class DetachedSessions:
-    """All of one store.
+    """The detached sessions of one store.
 
     Args:
-        watch: asks a volume, which lives, to say when a process has ended.
+        watch: asks a live volume to report when a process has ended.
 
     Attributes:
-        sessions: what is left of them, by token.
+        sessions: the remainders of the detached sessions, by token.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class DetachedSessions:
         self.sessions: dict[bytes, SessionRecord] = {}
 
     def detach(self, session: SessionRecord, process: Process | None) -> None:
-        """End a session, but for the leases on what its process may have mapped.
+        """End a session, except for the leases on values that its process may have mapped.
 
-        ``process``: of the client; None: nobody knows, so its leases stay as long as the volumes.
-        So they do if it is dead already: then a forked child of it kept the connection open.
+        ``process`` is the client's process. If it is None (unknown), the leases stay as long as the
+        volumes. They also do if the process is dead already, because then a forked child of it kept
+        the connection open.
         """
         token = session.token
         if token not in self._controller.sessions:
@@ -66,13 +68,13 @@ class DetachedSessions:
                 self._watch(volume, m.WatchProcess(token, *process))
 
     def process_ended(self, token: bytes) -> None:
-        """The process of a session has ended. Idempotent."""
+        """Release the leases of a detached session whose process has ended. Idempotent."""
         left = self.sessions.pop(token, None)
         if left is not None:
             self._controller.release(left, list(left.leases), [])
 
     def volume_lost(self) -> None:
-        """What is gone is never used again, so no lease has to keep it."""
+        """Release leases on the memory of lost volumes: it is never reused, so needs no lease."""
         for left in list(self.sessions.values()):
             gone = [(lease, self._not_mapped(left, held)) for lease, held in left.leases.items()]
             self._controller.release(left, (), gone)
@@ -84,11 +86,11 @@ class DetachedSessions:
             del self.sessions[left.token]
 
     def _volumes_beside(self, left: SessionRecord) -> list[VolumeRecord]:
-        """Those of its host that live."""
+        """Return the live volumes on the session's host."""
         return [v for v in self._controller.volumes if _is_beside(left, v)]
 
     def _not_mapped(self, left: SessionRecord, held: list[Value | None]) -> list[int]:
-        """Where in a lease the values are that its process cannot have mapped."""
+        """Return the positions in a lease of the values that the process cannot have mapped."""
         there = ((at, value) for at, value in enumerate(held) if value is not None)
         return [at for at, value in there if not self._may_be_mapped(left, value)]
 

@@ -1,7 +1,7 @@
-"""Server halves in processes of their own, beside the volume.
+"""Server halves of transports in processes of their own, next to the volume's process.
 
-``python -m torchstore_core.server.memory.isolated`` is such a process. It gets the descriptors of
-the segments when it is started, answers requests on a socket pair, and ends with its other end.
+``python -m torchstore_core.server.memory.isolated`` is such a process. It inherits the descriptors
+of the segments, answers requests on a socket pair, and ends when the pair's other end is closed.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _DISCONNECT_S = 5.0
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What the process is started with, as its argument.
+    """The configuration of the process, passed as its command-line argument.
 
     Args:
-        half: ``"module:Class"``.
-        sock: descriptor of its end of the socket pair.
+        half: ``"module:Class"`` of the server half.
+        sock: the descriptor of the process's end of the socket pair.
     """
 
     half: str
@@ -62,7 +62,7 @@ class _Order(msgspec.Struct, frozen=True):
 
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A call of the half's method; of ``start``, ``handshake``, ``disconnect`` or ``close``."""
+    """A call of a method of the half: ``start``, ``handshake``, ``disconnect`` or ``close``."""
 
     id: int
     method: str
@@ -71,7 +71,9 @@ class _Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What it returned, or the code, message and details of its error; what is registered now."""
+    """The answer to an ``_Ask``: the returned data, or the code, message and details of the error;
+    and ``registered``, the bytes that the half has registered of each segment.
+    """
 
     id: int
     data: bytes = b""
@@ -90,8 +92,8 @@ def _frame(message: _Ask | _Answer) -> bytes:
 
 
 class IsolatedServer(TransportServer):
-    """A server half in a process of its own, which is started when it is needed: by the first
-    handshake, and again by the next one after it has died.
+    """A server half in a process of its own. The process is started by the first handshake; if it
+    has died, the next handshake starts a new one.
 
     Args:
         half: ``"module:Class"`` of the :class:`TransportServer`.
@@ -106,7 +108,7 @@ class IsolatedServer(TransportServer):
         self._process: _HalfProcess | None = None
         self._starting = asyncio.Lock()
         self._peers: set[bytes] = set()
-        # Handshakes that wait for the process to start, and whose they are.
+        # Handshakes that wait for the process to start, each with its client.
         self._waiting: dict[object, bytes] = {}
         self._closed = False
 
@@ -138,7 +140,7 @@ class IsolatedServer(TransportServer):
                 await process.ask("disconnect", peer)
         except (TransportError, TimeoutError) as error:
             log.warning("the process of %s cannot end a client: %r", self._half, error)
-            await process.kill()  # what has no process moves no byte
+            await process.kill()  # without its process, the half moves no more bytes
 
     def registered(self, segment: int) -> int:
         process = self._process
@@ -158,7 +160,7 @@ class IsolatedServer(TransportServer):
             await process.kill()
 
     async def _running(self) -> _HalfProcess:
-        """The process; a new one if it has died."""
+        """Return the running process; start one if there is none or it has died."""
         async with self._starting:
             if self._closed or self._context is None:
                 raise TransportUnavailableError("this volume has closed")
@@ -186,7 +188,7 @@ class IsolatedServer(TransportServer):
 
 
 class _HalfProcess(asyncio.Protocol):
-    """One such process, and what is asked of it."""
+    """One process of a server half, with the requests that it has not answered yet."""
 
     def __init__(self, half: str, context: ServerContext, segments: Sequence[Segment]) -> None:
         self._half = half
@@ -214,20 +216,20 @@ class _HalfProcess(asyncio.Protocol):
             raise
 
     async def connect(self) -> None:
-        """Before anything is asked."""
+        """Connect to the process. Must be called before :meth:`ask`."""
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self._sock)
 
     @property
     def is_asked(self) -> bool:
-        """Whether it has not answered everything yet."""
+        """Whether the process has requests that it has not answered yet."""
         return bool(self._unanswered)
 
     async def ask(self, method: str, peer: bytes = b"", data: bytes = b"") -> bytes:
-        """Call a method of the half. What is asked first is begun first.
+        """Call a method of the half. Calls are begun in the order in which they are made.
 
         Raises:
-            TransportError: what it raises, or that the process has died.
+            TransportError: the half raised it, or the process has died.
         """
         if self.ended or self._transport is None:
             raise self._died()
@@ -242,7 +244,7 @@ class _HalfProcess(asyncio.Protocol):
             del self._pending[number]
 
     async def kill(self) -> None:
-        """End it, and wait for that. Idempotent."""
+        """Kill the process, and wait until it has ended. Idempotent."""
         self._process.kill()
         if self._transport is None:
             self._sock.close()
@@ -317,7 +319,7 @@ async def _serve(order: _Order) -> None:
                 under_way = list(asking.get(ask.peer, ()))
                 await half.disconnect(ask.peer)
                 for task in under_way:
-                    task.cancel()  # nobody wants to know any more
+                    task.cancel()  # nothing waits for its answer any more
             case "close":
                 await half.close()
         return b""
@@ -363,7 +365,7 @@ async def _serve(order: _Order) -> None:
 
 
 def _checked(method: str, data: object) -> bytes:
-    """What a method of a half has returned, if it can be sent."""
+    """Return the result of a half's method; raise an error if it cannot be sent."""
     if not isinstance(data, bytes):
         raise PluginError(f"its {method} returned a {type(data).__qualname__}, not bytes")
     if len(data) > _MAX_DATA:
@@ -372,7 +374,7 @@ def _checked(method: str, data: object) -> bytes:
 
 
 def _registered(half: TransportServer, segment: Segment) -> int:
-    """What a half has registered of a segment; all of it if it does not know."""
+    """Return how many bytes of a segment a half has registered; all of them if it fails to say."""
     try:
         return int(half.registered(segment.id))
     except Exception:
@@ -381,8 +383,8 @@ def _registered(half: TransportServer, segment: Segment) -> int:
 
 
 def _end_with(sock: int) -> None:
-    """End this process when the other end of the socket pair has closed, even if the library keeps
-    the event loop from noticing.
+    """End this process after the other end of the socket pair has closed, even if the transport's
+    library blocks the event loop.
     """
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
@@ -392,7 +394,7 @@ def _end_with(sock: int) -> None:
 
 
 def main() -> None:
-    """Serve until the volume's process has closed its end of the socket pair, or has died."""
+    """Serve until the volume's process closes its end of the socket pair or dies."""
     order = msgspec.json.decode(sys.argv[1], type=_Order)
     threading.Thread(target=_end_with, args=(order.sock,), daemon=True).start()
     asyncio.run(_serve(order))

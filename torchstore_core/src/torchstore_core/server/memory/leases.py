@@ -1,4 +1,4 @@
-"""Giving readers the bytes of stored values, or the right to read them."""
+"""Gives readers the bytes of stored values, or leases that entitle them to read the memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Leases"]
 
 
 class Leases:
-    """Keeps memory unchanged while it is being read.
+    """Grants and releases leases, which keep memory unchanged while it is being read.
 
     Args:
-        strategy: chooses the copy to read.
+        strategy: chooses which copy of a value a client reads.
     """
 
     def __init__(self, volumes: Sequence[VolumeRecord], strategy: Strategy) -> None:
@@ -36,12 +36,13 @@ class Leases:
         inline_max: int,
         avoid: Collection[int] = (),
     ) -> tuple[list[m.Entry], bool]:
-        """Reply entries for the values that were found, leased unless the reply contains them all.
+        """Return the reply's entries for the values that were found, and whether they are leased,
+        which they are unless the reply contains all of their bytes.
 
         ``avoid``: volumes to use only if there is no copy on another one.
         """
         values: list[Value] = []  # all values, in order
-        parts_of: list[Value] = []  # the values of stored tensors in parts
+        parts_of: list[Value] = []  # the values that are shards of tensors
         counts: list[int] = []
         for (stored, _), box in zip(found, boxes, strict=True):
             if type(stored) is Value:
@@ -68,7 +69,7 @@ class Leases:
         if leased and len(self.volumes) > 1:
             choice = _Choice(self.strategy, self.volumes, session.facts, avoid)
             for value in values:
-                if value.more:  # choose now: if the strategy fails, nothing may be held
+                if value.more:  # choose before leasing: if the strategy fails, nothing is held
                     choice.of(value)
         read = iter(contents or ())
         held: list[Value | None] = []
@@ -104,7 +105,7 @@ class Leases:
         return entries, leased
 
     def _read(self, values: Sequence[Value]) -> list[bytes] | None:
-        """The bytes of values in segments; None if the controller cannot read some of them."""
+        """Read the bytes of values in segments; None if the controller cannot read all of them."""
         found: list[bytes] = []
         for value in values:
             if value.data is None:
@@ -122,7 +123,7 @@ class Leases:
         read: Iterator[bytes],
         choice: _Choice | None,
     ) -> tuple[bytes | None, m.Grant | None]:
-        """The bytes of a value, or the right to read them."""
+        """Return the bytes of a value, or else a grant to read them."""
         data = value.data
         if data is not None or not leased:
             held.append(None)
@@ -131,7 +132,7 @@ class Leases:
         return None, self._pin(value, choice)
 
     def _pin(self, value: Value, choice: _Choice | None) -> m.Grant:
-        """Add a lease of a value."""
+        """Add a lease of a value, and return the grant of the copy to read."""
         value.pins += 1
         if value.pins == 1:
             nbytes = (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
@@ -145,7 +146,7 @@ class Leases:
         return m.Grant(volume, 0, offset)
 
     def unpin(self, value: Value) -> bool:
-        """Remove a lease of a value; returns whether the value is no longer held at all."""
+        """Remove a lease of a value; returns whether nothing holds the value any more."""
         value.pins -= 1
         if value.pins == 0:
             nbytes = rounded(value.nbytes)
@@ -158,7 +159,7 @@ class Leases:
 
 
 class _Choice:
-    """Chooses the copies that a reader is to read."""
+    """Chooses which copies a reader reads."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class _Choice:
         self._chosen: dict[tuple[int, ...], int] = {}
 
     def of(self, value: Value) -> tuple[int, int]:
-        """Volume and offset of the chosen copy; all copies are on live volumes."""
+        """Return the volume and offset of the chosen copy; all copies are on live volumes."""
         places = value.places
         volumes = tuple([at for at, _ in places])
         chosen = self._chosen.get(volumes)

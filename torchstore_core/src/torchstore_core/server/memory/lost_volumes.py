@@ -1,4 +1,4 @@
-"""Volumes whose memory is gone for good, and the values that were lost with them."""
+"""Volumes whose memory is permanently lost, and the values that were lost with them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["LostVolumes", "lost_reason"]
 
 
 class LostVolumes:
-    """Knows which values are lost: those of which every copy was in a lost volume.
+    """Determines which values are lost: those of which every copy was on a lost volume.
 
     Attributes:
-        any: whether any volume is lost. Until then there is nothing to check.
+        any: whether any volume is lost. If none is, nothing needs to be checked.
     """
 
     def __init__(self, volumes: Sequence[VolumeRecord]) -> None:
@@ -37,8 +37,8 @@ class LostVolumes:
     def lose(
         self, index: int, why: str, catalog: Catalog, sessions: Iterable[SessionRecord]
     ) -> Change:
-        """A volume is gone. Versions on their way that cannot be made whole any more, because
-        committed parts of them are gone, are dropped.
+        """Record the loss of a volume, and drop the unfinished versions that can no longer be
+        completed because committed parts of them are lost.
         """
         volume = self._volumes[index]
         volume.lose(why)
@@ -51,17 +51,17 @@ class LostVolumes:
         return catalog.lose(self._reason)
 
     def is_lost(self, stored: Stored) -> bool:
-        """Whether some of it, or all, is lost."""
+        """Return whether any part of a stored value is lost."""
         return self.any and self._first_lost(all_values(stored)) is not None
 
     def check(self, key: str, stored: Stored, box: m.Box | None) -> None:
-        """Raises ObjectLostError if ``box`` (None: all) of what is stored cannot be read."""
+        """Raise ObjectLostError if ``box`` of ``stored`` (None: all of it) cannot be read."""
         gone = self._first_lost(values_in(stored, box))
         if gone is not None:
             raise self._error(key, gone, stored.version)
 
     def check_put(self, txn: Txn) -> None:
-        """Raises ObjectLostError if what a put has written is gone, or what it belongs to."""
+        """Raise ObjectLostError if values of a put, or a generation that it joined, are lost."""
         gone = self._first_lost(txn.values)
         if gone is not None:
             raise self._error(gone.key, gone, 0)
@@ -77,7 +77,7 @@ class LostVolumes:
         return None
 
     def _reason(self, values: Iterable[Value]) -> str:
-        """Why some of them are lost; empty if none is."""
+        """Return why any of the values is lost; empty if none is."""
         gone = self._first_lost(values)
         return "" if gone is None else lost_reason(self._volumes[gone.volume])
 
@@ -100,7 +100,7 @@ class LostVolumes:
 
 
 def lost_reason(volume: VolumeRecord) -> str:
-    """In words: which volume is gone, since when and why; empty if it lives."""
+    """Describe a lost volume: its id, and since when and why it is lost; empty if it is not."""
     if not volume.lost:
         return ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(volume.lost_at))
@@ -108,7 +108,7 @@ def lost_reason(volume: VolumeRecord) -> str:
 
 
 def _forget_copy(value: Value, index: int) -> None:
-    """Drop the copy in a volume from a value's places, unless it is the only one."""
+    """Remove the copy on volume ``index`` from a value's places, unless it is the only copy."""
     if value.data is not None:
         return
     places = value.places
@@ -119,7 +119,7 @@ def _forget_copy(value: Value, index: int) -> None:
 
 
 def _every_value(catalog: Catalog, sessions: Iterable[SessionRecord]) -> Iterator[Value]:
-    """Every value that anybody holds; some come several times."""
+    """Yield every value that anything holds; some are yielded several times."""
     for stored in catalog.newest.values():
         yield from all_values(stored)
     for history in catalog.histories.values():

@@ -1,4 +1,4 @@
-"""Pure functions that place the items of a put."""
+"""Functions that find places in the volumes for the items of a put."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Run", "checked_items", "find_place", "sizes_of", "values_in_runs"]
 
 
 def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
-    """:func:`sizes_of` the items, after each has passed :func:`check_item`."""
+    """Return :func:`sizes_of` the items, after checking each as :func:`check_item` does."""
     placed = inline = 0
     sizes: list[int] = []
     for item in items:
@@ -40,7 +40,9 @@ def checked_items(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
 
 
 def sizes_of(items: Sequence[m.PutItem]) -> tuple[int, int, list[int]]:
-    """Bytes to place (rounded), inline bytes, and the sizes of the values to place, in order."""
+    """Return the bytes to place (rounded), the inline bytes, and the sizes of the values to place,
+    in order.
+    """
     sizes = [item.nbytes for item in items if item.data is None]
     inline = 0
     if len(sizes) < len(items):
@@ -59,9 +61,10 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     """Values that are placed together, with one copy in each of one or more volumes.
 
     Args:
-        members: positions of the items.
-        copies: the volumes, each with an offset for every size. Inline values are in the first.
-        placed, inline: bytes (of one copy).
+        members: the positions of the items in the put.
+        copies: the volumes, each with an offset for every value to place. Inline values count
+            towards the first volume.
+        placed, inline: the bytes to place and the inline bytes (of one copy).
     """
 
     members: Sequence[int]
@@ -71,7 +74,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Group:
-    """Items that must be placed together, and the volumes for them, best first."""
+    """Items that must be placed together, with the volumes for them, best first."""
 
     __slots__ = ("inline", "members", "order", "placed", "sizes")
 
@@ -92,11 +95,11 @@ def find_place(
     inline: int,
     sizes: list[int],
 ) -> list[Run] | None:
-    """Find live volumes with room, in the strategy's order, as many as there should be copies, and
-    an offset for each size; None if there is not enough room.
+    """Allocate memory for the items on live volumes with room, in the strategy's order, on as many
+    volumes as it wants copies. Returns None if there is not enough room.
 
     Args:
-        prefix: prepended to the keys of the items that are passed to the strategy.
+        prefix: prepended to the items' keys before they are passed to the strategy.
 
     Raises:
         PluginError: the strategy fails, or names no volume or one that does not exist.
@@ -124,7 +127,7 @@ def find_place(
         if not any(not known[at].lost for at in group.order):
             raise all_lost_error(strategy, volumes, group.order)
     copies = strategy_calls.copies(strategy)
-    limits: dict[int, int] = {}  # fragmented volumes: sizes for which they have no room
+    limits: dict[int, int] = {}  # by fragmented volume: the value size from which it has no room
     while True:
         assigned = _assign(groups, known, copies, limits)
         if assigned is None:
@@ -141,7 +144,7 @@ def _groups(
     items: Sequence[m.PutItem],
     keys: Sequence[str],
 ) -> list[_Group]:
-    """One group for each key, with the memory that its items need."""
+    """Return one group for each key, with the memory that its items need."""
     by_key: dict[str, list[int]] = {}
     for at, key in enumerate(keys):
         by_key.setdefault(key, []).append(at)
@@ -221,7 +224,9 @@ def _allocated(
 def values_in_runs(
     items: Sequence[m.PutItem], facts: ClientFacts, runs: Sequence[Run]
 ) -> tuple[list[Value], dict[int, int]]:
-    """A value for each item, held by the put that creates it, and the bytes granted per volume."""
+    """Return a value for each item, held by the put that creates it, and the bytes granted on each
+    volume.
+    """
     granted: dict[int, int] = {}
     for run in runs:
         run.copies[0][0].inline += run.inline
@@ -238,7 +243,7 @@ def values_in_runs(
 
 
 def _values(items: Sequence[m.PutItem], facts: ClientFacts, run: Run) -> list[Value]:
-    """The values of a run whose members are ``items``."""
+    """Return the values of a run whose members are ``items``."""
     volume, offsets = run.copies[0]
     others = run.copies[1:]
     index = volume.index

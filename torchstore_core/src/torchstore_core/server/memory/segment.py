@@ -1,6 +1,7 @@
 """A volume's memory: one sparse memfd as large as its capacity, warmed in the background.
 
-No name in any file system, so nothing can be left behind and nobody can open it by guessing.
+It has no name in any file system, so nothing can be left behind, and no other process can open it
+by guessing its name.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _CHUNK = 4 << 20
 
 
 def open_memory(name: str, nbytes: int) -> int:
-    """A descriptor of ``nbytes`` of shareable, unnamed, sparse memory.
+    """Return a descriptor of ``nbytes`` of shareable, unnamed, sparse memory.
 
-    Where memfd is missing, an unlinked temporary file does the same.
+    Where there is no memfd, an unlinked temporary file serves instead.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create(f"torchstore:{name}", os.MFD_CLOEXEC)
@@ -51,24 +52,24 @@ def open_memory(name: str, nbytes: int) -> int:
 
 
 def call_from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """Call something on an event loop when a background prefault has ended, in its thread."""
+    """Call ``call`` on an event loop, from the thread of a background prefault that has ended."""
     try:
         loop.call_soon_threadsafe(call)
-    except RuntimeError:  # the loop has closed: nobody is left to tell
+    except RuntimeError:  # the loop has closed: nothing is left to notify
         log.debug("prefault ended after whoever wanted it")
 
 
 class SegmentMemory:
-    """One segment: its descriptor, its size, and how much of it, from the start, is surely warm.
+    """One segment: its descriptor, its size, and how much of its beginning is known to be warm.
 
-    Writing to a fresh page takes several times as long as to a warm one. :meth:`prefault` spends
-    that time in a thread of low priority, through a mapping that is dropped at once, so that the
-    server itself stays small.
+    Writing to a fresh page takes several times as long as writing to a warm one. :meth:`prefault`
+    spends that time in a low-priority thread, through mappings that are dropped at once, so that
+    the server's own memory use stays small.
     """
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.nbytes = nbytes
-        #: Where what transports have registered ends: no page before it is given back.
+        #: Returns the end of the range that transports have registered; :meth:`trim` keeps it.
         self.registered: Callable[[], int] = lambda: 0
         self.fd = open_memory(name, nbytes)
         self._lock = threading.Lock()
@@ -79,19 +80,19 @@ class SegmentMemory:
 
     @property
     def warm(self) -> int:
-        """Bytes from the start that have been touched once."""
+        """The number of bytes, from the start, that have been touched."""
         return self._warm
 
     def touched(self, end: int) -> None:
-        """A client wrote up to ``end``."""
+        """Record that the memory up to ``end`` has been written to."""
         if end > self._warm:
             with self._lock:
                 self._warm = max(self._warm, min(end, self.nbytes))
 
     def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Warm the first ``target`` bytes in the background, then call ``done``, from that thread.
+        """Warm the first ``target`` bytes in a background thread, which then calls ``done``.
 
-        A prefault that is running already is only extended.
+        A prefault that is already running is only extended.
         """
         with self._lock:
             self._target = max(self._target, min(target, self.nbytes))
@@ -103,9 +104,9 @@ class SegmentMemory:
             self._thread.start()
 
     def trim(self, start: int) -> int:
-        """Return the pages from ``start`` on to the system; how many bytes these are.
+        """Return the pages from ``start`` on to the system; returns the number of bytes.
 
-        Nothing there may be allocated. Mappings of them read as zeros afterwards.
+        No range there may be allocated. Mappings of the pages read as zeros afterwards.
         """
         start = -(-max(start, self.registered()) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
@@ -118,7 +119,7 @@ class SegmentMemory:
             return given
 
     def close(self) -> None:
-        """Close the descriptor; a running prefault ends first (within one step)."""
+        """Close the descriptor, after a running prefault has ended (within one step)."""
         with self._lock:
             if self._closed:
                 return
@@ -131,7 +132,7 @@ class SegmentMemory:
     def _run(self, done: Callable[[], None]) -> None:
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        except OSError:  # not permitted here: it only runs less politely
+        except OSError:  # not permitted here: the thread runs at normal priority
             log.debug("prefault thread keeps its priority")
         while True:
             with self._lock:
@@ -161,7 +162,7 @@ class SegmentMemory:
                 for at in range(0, size, mmap.PAGESIZE):
                     # A read allocates the page without disturbing what a client may be writing.
                     ctypes.string_at(address + at, 1)
-            elif code:  # out of memory, most likely: clients will see it when they write
+            elif code:  # out of memory, most likely: clients will notice when they write
                 log.warning("prefault stopped: %s", os.strerror(code))
                 return False
             return True
@@ -169,5 +170,5 @@ class SegmentMemory:
             unmap(address, size)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes at ``offset``, without mapping anything."""
+        """Read ``nbytes`` bytes at ``offset``, without mapping them."""
         return os.pread(self.fd, nbytes, offset)

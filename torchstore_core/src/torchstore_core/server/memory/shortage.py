@@ -1,4 +1,4 @@
-"""Pure functions that explain why a put does not fit."""
+"""Functions that explain why a put does not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["all_lost_error", "full_error", "most_bytes", "session_bytes"]
 
 
 def session_bytes(session: SessionRecord) -> tuple[int, int]:
-    """The bytes that a session leases, and the bytes of its unfinished puts."""
+    """Return the bytes that a session leases, and the bytes of its unfinished puts."""
     held = (v for some in session.leases.values() for v in some if v is not None)
     leased = sum(v.nbytes * len(v.places) for v in held)
     return leased, sum(txn.nbytes for txn in session.txns.values())
@@ -25,7 +25,7 @@ def session_bytes(session: SessionRecord) -> tuple[int, int]:
 def all_lost_error(
     strategy: Strategy, volumes: Sequence[VolumeRecord], order: Iterable[int]
 ) -> StoreFullError:
-    """The error of a put that may only go to volumes that are lost."""
+    """Return the error for a put of which all possible volumes are lost."""
     named = [volumes[at] for at in order]
     why = "; ".join(f"{v.info.id}: {v.lost}" for v in named)
     all_of = (
@@ -40,7 +40,7 @@ def all_lost_error(
 
 
 def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
-    """The largest put that could ever fit, in bytes, however much is deleted."""
+    """Return the bytes of the largest put that would fit if everything else were deleted."""
     capacities = [v.info.capacity_bytes for v in volumes if not v.lost]
     return sum(capacities) if strategy_calls.by_key(strategy) else max(capacities, default=0)
 
@@ -48,7 +48,7 @@ def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
 def _fits_spread(
     requested: int, volumes: Sequence[VolumeRecord], items: Sequence[m.PutItem]
 ) -> bool:
-    """Whether a put exceeds every volume, but would fit if its keys were placed separately."""
+    """Return whether a put fits no single volume, but would fit if its keys were placed apart."""
     rooms = [v.info.capacity_bytes - v.used for v in volumes]
     keys: dict[str, int] = {}
     for item in items:
@@ -58,7 +58,9 @@ def _fits_spread(
 
 
 def _needs_one_volume(requested: int, strategy: Strategy | None, items: Sequence[m.PutItem]) -> int:
-    """The bytes of a put that need one volume: those of one key if keys are placed separately."""
+    """Return the bytes of a put that must go to one volume: all of them, or those of its largest
+    key if keys are placed separately.
+    """
     if strategy is None or not strategy_calls.by_key(strategy):
         return requested
     keys: dict[str, int] = {}
@@ -69,7 +71,7 @@ def _needs_one_volume(requested: int, strategy: Strategy | None, items: Sequence
 
 
 def _in_pieces(requested: int, volumes: Sequence[VolumeRecord], sizes: Sequence[int]) -> bool:
-    """Whether there would be room if the free memory of a volume were not fragmented."""
+    """Return whether a put does not fit only because free memory is fragmented."""
     if not sizes:
         return False
     if requested <= sum(v.free for v in volumes):
@@ -95,12 +97,13 @@ def full_error(
     strategy: Strategy | None = None,
     items: Sequence[m.PutItem] = (),
 ) -> StoreFullError:
-    """The error of a put that does not fit, with the holders of the memory.
+    """Return the error for a put that does not fit; it lists the holders of the memory.
 
     Args:
-        requested: bytes (of one copy).
-        waiting: bytes in versions that are not complete yet, by key.
-        strategy, items: those of the put, to report when the strategy is what prevents it.
+        requested: the bytes of the put (of one copy).
+        waiting: the bytes held by unfinished versions, by key.
+        strategy, items: the store's strategy and the items of the put, to report if the put would
+            fit with another strategy.
     """
     volumes = [v for v in volumes if not v.lost]
     capacity = sum(v.info.capacity_bytes for v in volumes)

@@ -1,7 +1,7 @@
-"""Calls the store's strategy, which is third-party code: any failure in it becomes a PluginError.
+"""Calls to the store's strategy, which is third-party code: any failure becomes a PluginError.
 
 This includes exceptions that would otherwise end a process or a task: a strategy that calls
-``sys.exit()`` is broken, but the store is not.
+``sys.exit()`` is broken, but must not end the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_TEXT = 500
 
 
 def by_key(strategy: Strategy) -> bool:
-    """Whether each key is placed separately. Raises ``PluginError`` if the strategy fails."""
+    """Return whether keys are placed separately. Raises ``PluginError`` if the strategy fails."""
     answer = _asked(strategy, "say by_key", lambda: strategy.by_key)
     if type(answer) is not bool:
         _refuse(strategy, f"says by_key is {_text(answer)}, which is no bool")
@@ -31,7 +31,9 @@ def by_key(strategy: Strategy) -> bool:
 
 
 def copies(strategy: Strategy) -> int:
-    """The number of copies of a value, at least 1. Raises ``PluginError`` if the strategy fails."""
+    """Return how many copies a value gets, at least 1. Raises ``PluginError`` if the strategy
+    fails.
+    """
     answer = _asked(strategy, "say how many copies it wants", lambda: strategy.copies)
     if type(answer) is not int or answer < 1:
         _refuse(strategy, f"wants {_text(answer)} copies, which is no int above 0")
@@ -45,10 +47,11 @@ def order(
     nbytes: int,
     keys: Sequence[str],
 ) -> list[int]:
-    """The volumes that the strategy names for a put, best first, each once.
+    """Return the volumes that the strategy names for a put, best first, each once.
 
     Raises:
-        PluginError: it fails, names no volume or one that does not exist, or does not terminate.
+        PluginError: the strategy fails, or names no volume, a volume that does not exist, or far
+            too many.
     """
     what = f"place {keys[0]!r}" if keys else "place a put without values"
     most = _MENTIONS * len(volumes)
@@ -68,10 +71,10 @@ def order(
 
 
 def choice(strategy: Strategy, client: ClientFacts, among: Sequence[VolumeFacts]) -> int:
-    """The position of the copy that the strategy chooses for a reader.
+    """Return the position in ``among`` of the copy that the strategy chooses for a reader.
 
     Raises:
-        PluginError: it fails, or chooses a copy that does not exist.
+        PluginError: the strategy fails, or chooses a copy that does not exist.
     """
     answer = _asked(strategy, "choose a copy", lambda: strategy.choose(client, among))
     if type(answer) is not int or not 0 <= answer < len(among):
@@ -93,7 +96,9 @@ def _refuse(strategy: Strategy, why: str) -> NoReturn:
 
 
 def _text(thing: object) -> str:
-    """The repr of an object (third-party code, too), limited to a length and characters to send."""
+    """Return the repr of an object, which is third-party code, too: shortened, and without
+    characters that cannot be encoded.
+    """
     try:
         text = repr(thing)
     except BaseException:  # noqa: BLE001 - another error is being reported

@@ -1,4 +1,4 @@
-"""A volume: the memory of one segment, and the server halves of the transports that reach it."""
+"""A volume: one segment, and the server halves of the transports that give clients access to it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ __all__ = ["Volume", "default_capacity", "default_prefault"]
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
-# How long a half may take to end a client before it is closed, and to close.
+# How long a half may take to disconnect a client before it is closed, and how long to close.
 _DISCONNECT_S = 10.0
 _CLOSE_S = 4.0
 
 
 class Volume:
-    """Memory of this process, which every transport serves that can.
+    """A volume in this process, served by every transport that can be served here.
 
     Args:
-        store_name: the store that it is part of.
-        index: its place in the store's list of volumes.
-        capacity: bytes.
+        store_name: the store that the volume belongs to.
+        index: its position in the store's list of volumes.
+        capacity: its size in bytes.
         registry: the plug-ins of this process.
-        directory: a private one, for the sockets of transports.
+        directory: a private directory for the sockets of transports.
 
     Raises:
         ConfigurationError: the capacity is less than a page.
-        StoreFullError: the system does not grant so much address space.
+        StoreFullError: the system does not provide that much shared memory.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Volume:
         self._registry = registry
         self._context = ServerContext(store_name, self.id, directory, topology.probe())
         self._halves: dict[str, TransportServer] = {}
-        self._closing: set[asyncio.Task[None]] = set()  # halves that could not end a client
-        # Handshakes that halves are answering, by their client and transport; those that were
-        # cancelled.
+        self._closing: set[asyncio.Task[None]] = set()  # tasks that close halves
+        # The handshakes that halves are answering, by client and transport; and those of them that
+        # were cancelled because the client disconnected.
         self._asking: dict[tuple[bytes, str], set[asyncio.Task[Any]]] = {}
         self._dropped: set[asyncio.Task[Any]] = set()
         self.memory.registered = self._registered
 
     async def start(self) -> m.VolumeInfo:
-        """Start the transports' server halves, without those that are broken; what clients need to
-        know of the volume.
+        """Start the server halves of the transports, skipping any that do not work here. Returns
+        what clients need to know about the volume.
         """
         offers: dict[str, bytes] = {}
         segment = Segment(0, self.memory.fd, self.capacity)
@@ -95,7 +95,7 @@ class Volume:
         return m.VolumeInfo(self.id, self.index, os.getpid(), here, self.capacity, offers)
 
     async def close(self) -> None:
-        """Stop serving and release the memory; what clients have mapped stays. Idempotent."""
+        """Stop serving and release the memory; clients' mappings remain valid. Idempotent."""
         halves, self._halves = self._halves, {}
         for name, half in halves.items():
             self._close_half(name, half)
@@ -106,11 +106,11 @@ class Volume:
         self.memory.close()
 
     async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
-        """What the half of a transport answers to a client; see ``contracts.transport``.
+        """Return a server half's answer to a client's handshake; see ``contracts.transport``.
 
         Raises:
             TransportUnavailableError: there is no such half.
-            TransportError: what the half raises, whatever it is.
+            TransportError: the half failed; any exception that it raises becomes this error.
         """
         half = self._halves.get(transport)
         if half is None:
@@ -131,8 +131,8 @@ class Volume:
         return answer
 
     async def disconnect(self, peer: bytes, transport: str = "") -> None:
-        """Return when the half of that transport, or no half at all if it is empty, has anything
-        under way for that client. One that cannot end it is closed.
+        """Return once the transport's half (all halves if ``transport`` is empty) has nothing under
+        way for ``peer``. A half that cannot disconnect the client is closed.
         """
         asking = [
             (at, task)
@@ -146,20 +146,20 @@ class Volume:
             try:
                 async with asyncio.timeout(_DISCONNECT_S):
                     await half.disconnect(peer)
-            except Exception as error:  # noqa: BLE001 - it may still write: it must not
+            except Exception as error:  # noqa: BLE001 - it may still write, so it must be closed
                 log.warning("transport %s is not served any more: %r", name, error)
                 if self._halves.get(name) is half:
                     del self._halves[name]
                     self._close_half(name, half)
-        if self._closing:  # until then they may write, for whichever client
+        if self._closing:  # until they have closed, these halves may write for any client
             await asyncio.wait(list(self._closing))
         for at, task in asking:
-            if task in self._asking.get(at, ()):  # nobody wants to know its answer any more
+            if task in self._asking.get(at, ()):  # nothing waits for its answer any more
                 self._dropped.add(task)
                 task.cancel()
 
     async def _asked(self, at: tuple[bytes, str], answer: Awaitable[bytes]) -> bytes:
-        """What a half answers, unless the client disconnects before."""
+        """Await a half's answer to a handshake; raise TransportError if the client disconnects."""
         task = asyncio.current_task()
         if task is None:
             return await answer
@@ -199,12 +199,12 @@ class Volume:
 
 
 def default_capacity() -> int:
-    """Half of the memory this process may use, in bytes."""
+    """Return half of the memory that this process may use, in bytes."""
     return topology.memory_limit_bytes() // 2
 
 
 def default_prefault(capacity: int) -> int:
-    """Bytes to warm at the start: up to 1 GiB, at most half of the capacity and an eighth of the
-    memory limit.
+    """Return how many bytes to warm at the start: up to 1 GiB, but at most half of the capacity and
+    an eighth of the memory limit.
     """
     return min(_GIB, capacity // 2, topology.memory_limit_bytes() // 8)

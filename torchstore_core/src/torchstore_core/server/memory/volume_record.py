@@ -1,4 +1,4 @@
-"""What the controller keeps of each volume: its allocator and its accounts."""
+"""The controller's record of each volume: its allocator and its accounts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ __all__ = ["Halves", "SegmentView", "VolumeRecord"]
 
 
 class SegmentView(Protocol):
-    """What the controller needs of a segment's memory (see ``memory.segment``)."""
+    """The part of a segment's interface that the controller needs (see ``memory.segment``)."""
 
     @property
     def warm(self) -> int:
-        """How many bytes, from the start, are warm."""
+        """The number of bytes, from the start, that are warm."""
 
     def touched(self, end: int) -> None:
-        """A client has written up to ``end``."""
+        """Record that the memory up to ``end`` has been written to."""
 
     def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Warm the first ``target`` bytes in the background."""
+        """Warm the first ``target`` bytes in the background; memory of this process calls ``done``
+        when that has ended.
+        """
 
     def trim(self, start: int) -> int:
-        """Give pages from ``start`` on back to the system."""
+        """Return the pages from ``start`` on to the system; returns the number of bytes."""
 
     def read(self, offset: int, nbytes: int) -> bytes | None:
-        """Bytes at ``offset``; None if only clients can read them, because the memory belongs to
-        another process.
+        """Read ``nbytes`` bytes at ``offset``; None if only clients can read them, because the
+        memory belongs to another process.
         """
 
 
@@ -44,19 +46,19 @@ class Halves(Protocol):
     """
 
     async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
-        """What the half of that transport answers."""
+        """Return the answer of the transport's half to a client's handshake."""
 
     async def disconnect(self, peer: bytes, transport: str = "") -> None:
-        """Return when the half of that transport, or no half at all if it is empty, has anything
-        under way for ``peer``.
+        """Return once the transport's half (all halves if ``transport`` is empty) has nothing under
+        way for ``peer``.
         """
 
 
 class VolumeRecord:
     """One volume: its allocator and its accounts, in bytes.
 
-    ``lost`` says why its memory is gone for good; it is empty while the volume lives. Inline values
-    lie with the controller, so they survive that; they are counted here, too.
+    ``lost`` says why its memory is permanently lost; it is empty while the volume is live. Inline
+    values are kept by the controller, so they survive the loss, but they are counted here, too.
     """
 
     __slots__ = (
@@ -86,30 +88,30 @@ class VolumeRecord:
 
     @property
     def used(self) -> int:
-        """Bytes in use, in the segment and inline, leased and unfinished ones included."""
+        """The bytes in use, in the segment and inline, including leased and unfinished ones."""
         return self.inline if self.lost else self.allocator.used + self.inline
 
     @property
     def free(self) -> int:
-        """Bytes that are left for puts, though maybe not in one piece."""
+        """The bytes that are left for puts, though maybe not in one piece."""
         return 0 if self.lost else max(0, self.info.capacity_bytes - self.used)
 
     def lose(self, why: str) -> None:
-        """Its memory is gone."""
+        """Record that the volume's memory is permanently lost."""
         self.lost = why or "it is gone"
         self.lost_at = time.time()
         self.leased = self.unfinished = 0
         self.info = msgspec.structs.replace(self.info, offers={}, lost=self.lost)
 
     def look_ahead(self, nbytes: int, warmed: Callable[[], None]) -> None:
-        """Keep as much warm memory free as the last put took: its successor will need as much."""
+        """Prefault as much free memory as the last put took, because the next will need as much."""
         memory = self.memory
         short = nbytes - (memory.warm - self.allocator.used)
         if short > 0:
             memory.prefault(min(max(memory.warm, 0) + short, self.info.capacity_bytes), warmed)
 
     def facts(self) -> VolumeFacts:
-        """The volume as a strategy sees it."""
+        """Return the facts about the volume that a strategy sees."""
         info = self.info
         return VolumeFacts(
             info.id,

@@ -1,1 +1,1 @@
-"""What is on other hosts: relays of clients, volumes in other processes."""
+"""Parts of a store that are on other hosts: relays for clients, and volumes in other processes."""

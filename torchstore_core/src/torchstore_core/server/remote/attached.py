@@ -1,8 +1,8 @@
 """Volumes in other processes: the server's view of one, and the volume's own connection.
 
-A volume connects like a client, but its first message is ``Attach``. From then on the server says
-what to warm and what to return to the system, and the volume says what is warm. When the connection
-closes, both sides are done: the volume is lost to the server, and without a server it has no use.
+A volume connects like a client, but its first message is ``Attach``. From then on the server tells
+it what to warm and what to return to the system, and the volume reports what is warm. When the
+connection closes, the volume is lost to the server, and of no more use itself.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 
 class AttachedMemory:
-    """Memory in another process, as the controller's ``SegmentView``.
+    """The controller's ``SegmentView`` of memory in another process.
 
     Args:
-        send: takes messages for the volume.
-        allocator: of this very memory.
+        send: sends a message to the volume.
+        allocator: the allocator of this memory.
     """
 
     def __init__(self, send: Callable[[m.Message], None], allocator: Allocator) -> None:
@@ -53,22 +53,24 @@ class AttachedMemory:
 
     @property
     def warm(self) -> int:
-        """How many bytes, from the start, are warm, as far as is known here."""
+        """The number of bytes, from the start, that are known here to be warm."""
         return self._warm
 
     def touched(self, end: int) -> None:
-        """A client has written up to ``end``."""
+        """Record that the memory up to ``end`` has been written to."""
         self._warm = max(self._warm, end)
 
     def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Ask the volume to do it. It tells the server when it is done: ``done`` is not called."""
+        """Ask the volume to warm its first ``target`` bytes. ``done`` is not called; the volume
+        sends a message to the server instead.
+        """
         if target > max(self._target, self._warm):
             self._target = target
             self._send(m.Prefault(target))
 
     def trim(self, start: int) -> int:
-        """Ask the volume to return the pages from ``start`` on. Until it has answered, nothing is
-        placed there: it would be thrown away with them.
+        """Ask the volume to return the pages from ``start`` on to the system. Until it has
+        answered, nothing is placed there, because the pages' contents are discarded.
         """
         if self._reserved is not None or start >= self._warm:
             return 0
@@ -79,19 +81,19 @@ class AttachedMemory:
 
     @property
     def is_trimming(self) -> bool:
-        """Whether the volume has not answered yet."""
+        """Whether the volume has not answered a request to trim yet."""
         return self._reserved is not None
 
     def read(self, offset: int, nbytes: int) -> None:
-        """None: only clients can read it, under a lease."""
+        """Return None: only clients can read this memory, under a lease."""
         return None
 
     def watch(self, wanted: m.WatchProcess) -> None:
-        """Have the volume watch a process of its host."""
+        """Ask the volume to watch a process on its host."""
         self._send(wanted)
 
     def warmed(self, message: m.Warm) -> None:
-        """The volume has said how much is warm now."""
+        """Record how much memory is warm, as reported by the volume."""
         self._warm = message.nbytes if message.trimmed else max(self._warm, message.nbytes)
         self._target = 0
         if message.trimmed and self._reserved is not None:
@@ -103,8 +105,8 @@ class AttachedHalves:
     """The server halves of a volume in another process, see ``memory.volume_record.Halves``.
 
     Args:
-        volume_id: for errors.
-        send: takes messages for the volume.
+        volume_id: the volume's id, for error messages.
+        send: sends a message to the volume.
     """
 
     def __init__(self, volume_id: str, send: Callable[[m.Message], None]) -> None:
@@ -115,15 +117,15 @@ class AttachedHalves:
         self._lost = ""
 
     async def handshake(self, peer: bytes, transport: str, request: bytes) -> bytes:
-        """Ask the volume."""
+        """Pass the handshake to the volume, and return its answer."""
         return await self._ask(m.PeerHandshake(next(self._ids), peer, transport, request))
 
     async def disconnect(self, peer: bytes, transport: str = "") -> None:
-        """Have the volume do it."""
+        """Ask the volume to disconnect ``peer``, and wait until it has."""
         await self._ask(m.PeerGone(next(self._ids), peer, transport))
 
     def replied(self, reply: m.PeerReply) -> None:
-        """The volume has answered."""
+        """Pass the volume's answer to the call that waits for it."""
         pending = self._pending.get(reply.id)
         if pending is None or pending.done():
             return
@@ -133,7 +135,7 @@ class AttachedHalves:
             pending.set_result(reply.data)
 
     def lost(self, why: str) -> None:
-        """The volume is gone: it answers nothing any more."""
+        """Fail all calls, present and future, because the volume is gone."""
         self._lost = why or "it is gone"
         for pending in self._pending.values():
             if not pending.done():
@@ -158,9 +160,9 @@ class VolumeConnection(FrameProtocol):
     """A volume's connection to its server; made by :meth:`open`.
 
     Args:
-        volume: started.
-        info: what ``volume.start()`` gave.
-        lost: called once when the server is gone.
+        volume: the volume, which has been started.
+        info: the result of ``volume.start()``.
+        lost: called once, when the server of an attached volume is gone.
     """
 
     def __init__(self, volume: Volume, info: m.VolumeInfo, lost: Callable[[], None]) -> None:
@@ -182,9 +184,9 @@ class VolumeConnection(FrameProtocol):
         """Attach a volume to the server whose control socket, or relay, is at ``path``.
 
         Raises:
-            StoreClosedError: nobody answers there.
-            StoreTimeoutError: not within ``timeout`` seconds.
-            ProtocolError, ConfigurationError: the server does not want it.
+            StoreClosedError: there is no server at ``path``.
+            StoreTimeoutError: it took longer than ``timeout`` seconds.
+            ProtocolError, ConfigurationError: the server rejected the volume.
         """
         made = cls(volume, info, lost)
         try:
@@ -204,7 +206,7 @@ class VolumeConnection(FrameProtocol):
         return made
 
     def close(self) -> None:
-        """Leave the server; ``lost`` is not called any more."""
+        """Disconnect from the server; ``lost`` is not called after this."""
         self._closing = True
         self._watcher.close()
         super().close()
@@ -216,7 +218,7 @@ class VolumeConnection(FrameProtocol):
         self._send(m.Attach(1, m.PROTOCOL_VERSION, self._info))
 
     def received(self, bodies: list[bytes]) -> None:
-        """The server has sent these."""
+        """Handle the messages that the server has sent."""
         try:
             for body in bodies:
                 self._handle(decode_reply(body))
@@ -224,7 +226,7 @@ class VolumeConnection(FrameProtocol):
             self.unreadable(error)
 
     def unreadable(self, error: Exception) -> None:
-        """A server that cannot be understood is none."""
+        """Disconnect from a server whose messages cannot be decoded."""
         log.warning("volume %s: its server sent something unreadable: %s", self._info.id, error)
         self.abort()
 

@@ -1,4 +1,4 @@
-"""Watching processes of this host for the server, which may be on another one."""
+"""Watches processes on this host for the server, which may be on another one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ProcessWatches:
     """Reports when processes have ended. Everything here runs on one event loop.
 
     Args:
-        report: is given the answer to each ``WatchProcess``: one, or none if it cannot be known
-            from here (an unknown process, another pid namespace, an old kernel).
+        report: called once for each ``WatchProcess``, when the process has ended; never if that
+            cannot be observed here (an unknown process, another pid namespace, an old kernel).
     """
 
     def __init__(self, report: Callable[[m.ProcessDied], None]) -> None:
@@ -25,7 +25,7 @@ class ProcessWatches:
         self._closed = False
 
     def watch(self, wanted: m.WatchProcess) -> None:
-        """Report when that process has ended, or right away if there is none."""
+        """Report when the process has ended, or right away if it does not exist."""
         if self._closed or wanted.pid <= 0 or wanted.namespace != pid_namespace() != 0:
             return
         if wanted.session not in self._watches:
@@ -37,7 +37,7 @@ class ProcessWatches:
         self._report(m.ProcessDied(session))
 
     def close(self) -> None:
-        """Stop, for good. Idempotent."""
+        """Stop all watches, and accept no more. Idempotent."""
         self._closed = True
         while self._watches:
             self._watches.popitem()[1].close()

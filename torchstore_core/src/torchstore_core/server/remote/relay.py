@@ -1,4 +1,4 @@
-"""A relay: the Unix socket of a host on which there is no server. See :mod:`.relay_server`."""
+"""A relay: stands in for the server on a host without one. See :mod:`.relay_server`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = ["Relay"]
 
 log = logging.getLogger(__name__)
 
-# A relay gives up after this part of ``expire_s``: it must do so before the server does.
+# A relay gives up after this fraction of ``expire_s``, which must be before the server does.
 _GIVE_UP = 2 / 3
 
 
 class Relay:
-    """Listens for the clients of this host, and passes on what they send.
+    """Accepts the clients of this host, and forwards what they send to the server.
 
     Args:
-        uplink: open.
+        uplink: the connection to the server, already open.
         directory: where to put the socket.
-        lost: called once when the server cannot be reached any more.
+        lost: called once, when the server can no longer be reached.
         before_close: see ``serving.frames.Host``.
-        expire_s: that of the server's ``RelayServer``. When a poll has not been answered for two
-            thirds of it, the server is gone.
+        expire_s: the same value as that of the server's ``RelayServer``. If a poll is not answered
+            for two thirds of it, the server is taken for dead.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Relay:
         self._closed = False
 
     async def start(self) -> str:
-        """Begin to listen; the address to connect to."""
+        """Start listening; returns the address to connect to."""
         path = self._directory.control
         self._listener.open(path)
         self._spawn(self._poll())
@@ -75,11 +75,11 @@ class Relay:
 
     @property
     def valid(self) -> bool:
-        """Whether the server is sure to keep what clients of this host hold."""
+        """Whether the server is certain to still keep what the clients of this host hold."""
         return not self._closed and time.monotonic() < self._alive_until
 
     def close(self) -> None:
-        """Stop; every connection is closed. Idempotent."""
+        """Stop listening, and close every connection. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -93,19 +93,19 @@ class Relay:
     # ---- clients --------------------------------------------------------------------------
 
     def client_connected(self, client: _Client) -> int:
-        """The number of a new connection."""
+        """Register a new connection; returns its number."""
         conn = next(self._ids)
         self._clients[conn] = client
         return conn
 
     def client_gone(self, conn: int) -> None:
-        """A connection has closed."""
+        """Forget a connection that has closed, and tell the server."""
         self._clients.pop(conn, None)
         self._listener.freed()
         self.send(RelayRequest(conn, closed=True))
 
     def send(self, request: RelayRequest) -> None:
-        """Send it to the server, together with all others of this turn of the event loop."""
+        """Send a request to the server, together with all others of this event loop turn."""
         if self._closed:
             return
         if not self._outbox:
@@ -130,7 +130,7 @@ class Relay:
                 self._give_up(TimeoutError(f"it was silent for {self._patience_s} s"))
 
     async def _receive(self, answer: Awaitable[bytes], started: float) -> None:
-        """Do as the server answers to a call that was made at ``started``."""
+        """Carry out the server's replies to a call that was made at ``started``."""
         try:
             replies = RelayReplies.decode(await answer)
         except asyncio.CancelledError:
@@ -165,7 +165,7 @@ class _Client(ClientSocket):
         super().__init__(m.MAX_FRAME, pid, relay)
         self._relay = relay
         self._conn = 0
-        self._process: Process | None = None  # until the server has been told
+        self._process: Process | None = None  # sent to the server with the first message
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -174,24 +174,24 @@ class _Client(ClientSocket):
         self.watch()
 
     def received(self, bodies: list[bytes]) -> None:
-        """Pass messages on."""
+        """Forward messages to the server."""
         for body in bodies:
             self._relay.send(RelayRequest(self._conn, body, process=self._process))
             self._process = None
 
     def unreadable(self, error: ProtocolError) -> None:
-        """Close the connection."""
+        """Close the connection of a client that sends invalid data."""
         log.warning("a client sent something unreadable: %s", error)
         self.close()
 
     def process_died(self) -> None:
-        """Tell the server."""
+        """Tell the server that the client's process has died."""
         self._relay.send(RelayRequest(self._conn, died=True))
 
     def left_behind(self, bodies: list[bytes]) -> None:
-        """Have the server told of what the client gave back before it left, too."""
+        """Forward what the client sent before it left, so that aborts and releases take effect."""
         self.received(bodies)
 
     def ended(self) -> None:
-        """Tell the server."""
+        """Tell the server that the connection has closed."""
         self._relay.client_gone(self._conn)

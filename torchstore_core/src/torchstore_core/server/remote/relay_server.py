@@ -1,13 +1,13 @@
-"""The server's side of relays: how clients on other hosts reach it, over whatever connects hosts.
+"""The server's side of relays, through which clients on other hosts reach it.
 
 A relay listens on a Unix socket of its host, so its clients are watched and served exactly as those
-on the server's own host. It passes their messages on, unread, over an *uplink*: two calls of the
-distributed engine, each of which takes and returns opaque bytes. Nothing listens on a network.
+on the server's own host. It forwards their messages, without decoding them, over an *uplink*: two
+calls of the distributed engine that take and return opaque bytes. Nothing listens on a network.
 
-* ``exchange`` carries what clients have sent, and returns what can be answered at once. There is
-  one call for everything that arrived together, so one for a batch operation.
-* ``poll`` waits for replies that come later, and for messages that nobody asked for. It is also
-  the sign of life: a relay that has been silent for :data:`EXPIRE_S` seconds is taken for dead,
+* ``exchange`` carries messages of clients, and returns the replies that are available at once.
+  Everything that arrives together goes in one call, so a batch operation takes one call.
+* ``poll`` waits for later replies, and for messages that are not replies. It also shows that the
+  relay is alive: a relay that has been silent for :data:`EXPIRE_S` seconds is taken for dead,
   together with all its connections.
 """
 
@@ -33,21 +33,22 @@ __all__ = ["EXPIRE_S", "RelayReplies", "RelayReply", "RelayRequest", "RelayReque
 
 log = logging.getLogger(__name__)
 
-#: After so many seconds of silence a relay is taken for dead.
+#: After this many seconds of silence a relay is taken for dead. A cable that was pulled for 5 s is
+#: silent for up to 10: that is how long TCP waits before it tries again.
 EXPIRE_S = 15.0
-# A poll waits for this part of it, so several in a row may be late.
+# A poll waits for this fraction of the limit, so that several polls in a row may be late.
 _POLL = 2 / 15
 
 
 class RelayRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What has happened on one of a relay's connections: by default, a message has come.
+    """An event on one of a relay's connections: by default, the arrival of a message.
 
     Args:
-        conn: number of the connection.
+        conn: the number of the connection.
         body: the message.
-        closed: the connection has closed.
-        died: the client's process is dead, although the connection may still be open.
-        process: the client's, if it is known; with the first message of a connection.
+        closed: whether the connection has closed.
+        died: whether the client's process has died; the connection may still be open.
+        process: the client's process, if known; sent with the first message of a connection.
     """
 
     conn: int
@@ -58,7 +59,7 @@ class RelayRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RelayReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a relay is to do with connection ``conn``: send ``frame``, and ``close`` it then."""
+    """An instruction to a relay: send ``frame`` on connection ``conn``, then maybe close it."""
 
     conn: int
     frame: bytes = b""
@@ -70,7 +71,7 @@ RelayReplies = msgspec.msgpack.Decoder(list[RelayReply])
 
 
 class _RemoteRelay:
-    """One relay: a conversation for each of its connections."""
+    """The server's side of one relay, with a conversation for each of its connections."""
 
     def __init__(self, server: Server, topology: Topology, expire_s: float) -> None:
         self._server = server
@@ -90,7 +91,7 @@ class _RemoteRelay:
             for one in requests:
                 self._handle(one)
         except BaseException:
-            self._filled.set()  # what has been answered is for a poll
+            self._filled.set()  # a poll will return the replies so far
             raise
         finally:
             self._exchanging = False
@@ -119,8 +120,8 @@ class _RemoteRelay:
         return self._take_outbox()
 
     def close(self, why: str) -> None:
-        """The relay is gone; its clients may still live."""
-        self._filled.set()  # a poll that waits ends
+        """End all conversations of a relay that is gone; its clients may still be running."""
+        self._filled.set()  # ends a poll that is waiting
         conversations = list(self._conversations.values())
         self._conversations.clear()
         for conversation in conversations:
@@ -143,7 +144,7 @@ class _RemoteRelay:
 
     def _send(self, reply: RelayReply) -> None:
         self._outbox.append(reply)
-        if not self._exchanging:  # else the exchange returns it, and a poll would return nothing
+        if not self._exchanging:  # otherwise the exchange returns it, not a poll
             self._filled.set()
 
     def _take_outbox(self) -> list[RelayReply]:
@@ -153,10 +154,10 @@ class _RemoteRelay:
 
 
 class RelayServer:
-    """Answers all relays of a store. Everything here runs on the server's event loop.
+    """The server's side of all relays of a store. Everything runs on the server's event loop.
 
     Args:
-        server: handles the messages.
+        server: the server that handles the messages.
         expire_s: see :data:`EXPIRE_S`.
     """
 
@@ -167,35 +168,39 @@ class RelayServer:
         self._timer: asyncio.TimerHandle | None = None
         self._check()
 
-    def open(self, topology: bytes, expire_s: float | None = None) -> bytes:
-        """A relay announces itself, with its host's encoded Topology; the token of its uplink.
+    def open(self, topology: bytes) -> bytes:
+        """Open an uplink for a relay; returns the uplink's token.
 
         Args:
-            expire_s: its own limit of silence; None: the one of all relays.
+            topology: the encoded Topology of the relay's host.
 
         Raises:
-            msgspec.DecodeError: that is no Topology.
+            msgspec.DecodeError: ``topology`` cannot be decoded.
         """
         there = msgspec.msgpack.decode(topology, type=Topology)
         token = secrets.token_bytes(16)
-        self._relays[token] = _RemoteRelay(self._server, there, expire_s or self._expire_s)
+        self._relays[token] = _RemoteRelay(self._server, there, self._expire_s)
         return token
 
     def exchange(self, token: bytes, requests: bytes) -> bytes:
-        """Takes an encoded list of :class:`RelayRequest`, returns one of :class:`RelayReply`.
+        """Handle an encoded list of :class:`RelayRequest`; returns one of :class:`RelayReply`.
 
         Raises:
-            StoreClosedError: the relay was taken for dead, or never opened.
-            msgspec.DecodeError: unreadable.
+            StoreClosedError: the relay was taken for dead, or never opened an uplink.
+            msgspec.DecodeError: ``requests`` cannot be decoded.
         """
         return msgspec.msgpack.encode(self._relay(token).exchange(RelayRequests.decode(requests)))
 
     async def poll(self, token: bytes) -> bytes:
-        """Waits for a list of :class:`RelayReply`, maybe empty; raises as :meth:`exchange`."""
+        """Wait for replies; returns an encoded list of :class:`RelayReply`, which may be empty.
+
+        Raises:
+            StoreClosedError: as for :meth:`exchange`.
+        """
         return msgspec.msgpack.encode(await self._relay(token).poll())
 
     def close(self, token: bytes | None = None, why: str = "its relay has closed") -> None:
-        """Close one uplink, or all of them."""
+        """Close the uplink ``token`` (None: all uplinks)."""
         if token is None and self._timer is not None:
             self._timer.cancel()
         for one in list(self._relays) if token is None else [token]:
@@ -204,7 +209,7 @@ class RelayServer:
                 relay.close(why)
 
     def close_silent(self, part: float = 1.0) -> None:
-        """Give up the relays that have been silent for this part of their limit."""
+        """Give up all relays that have been silent for more than ``part`` of their limit."""
         now = time.monotonic()
         for token, relay in list(self._relays.items()):
             silent = now - relay.last_heard

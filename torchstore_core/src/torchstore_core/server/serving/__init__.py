@@ -1,1 +1,1 @@
-"""How clients of this host are served: sockets, conversations, replies, the journal."""
+"""Serving the clients of this host: sockets, conversations, replies, the journal."""

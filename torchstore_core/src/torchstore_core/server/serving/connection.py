@@ -1,4 +1,4 @@
-"""A client's, or a volume's, connection to the server's Unix socket."""
+"""A connection of a client or a volume to the server's Unix socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HELLO_TIMEOUT_S = 10.0
 
 
 class Connection(ClientSocket):
-    """Carries one conversation."""
+    """A connection that carries one conversation."""
 
     def __init__(self, server: Server, pid: int) -> None:
         super().__init__(m.MAX_HELLO_FRAME, pid, server)
@@ -37,7 +37,7 @@ class Connection(ClientSocket):
         self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, self.abort)
 
     def received(self, bodies: list[bytes]) -> None:
-        """Answer what came, as long as the client takes the answers."""
+        """Answer the messages in ``bodies``, as long as the client reads the replies."""
         backlog = self._backlog
         backlog.extend(bodies)
         while backlog and not self._paused:
@@ -48,7 +48,7 @@ class Connection(ClientSocket):
                 break
 
     def unreadable(self, error: ProtocolError) -> None:
-        """Say so, and close."""
+        """Report the error to the other end, and close."""
         self._conversation.refuse(str(error))
 
     def _greeted(self, hello_timer: asyncio.TimerHandle) -> None:
@@ -59,11 +59,11 @@ class Connection(ClientSocket):
             self.watch()
 
     def process_died(self) -> None:
-        """Nobody is left to commit its unfinished puts."""
+        """Undo the unfinished puts of the client's process, which can no longer commit them."""
         self._conversation.process_died()
 
     def pause_writing(self) -> None:
-        # The client does not read its replies: answer no more requests, and read no more.
+        # The client does not read its replies: stop reading and answering requests.
         self._paused = True
         self._conversation.pause()
         if self._transport is not None and self.is_open:
@@ -83,16 +83,16 @@ class Connection(ClientSocket):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:
-        """The client sends nothing more, but may go on reading: long replies come to their end."""
+        """Finish sending long replies: the client sends nothing more, but may still read them."""
         return self._conversation.when_sent(self.close)
 
     def left_behind(self, bodies: list[bytes]) -> None:
-        """Take back what the client gave back before it left."""
+        """Handle the aborts and releases that the client sent before it left."""
         for body in [*self._backlog, *bodies]:
             self._conversation.hear_last(body)
         self._backlog.clear()
 
     def ended(self) -> None:
-        """Undo what was held through it."""
+        """Undo everything that was held through this connection."""
         self._conversation.ended()
         self._server.disconnected(self)

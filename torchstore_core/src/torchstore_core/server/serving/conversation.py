@@ -1,6 +1,7 @@
-"""The requests and replies of one connection, whatever carries them.
+"""The requests and replies of one connection, whether a socket or a relay carries them.
 
-Whatever a client sends can end its own conversation, but never the server or another conversation.
+Nothing that a client sends can end more than its own conversation: neither the server nor another
+conversation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["Conversation"]
 
 log = logging.getLogger(__name__)
 
-# Waits that one conversation may have open; a client has one per awaiting task.
+# How many Waits one conversation may have open; a client has one per awaiting task.
 _MAX_WAITERS = 100_000
 
 
@@ -45,9 +46,9 @@ class Conversation:
 
     Args:
         write: sends a frame.
-        end: closes the connection once everything is sent.
-        via: where the relay is that carries it; None if none does.
-        process: the client's, if a relay carries it and knows.
+        end: closes the connection once everything has been sent.
+        via: the topology of the relay that carries the conversation; None if there is no relay.
+        process: the client's process, if a relay carries the conversation and knows the process.
     """
 
     def __init__(
@@ -76,23 +77,23 @@ class Conversation:
 
     @property
     def greeted(self) -> bool:
-        """Whether the other end has said who it is."""
+        """Whether the other end has identified itself as a client or a volume."""
         return self._session is not None or self._volume >= 0
 
     @property
     def is_liveness(self) -> bool:
-        """Whether it is the liveness connection of a session, which the client's reclaimer thread
+        """Whether this is a session's liveness connection, which the client's reclaimer thread
         reads.
         """
         return self._liveness
 
     @property
     def is_member(self) -> bool:
-        """Whether it is of a member's session, which reads nothing that it has not asked for."""
+        """Whether the session is a member's, which reads no messages that it has not requested."""
         return self._session is not None and is_member(self._session)
 
     def handle(self, body: bytes) -> None:
-        """Answer one message. One that cannot be answered ends the conversation."""
+        """Answer one message. An invalid message ends the conversation."""
         try:
             self._handle(decode_request(body))
         except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -103,8 +104,8 @@ class Conversation:
             self.refuse("message is nested too deeply")
 
     def hear_last(self, body: bytes) -> None:
-        """A message of a client that has closed its connection before it was answered: what it
-        gives back counts, a request does not.
+        """Handle a message of a client that closed its connection before the message was answered:
+        aborts and releases take effect, other requests are ignored.
         """
         try:
             request = decode_request(body)
@@ -114,28 +115,31 @@ class Conversation:
             log.debug("the last words of a client: %s", error)
 
     def refuse(self, why: str, code: str = ProtocolError.code) -> None:
-        """Say why, and end."""
+        """Send a failure with the reason, and end the conversation."""
         self.send(m.Failure(0, code, f"{why}; closing this connection"))
         self.end()
 
     def process_died(self) -> None:
-        """The client's process is dead, so nobody will commit its unfinished puts. A forked child
-        of it may keep the connection open, and still read what it has inherited.
+        """Undo the unfinished puts of the client's process, which has died. A forked child of it
+        may keep the connection open and still read the memory that it has inherited, so leases
+        stay.
         """
         session = self._session
         if session is not None:
             self._server.died(session)
             controller = self._server.controller
-            # A process with a role reads nothing, so its forked children do not, either.
+            # A process with a role reads no mapped memory, so neither do its forked children.
             end = controller.close_session if session.facts.role else controller.end_session
             self._server.handshakes.ended(session, lambda: end(session))
 
     def ended(self, why: str = "its connection has closed") -> None:
-        """The connection has closed: undo what was held through it. Idempotent."""
+        """Undo what was held through the connection, which has closed. Idempotent."""
         self._end(why, lambda session: self._server.controller.close_session(session))
 
     def relay_lost(self, why: str) -> None:
-        """The relay is gone. The client may live, and read what it has mapped. Idempotent."""
+        """End the conversation because its relay is gone. The client may still run and read mapped
+        memory, so its session is detached. Idempotent.
+        """
         self._end(
             why, lambda session: self._server.controller.detached.detach(session, self._process)
         )
@@ -144,8 +148,8 @@ class Conversation:
         if self not in self._server.conversations:
             return
         self._server.conversations.discard(self)
-        # The connection refers to this and this to the connection: without the cycle, both are free
-        # at once, and not when the garbage collector comes.
+        # The connection and this object refer to each other. Breaking the cycle frees both at once,
+        # instead of when the garbage collector runs.
         self._sender.close()
         self.end = _nothing
         for waiter in self._waiters.values():
@@ -184,8 +188,8 @@ class Conversation:
             raise ProtocolError("the first message must be a Hello")
         session = self._session
         if session.ending or session.token not in self._server.controller.sessions:
-            # The liveness connection is gone, and what the session held with it: nothing new may be
-            # held.
+            # The liveness connection is gone and what the session held was undone, so that the
+            # session must not acquire anything new.
             raise StoreClosedError("this session has ended")
         try:
             reply = self._answer(request, self._session)
@@ -229,7 +233,7 @@ class Conversation:
                 del self._delayed[number]
 
     def _again(self, request: m.Request) -> None:
-        """Answer a request that had to wait."""
+        """Answer a request that had to wait for memory, unless the conversation has ended."""
         if self in self._server.conversations:
             try:
                 self._handle(request)
@@ -237,7 +241,7 @@ class Conversation:
                 self.refuse(error.message, error.code)
 
     def _begin(self, first: m.Hello | m.Attach) -> None:
-        """Answer the first message, of a client or a volume."""
+        """Answer the first message, by which a client or a volume identifies itself."""
         if self.greeted:
             raise ProtocolError("a connection has one Hello")
         if first.protocol != m.PROTOCOL_VERSION:
@@ -360,7 +364,7 @@ class Conversation:
 
 
 def _nothing() -> None:
-    """The connection is closed already."""
+    """Do nothing; this replaces ``end`` when the connection has closed."""
 
 
 def _failure(request: m.Request, error: TorchStoreError) -> m.Failure:

@@ -1,4 +1,4 @@
-"""Sockets that carry frames: what every connection to a server, or to a relay, does."""
+"""Sockets that carry frames: the common part of all connections to a server or a relay."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["ClientSocket", "FrameProtocol"]
 
 
 class FrameProtocol(asyncio.Protocol):
-    """Cuts what comes into frames, and sends frames as long as the socket is open.
+    """Splits received data into frames, and sends frames as long as the socket is open.
 
     Args:
-        limit: largest frame that may come, bytes.
+        limit: the size of the largest frame that is accepted, in bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -48,10 +48,12 @@ class FrameProtocol(asyncio.Protocol):
     # ---- for subclasses -------------------------------------------------------------------
 
     def received(self, bodies: list[bytes]) -> None:
-        """These frames have come, and the socket is open; none if it can be written to again."""
+        """Handle received frames; the socket is open. Called without frames when the socket has
+        become writable again.
+        """
 
     def unreadable(self, error: ProtocolError) -> None:
-        """What has come is no frame. By default the socket is closed."""
+        """Handle received data that is not a valid frame. By default, close the socket."""
         self.close()
 
     # ---- asyncio.Protocol -----------------------------------------------------------------
@@ -73,8 +75,8 @@ class FrameProtocol(asyncio.Protocol):
         self._transport = None
 
     def unread(self) -> list[bytes]:
-        """The frames that had come, and were not read, when writing to the socket failed. Call it
-        before ``connection_lost``, which closes the socket when it has returned.
+        """Return the frames that had arrived but were not read when writing to the socket failed.
+        Must be called before the base class's ``connection_lost``, after which the socket closes.
         """
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
         bodies: list[bytes] = []
@@ -87,23 +89,23 @@ class FrameProtocol(asyncio.Protocol):
 
 
 class Host(Protocol):
-    """Whoever lets clients in.
+    """The server or relay that accepts client connections.
 
     Attributes:
-        before_close: awaited, with its pid, before what a client process held through a socket is
-            undone: an agent of this host may still be writing for it.
+        before_close: awaited with a client's pid before what the client held through a socket is
+            undone, because an agent on this host may still be writing on its behalf.
     """
 
     before_close: Callable[[int], Awaitable[None]] | None
 
 
 class ClientSocket(FrameProtocol):
-    """The socket of a client of this host.
+    """The socket of a client on this host.
 
     Args:
         limit: see :class:`FrameProtocol`.
-        pid: of the process at the other end, which only the kernel can tell; 0: unknown.
-        host: of the socket.
+        pid: the id of the process at the other end, as the kernel reports it; 0: unknown.
+        host: the server or relay that has accepted the connection.
     """
 
     def __init__(self, limit: int, pid: int, host: Host) -> None:
@@ -114,17 +116,19 @@ class ClientSocket(FrameProtocol):
         self._ending: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
-        """From now on :meth:`process_died` is called."""
+        """Start watching the client's process; :meth:`process_died` is called when it dies."""
         self._watch = ProcessWatch(self.pid, self.process_died)
 
     def process_died(self) -> None:
-        """The process is dead, but a forked child of it may keep the socket open."""
+        """Handle the death of the process; a forked child of it may keep the socket open."""
 
     def left_behind(self, bodies: list[bytes]) -> None:
-        """The socket is closed, and this came before its end: the client reads no reply to it."""
+        """Handle frames that arrived before the socket closed; the client reads no replies."""
 
     def ended(self) -> None:
-        """The socket is closed, and nobody writes any more for the process."""
+        """Undo what was held through the socket: it is closed, and nothing writes for the process
+        any more.
+        """
 
     def connection_lost(self, exc: Exception | None) -> None:
         bodies = [] if exc is None else self.unread()
@@ -132,7 +136,7 @@ class ClientSocket(FrameProtocol):
         self.left_behind(bodies)
         if self._watch is not None:
             self._watch.close()
-            self._watch = None  # it refers to this: what was held is free at once
+            self._watch = None  # breaks a reference cycle, so that this object is freed at once
         before_close = self._host.before_close
         if before_close is None or not self.pid:
             self.ended()

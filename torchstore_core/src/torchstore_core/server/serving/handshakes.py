@@ -1,8 +1,9 @@
-"""What clients' halves of transports ask the volumes' halves, and how what is under way ends.
+"""Handshakes between the client halves and the server halves of transports, and the end of the
+transfers between them.
 
-A transport whose bytes travel for themselves, over a network, may still deliver some of them after
-the client has died or has given up. The memory that they would land in is not used again before the
-volume's half has said that it is done with that client.
+A transport over a network may still deliver bytes after the client has died or has given up. The
+memory that these bytes would be written to is not reused until the server half has confirmed that
+it has disconnected the client.
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ __all__ = ["Handshakes"]
 
 log = logging.getLogger(__name__)
 
-# How much of the requests of one session the server keeps until they are answered, in bytes, and
-# what each of them counts besides its own.
+# The limit on a session's unanswered handshakes, in bytes, and the bytes that each of them counts
+# in addition to its own size.
 _MAX_ASKING = 128 << 20
 _WEIGHT = 64 << 10
 _MAX_NAME = 256
 
 
 class Handshakes:
-    """Those of all sessions. Everything here runs on the server's event loop.
+    """The handshakes of all sessions. Everything here runs on the server's event loop.
 
     Args:
-        volumes: of the store.
+        volumes: the volumes of the store.
     """
 
     def __init__(self, volumes: list[VolumeRecord]) -> None:
         self._volumes = volumes
         self._tasks: set[asyncio.Task[None]] = set()
-        # Ends that are under way, by the client, the index of the volume, and the transport; empty
-        # for all.
+        # The disconnects that are under way, by client, index of the volume, and transport (empty:
+        # all transports).
         self._settling: dict[tuple[bytes, int, str], asyncio.Task[None]] = {}
-        # What is to be done when all of a client's have ended.
+        # The calls to make when all disconnects of a client have ended.
         self._after: dict[bytes, list[Callable[[], None]]] = {}
 
     def answer(
         self, session: SessionRecord, request: m.Handshake, reply: Callable[[m.Reply], None]
     ) -> None:
-        """Ask the server half, and reply what it says.
+        """Pass a handshake to the server half, and send its answer with ``reply``.
 
         Raises:
-            ProtocolError: there is no such volume or transport, or the request is too long.
-            TransportNotReadyError: the session has too many of them under way.
+            ProtocolError: there is no such volume, or the request is too long.
+            TransportNotReadyError: the session has too many handshakes under way.
         """
         volume = self._volume(request.volume)
         if len(request.data) > m.MAX_HANDSHAKE:
@@ -96,11 +97,11 @@ class Handshakes:
         uncertain: Iterable[tuple[int, str]],
         then: Callable[[], None],
     ) -> None:
-        """Have volumes end what transports have under way for a session, and call ``then``.
+        """Ask volumes to end the transfers that are under way for a session, then call ``then``.
 
         Args:
-            uncertain: indices of volumes, each with the name of one of its transports, or with an
-                empty one for all of them.
+            uncertain: indices of volumes, each with the name of one of its transports; an empty
+                name stands for all of them.
 
         Raises:
             ProtocolError: there is no such volume.
@@ -112,7 +113,9 @@ class Handshakes:
         self.when_settled(session, then)
 
     def ended(self, session: SessionRecord, then: Callable[[], None]) -> None:
-        """A session, or its process, has ended: call ``then`` when no byte of it can move."""
+        """Disconnect a session that has ended, or whose process has; call ``then`` once no transfer
+        of it can move any more bytes.
+        """
         session.meets = False
         for index in session.met:
             self._disconnect(session, self._volumes[index], "")
@@ -120,9 +123,9 @@ class Handshakes:
         self.when_settled(session, then)
 
     def when_settled(self, session: SessionRecord, then: Callable[[], None]) -> None:
-        """Call ``then`` when nothing is being settled for that session, maybe at once."""
+        """Call ``then`` once no disconnect of the session is under way, maybe at once."""
         after = self._after.get(session.peer)
-        if after is not None:  # one task for all of them, and in order
+        if after is not None:  # one task makes all of the calls, in order
             after.append(then)
             return
         if not self._of(session.peer):
@@ -150,7 +153,7 @@ class Handshakes:
         return [task for task in found if task is not None]
 
     def close(self) -> None:
-        """The server ends, and the volumes with it."""
+        """Cancel everything that is under way; the server and its volumes are about to end."""
         for task in self._tasks:
             task.cancel()
 

@@ -1,4 +1,4 @@
-"""What people and tools are told of keys, volumes and sessions. Changes nothing."""
+"""Reports about keys, volumes and sessions, for people and tools. Nothing here changes state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["listing", "session_status", "stat", "unfinished", "volume_status"]
 
 
 def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str) -> Found:
-    """What is known of one key.
+    """Return what is known about one key.
 
     Raises:
-        KeyNotFoundError, PartialPutError: there is no whole version of it.
+        KeyNotFoundError, PartialPutError: the key has no complete version.
     """
     found = catalog.find(key)
     if found is None:
@@ -54,8 +54,8 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str) -> Found:
 def listing(
     catalog: Catalog, volumes: Sequence[VolumeRecord], prefix: str, after: str
 ) -> tuple[list[Listed], list[Pending], bool]:
-    """One page of the keys above ``after`` that start with ``prefix``, sorted: what is known of
-    them, their versions that are not whole, and whether there are more keys.
+    """Return one page of the keys that start with ``prefix`` and sort after ``after``: what is
+    known about them, their unfinished versions, and whether there are more keys.
     """
     names = catalog.names.page(prefix, after, m.MAX_LISTED + 1)
     waiting = {key for key in catalog.unfinished(prefix) if key > after}
@@ -77,13 +77,13 @@ def listing(
 
 
 def _chars(state: Pending) -> int:
-    """About how many characters it takes in a message."""
+    """Return roughly how many characters ``state`` takes in a message."""
     participants = (state.committed, state.writing, state.missing_participants)
     return len(state.key) + sum(len(name) + 2 for names in participants for name in names)
 
 
 def volume_status(volume: VolumeRecord) -> VolumeStatus:
-    """The memory of a volume."""
+    """Return the status of a volume and its memory."""
     info = volume.info
     return VolumeStatus(
         id=info.id,
@@ -102,7 +102,7 @@ def volume_status(volume: VolumeRecord) -> VolumeStatus:
 
 
 def session_status(session: SessionRecord, role: str) -> SessionStatus:
-    """What a client process holds."""
+    """Return the status of a client's session and what it holds."""
     leased, unfinished = session_bytes(session)
     return SessionStatus(
         pid=session.facts.pid,
@@ -119,8 +119,8 @@ def session_status(session: SessionRecord, role: str) -> SessionStatus:
 
 
 def unfinished(catalog: Catalog) -> tuple[list[Pending], int, int]:
-    """The versions that are not whole: the first of them, how many there are, and how many bytes of
-    all of them are committed.
+    """Return the first unfinished versions, the number of all of them, and how many bytes they hold
+    that are committed.
     """
     keys = catalog.unfinished()
     generations = [g for key in keys for g in catalog.histories[key].pending.values()]

@@ -1,6 +1,6 @@
-"""The server's log for people, a line for each event: start, joins, leaves, full, lost, stop.
+"""The server's log for operators, one line per event: start, join, leave, full, lost, stop.
 
-No operation gets a line: at INFO the log has what an operator needs to see what has happened.
+Operations on values are not logged: at level INFO, the log shows what has happened to the store.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torchstore_core.server.memory.volume_record import VolumeRecord
 __all__ = ["LOG_LEVEL", "Refusals", "client_joined", "client_left", "journal", "log_to_stderr"]
 __all__ += ["more_than_memory", "process_died", "started", "stopped", "volume_lost"]
 
-#: Its name does not change, so that a logging configuration can name it.
+#: The logger. Its name never changes, so that a logging configuration can refer to it.
 journal = logging.getLogger("torchstore.server")
 
-#: The environment variable that sets a server's level.
+#: The environment variable that sets a server's log level.
 LOG_LEVEL = "TORCHSTORE_LOG_LEVEL"
 
 _KEYS = 3
@@ -29,10 +29,10 @@ _REFUSALS_EVERY_S = 10.0
 
 
 def log_to_stderr(level: str, prefix: str) -> None:
-    """Log from ``level`` on, or the one of :data:`LOG_LEVEL`.
+    """Log to stderr, from the level in :data:`LOG_LEVEL` on, by default from ``level`` on.
 
     Raises:
-        ConfigurationError: that is no level.
+        ConfigurationError: the environment variable does not name a level.
     """
     try:
         logging.basicConfig(
@@ -44,7 +44,7 @@ def log_to_stderr(level: str, prefix: str) -> None:
 
 
 def started(store: str, address: str, strategy: str, volumes: Sequence[VolumeRecord]) -> None:
-    """A server can be connected to."""
+    """Log that a server accepts connections."""
     journal.info(
         "started: store %r at %s, pid %d; %d volume(s), %s bytes; strategy %s",
         *(store, address, os.getpid(), len(volumes)),
@@ -54,12 +54,12 @@ def started(store: str, address: str, strategy: str, volumes: Sequence[VolumeRec
 
 
 def stopped(store: str, ran_s: float) -> None:
-    """A server has ended."""
+    """Log that a server has ended."""
     journal.info("stopped: store %r, after %.0f s", store, ran_s)
 
 
 def more_than_memory(volumes: Sequence[VolumeRecord]) -> None:
-    """Warn if the volumes of a host may get larger than its memory."""
+    """Warn if the volumes of a host may grow larger than its memory."""
     hosts = {volume.info.topology.host_id: volume.info.topology for volume in volumes}
     for ident, host in hosts.items():
         there = [v.info for v in volumes if v.info.topology.host_id == ident]
@@ -69,13 +69,13 @@ def more_than_memory(volumes: Sequence[VolumeRecord]) -> None:
 
 
 def client_joined(session: SessionRecord, count: int) -> None:
-    """A client has opened a session; there are ``count`` now."""
-    level = logging.DEBUG if session.facts.role else logging.INFO  # a tool looks and leaves
+    """Log that a client has opened a session; there are ``count`` sessions now."""
+    level = logging.DEBUG if session.facts.role else logging.INFO  # tools join only briefly
     journal.log(level, "joined: %s; now %d", _client(session), count)
 
 
 def client_left(session: SessionRecord, why: str, count: int) -> None:
-    """A session is about to end, and ``count`` others stay."""
+    """Log that a session is about to end, what is undone, and that ``count`` others remain."""
     undone = _undone(session)
     level = logging.DEBUG if session.facts.role and not undone else logging.INFO
     more = f". Undone: {undone}" if undone else ""
@@ -83,13 +83,13 @@ def client_left(session: SessionRecord, why: str, count: int) -> None:
 
 
 def process_died(session: SessionRecord) -> None:
-    """A session's process has died, and its unfinished puts are about to be undone."""
+    """Log that a session's process has died, if it has unfinished puts, which will be undone."""
     if undone := _undone(session):
         journal.info("died: %s. Undone: %s", _client(session), undone)
 
 
 def volume_lost(volume: VolumeRecord, why: str) -> None:
-    """The memory of a volume is gone."""
+    """Log that the memory of a volume is lost."""
     journal.warning(
         "lost: volume %s on %s is gone (%s), with what was there alone",
         *(volume.info.id, volume.info.topology.hostname, why),
@@ -97,7 +97,7 @@ def volume_lost(volume: VolumeRecord, why: str) -> None:
 
 
 def _client(session: SessionRecord) -> str:
-    """A client in words."""
+    """Describe a client in words."""
     facts = session.facts
     rank = "" if facts.rank is None else f", rank {facts.rank}"
     role = f" ({facts.role})" if facts.role else ""
@@ -105,7 +105,7 @@ def _client(session: SessionRecord) -> str:
 
 
 def _undone(session: SessionRecord) -> str:
-    """In words, what a session that ends now leaves unfinished; empty if that is nothing."""
+    """Describe the unfinished puts of a session that is about to end; empty if it has none."""
     puts = list(session.txns.values())
     if not puts:
         return ""
@@ -117,14 +117,14 @@ def _undone(session: SessionRecord) -> str:
 
 
 class Refusals:
-    """Logs that the store is full, at most once in a few seconds however many puts are refused."""
+    """Logs refused puts to a full store, at most once every few seconds however many there are."""
 
     def __init__(self) -> None:
         self._silent_until = 0.0
         self._unsaid = 0
 
     def refused(self, session: SessionRecord, error: StoreFullError) -> None:
-        """A put did not fit."""
+        """Log that a put did not fit, or count it for the next line."""
         now = time.monotonic()
         if now < self._silent_until:
             self._unsaid += 1

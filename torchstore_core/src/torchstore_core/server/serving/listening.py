@@ -1,9 +1,9 @@
-"""Listening sockets that wait, instead of spinning, when file descriptors are used up.
+"""Listening sockets that pause, instead of spinning, when file descriptors run out.
 
-While accepting fails, a listening socket stays readable. An event loop that keeps watching it
-spins, and one that closes what it cannot serve turns clients away that could have waited. So
-nothing is accepted while there are no descriptors: clients wait in the backlog as long as they
-like, and accepting goes on by itself once other connections have closed.
+A listening socket stays readable while accepting fails. An event loop that keeps watching it spins,
+and one that closes new connections turns away clients that could have waited. So nothing is
+accepted while there are no free descriptors: clients wait in the backlog as long as they like, and
+accepting resumes by itself once other connections have closed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Listener", "Take", "raise_descriptor_limit", "speaking"]
 
 log = logging.getLogger(__name__)
 
-#: Takes an accepted connection, and the process id at its other end (0: unknown).
+#: Takes an accepted connection and the id of the process at its other end (0: unknown).
 Take = Callable[[socket.socket, int], None]
 
 _BACKLOG = 512
 _ACCEPTED_AT_ONCE = 64
-# Descriptors that connections are not let in for: pidfds, hand-overs, files of the interpreter.
+# Descriptors kept free of connections, for pidfds, passing descriptors, the interpreter's files.
 _RESERVE = 32
 _LOOK_AGAIN_S = 0.25
 _CALM_S = 2.0
@@ -39,9 +39,9 @@ class Listener:
     """A Unix socket that accepts connections of this user's processes.
 
     Args:
-        take: is given each accepted connection.
-        keeps: whether connections stay open. Then accepting stops while some descriptors are left
-            for everything else. False if each connection is over before the next one.
+        take: called with each accepted connection.
+        keeps: whether connections stay open. If so, accepting stops while some descriptors are
+            still left for other uses. False if each connection ends before the next is accepted.
     """
 
     def __init__(self, take: Take, *, keeps: bool = True) -> None:
@@ -51,14 +51,14 @@ class Listener:
         self._socket: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
-        self._told = False  # that it had to pause: once, until it has been calm for a while
+        self._told = False  # whether the pause was logged; reset after a while without a pause
 
     def open(self, path: str) -> None:
-        """Begin to listen at ``path``, on the running event loop. A socket that a killed server
+        """Start listening at ``path``, on the running event loop. A socket that a killed server
         left there is replaced.
 
         Raises:
-            OSError: as ``bind`` does.
+            OSError: the socket could not be bound.
         """
         self._path = path
         self._loop = asyncio.get_running_loop()
@@ -76,7 +76,7 @@ class Listener:
         self._loop.add_reader(listener.fileno(), self._readable)
 
     def close(self) -> None:
-        """Accept no more connections; those that are open stay. Idempotent."""
+        """Stop accepting connections; open ones stay open. Idempotent."""
         listener, self._socket = self._socket, None
         if listener is None:
             return
@@ -86,7 +86,9 @@ class Listener:
         listener.close()
 
     def freed(self) -> None:
-        """A connection is closing: its descriptor is free in the loop's next turn."""
+        """Note that a connection is closing; its descriptor is free in the loop's next turn, which
+        ends a pause if there are enough descriptors then.
+        """
         if self._paused:
             self._loop.call_soon(self._look)
 
@@ -104,7 +106,7 @@ class Listener:
                 if error.errno in _EXHAUSTED:
                     self._pause(error.errno)
                     return
-                log.debug("accept: %s", error)  # it has gone again
+                log.debug("accept: %s", error)  # the client has disconnected already
                 continue
             number = accepted.fileno()
             self._let_in(accepted)
@@ -121,8 +123,8 @@ class Listener:
         self._take(accepted, pid)
 
     def _is_last(self, number: int) -> bool:
-        """Whether only the reserve of descriptors is left: a new one always gets the lowest free
-        number.
+        """Return whether only reserved descriptors are left after ``number`` was assigned: a new
+        descriptor always gets the lowest free number.
         """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if not self._keeps or limit == resource.RLIM_INFINITY:
@@ -143,7 +145,7 @@ class Listener:
             )
 
     def _look(self) -> None:
-        """Go on accepting if there are descriptors again."""
+        """Resume accepting if descriptors are available again; otherwise check again later."""
         if self._socket is None or not self._paused:
             return
         try:
@@ -186,7 +188,7 @@ _EXHAUSTED: dict[int, tuple[str, str]] = {
 
 
 def speaking(make: Callable[[int], asyncio.BaseProtocol]) -> Take:
-    """Give each connection a protocol of its own, which ``make`` makes for the process id."""
+    """Return a ``Take`` that gives each connection its own protocol, created by ``make(pid)``."""
     connecting: set[asyncio.Task[None]] = set()
 
     def take(accepted: socket.socket, pid: int) -> None:
@@ -207,14 +209,14 @@ async def _connect(accepted: socket.socket, make: Callable[[], asyncio.BaseProto
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit of descriptors as far as it may. Each client takes at least three
-    of a server, and the usual soft limit of 1,024 is meant for programs that call select(2).
+    """Raise this process's soft limit of descriptors to the hard limit. Each client uses at least
+    three descriptors of a server; the usual limit of 1,024 exists for programs that use select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:  # some systems promise more than they give
+        except (OSError, ValueError) as error:  # some systems do not allow their own hard limit
             log.debug("the limit of file descriptors stays %d: %s", soft, error)
 
 

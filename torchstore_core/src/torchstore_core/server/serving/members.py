@@ -1,8 +1,8 @@
-"""Ending with the processes that a store is for, when none of them owns it. Torch-free.
+"""Members: the processes whose end ends a store that no single one of them owns. Torch-free.
 
-A member is a session whose role says so (``MEMBER_ROLE``), opened beside those of the process's
-client and used for nothing else: it comes over the control socket or a relay, as all others do. It
-leaves by a ``Shutdown``, or when its process ends. The server ends with its last member.
+A member is a session with the role ``MEMBER_ROLE``, which a process opens in addition to its
+client's session and uses for nothing else. Like any other session it may come through a relay. It
+leaves with a ``Shutdown``, or when its process ends. The server ends with its last member.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Members", "is_member"]
 
 
 def is_member(session: SessionRecord) -> bool:
-    """Whether the session keeps the server running."""
+    """Return whether the session is a member's, which keeps the server running."""
     return session.facts.role == MEMBER_ROLE
 
 
@@ -25,7 +25,7 @@ class Members:
     """The members of one server.
 
     Args:
-        ended: called once, when the last one has left or died.
+        ended: called once, when the last member has left or died.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
@@ -35,10 +35,10 @@ class Members:
         self._over = False
 
     def joined(self, session: SessionRecord) -> None:
-        """A session was opened.
+        """Count a session that was opened, if it is a member's.
 
         Raises:
-            StoreClosedError: it is a member's, and the server ends already.
+            StoreClosedError: it is a member's, but the server is already ending.
         """
         if is_member(session):
             if self._over:
@@ -47,7 +47,9 @@ class Members:
             self._present.add(session.token)
 
     def left(self, session: SessionRecord) -> bool:
-        """A session has left, or its process has died; whether it was the last member's."""
+        """Remove a session that has left or whose process has died. Returns whether it was the last
+        member's.
+        """
         if session.token not in self._present:
             return False
         self._present.remove(session.token)
@@ -56,7 +58,7 @@ class Members:
         return not self._present
 
     def starter_ended(self) -> None:
-        """Whoever started the server is gone: it ends, unless it has had members."""
+        """End the server, because its starter is gone, unless it has had members."""
         if not self._any_joined:
             self._end()
 

@@ -1,4 +1,4 @@
-"""How replies leave the server: at once, or page by page when they are long."""
+"""Sends replies to clients: at once, or page by page if they are long."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["Sender"]
 class Sender:
     """Sends the messages of one conversation.
 
-    The pages of a long reply are made one in a turn of the event loop, so that other clients are
-    answered in between, and only while the client takes them.
+    Of a long reply, one page is encoded and sent per turn of the event loop, so that other clients
+    are answered in between, and only while the client reads what it is sent.
 
     Args:
         write: sends a whole frame.
@@ -32,7 +32,7 @@ class Sender:
         self._then: Callable[[], None] | None = None
 
     def send(self, message: m.Message) -> None:
-        """Send a message, or begin to."""
+        """Send a message; if it is long, start sending it page by page."""
         frame = first_frame(message)
         if frame is not None:
             self._write(frame)
@@ -41,28 +41,28 @@ class Sender:
         self._schedule()
 
     def cancel(self, request_id: int) -> None:
-        """Drop the rest of a reply that nobody waits for any more."""
+        """Drop the rest of a reply that the client no longer waits for."""
         self._long = deque(one for one in self._long if one[0] != request_id)
 
     def pause(self) -> None:
-        """The client does not read what it was sent: send no more pages."""
+        """Stop sending pages, because the client does not read what it was sent."""
         self._paused = True
 
     def resume(self) -> None:
-        """The client reads again."""
+        """Resume sending pages, because the client reads again."""
         self._paused = False
         self._schedule()
 
     def when_sent(self, then: Callable[[], None]) -> bool:
-        """Call ``then`` after the last page that is still to be sent; False, and it is not called,
-        if there is none.
+        """Call ``then`` once all remaining pages are sent. Returns False, and does not call it, if
+        there are none.
         """
         if self._long:
             self._then = then
         return bool(self._long)
 
     def close(self) -> None:
-        """The connection is gone: send nothing any more."""
+        """Stop sending for good, because the connection is gone."""
         self._long.clear()
         self._then = None
         self._write = _to_nobody
@@ -87,4 +87,4 @@ class Sender:
 
 
 def _to_nobody(frame: bytearray) -> None:
-    """The connection is gone."""
+    """Discard a frame, because the connection is gone."""

@@ -1,4 +1,4 @@
-"""What a link can do beyond copies, where it declares that."""
+"""The optional abilities of links, if they declare them: windows and mappings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["AbilityTests"]
 
 
 class AbilityTests(TransportKit):
-    """See the module."""
+    """Tests of ``window``, ``prepare`` and ``map``."""
 
     def test_a_window_shows_the_segment(self) -> None:
-        """What is written through the window is in the segment, and the reverse."""
+        """Bytes written through the window are in the segment, and the reverse."""
         endpoints = self.anywhere()
 
         async def work(_: Session, link: Link) -> None:
@@ -41,7 +41,7 @@ class AbilityTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_mapping_is_private_and_outlives_its_link(self) -> None:
-        """Writing to it changes no segment, and it stays after ``close``, as tensors do."""
+        """Writing to a mapping does not change the segment; it is usable after ``close``."""
         endpoints = self.anywhere()
 
         async def work(_: Session, link: Link) -> None:

@@ -1,4 +1,4 @@
-"""What all tests of the transport kit share: how they get a volume, run, and fail."""
+"""What all tests of the transport kit share: how they get a volume, run work, and fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["PLACES", "TransportKit", "check", "fail", "must_refuse", "outcome", 
 
 T = TypeVar("T")
 
-#: Where a server half can be: in a process of its own, or in that of the client.
+#: Where a server half may run: in a process of its own, or in the client's process.
 PLACES = ("process", "here")
 _TEST_S = 60.0
 _STRAY_S = 2.0
@@ -35,14 +35,14 @@ def fail(what: str) -> NoReturn:
 
 
 def check(holds: bool, what: str) -> None:
-    """Fail the test unless it holds."""
+    """Fail the test unless ``holds`` is true."""
     if not holds:
         fail(what)
 
 
 def run(work: Coroutine[Any, Any, T], timeout: float = _TEST_S) -> T:
-    """Run a coroutine on an event loop of its own, like ``asyncio.run``; but leave behind, after a
-    while, what does not end when it is cancelled.
+    """Run a coroutine on an event loop of its own, like ``asyncio.run``, but abandon tasks that do
+    not end soon after they are cancelled.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
@@ -63,7 +63,7 @@ def run(work: Coroutine[Any, Any, T], timeout: float = _TEST_S) -> T:
 async def outcome(
     work: Coroutine[Any, Any, object], within: float, what: str
 ) -> BaseException | None:
-    """What ``work`` raises; None if it succeeds. Fails the test if it takes longer."""
+    """Return what ``work`` raises; None if it succeeds. Fails the test if it takes too long."""
     task = asyncio.ensure_future(work)
     await asyncio.wait([task], timeout=within)
     if not task.done():
@@ -86,18 +86,18 @@ class TransportKit:
 
     Attributes:
         name: the transport's entry-point name.
-        entry: the value of the entry point (``"my_package.plugin"``); None: that of the installed
-            package.
+        entry: the value of the entry point (``"my_package.plugin"``); None: the value that the
+            installed package declares.
         hosting: ``"module:Class"`` of a subclass of ``transports.ends.host.Hosting``, for a server
-            half that needs more beside it than a volume.
+            half that needs more than a volume around it.
         environment: environment variables of the processes of server halves and clients.
         light_halves: whether the halves need no library, so that the hook's module may import them.
         large_bytes: the size of the largest transfer.
         segment_bytes: the size of the volume.
-        gone_within: seconds after the end of a link within which all that it had must be gone.
-        crosses_hosts: whether the transport is tested between network namespaces; None: if it bids
-            for a volume on another host.
-        stores: whether a store that any process can start may use the transport; otherwise the
+        gone_within: seconds after the end of a link within which its resources must be gone.
+        crosses_hosts: whether the transport is tested between network namespaces; None: test it if
+            it bids for a volume on another host.
+        stores: whether the transport works in a store that any process can start; otherwise the
             tests with a store are skipped.
         store_arguments: arguments of ``initialize`` for the tests with a store.
     """
@@ -115,7 +115,7 @@ class TransportKit:
     store_arguments: ClassVar[dict[str, Any]] = {}
 
     def endpoints(self, place: str) -> Endpoints:
-        """A new volume that serves the transport; ``place`` is one of :data:`PLACES`.
+        """Return a new volume that serves the transport, at one of :data:`PLACES`.
 
         Override it for a server half that cannot be started in this way.
         """
@@ -128,13 +128,13 @@ class TransportKit:
         )
 
     def plugin(self) -> Plugin:
-        """The entry point."""
+        """Return the transport's entry point."""
         if not self.name:
             fail(f"{type(self).__name__} must have the transport's entry-point name as `name`")
         return Plugin(self.name, self.entry if self.entry is not None else _installed(self.name))
 
     def spec(self) -> TransportSpec:
-        """What the transport's hook returns."""
+        """Return the spec that the transport's hook returns."""
         try:
             return self.plugin().spec()
         except PluginError as error:
@@ -144,25 +144,25 @@ class TransportKit:
 
     @classmethod
     def teardown_class(cls) -> None:
-        """End the volumes that tests of this class have shared."""
+        """Close the volumes that tests of this class have shared."""
         for key in [key for key in _shared if key[0] is cls]:
             _shared.pop(key).close()
 
     def at(self, place: str) -> Endpoints:
-        """The volume there that tests share. Skips the test if the transport does not serve it."""
+        """Return the shared volume at ``place``; skip the test if the transport refuses it."""
         found, refusal = self._at(place)
         if refusal:
             pytest.skip(f"server half in {_words(place)}: {refusal}")
         return found
 
     def anywhere(self) -> Endpoints:
-        """The shared volume in another process; in this one if the transport refuses that."""
+        """Return the shared volume in another process, or in this one if that is refused."""
         found, refusal = self._at(PLACES[0])
         return found if not refusal else self.at(PLACES[1])
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[Endpoints]:
-        """A volume of the test's own, in another process if the transport serves that."""
+        """Yield a volume for this test only, in another process unless the transport refuses it."""
         _, refusal = self._at(PLACES[0])
         made = self._made(PLACES[1] if refusal else PLACES[0])
         try:
@@ -172,7 +172,7 @@ class TransportKit:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[Endpoints]:
-        """A volume of the test's own in another process, which the test may kill."""
+        """Yield a volume for this test only, in another process, which the test may kill."""
         self.at(PLACES[0])
         with self.fresh() as made:
             yield made
@@ -202,7 +202,7 @@ class TransportKit:
     # ---- transfers ------------------------------------------------------------------------
 
     def link_class(self) -> type[Link]:
-        """The client half."""
+        """Return the class of the client half."""
         cls: type[Link] = load_class(str(self.spec().client))
         return cls
 

@@ -1,4 +1,4 @@
-"""That nothing is left when links are closed and clients have disconnected."""
+"""Closed links and disconnected clients leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _CONNECT_S = 10.0
 
 
 class ClosingTests(TransportKit):
-    """See the module."""
+    """Tests of closing and disconnecting, and of what is left afterwards."""
 
     def test_close_is_quick_and_may_come_twice(self) -> None:
-        """It neither blocks nor fails, before the first transfer and after one."""
+        """``close`` neither blocks nor fails, before the first transfer and after one."""
         endpoints = self.anywhere()
 
         async def work(session: Session, _: Link) -> None:
@@ -72,7 +72,7 @@ class ClosingTests(TransportKit):
         check(not left, f"{_ROUNDS} links left this behind: {'; '.join(left)}")
 
     def test_a_link_that_is_dropped_leaves_nothing_behind(self) -> None:
-        """Users do not close all their event loops: what is bound to one goes with it."""
+        """The resources of a link are freed with its event loop, which users may not close."""
         endpoints = self.anywhere()
         if not self.spec().loop_bound:
             pytest.skip("its links belong to no event loop (loop_bound is False)")
@@ -92,7 +92,7 @@ class ClosingTests(TransportKit):
         check(not left, f"{_ROUNDS} dropped links and loops left this behind: {'; '.join(left)}")
 
     def test_a_cancelled_connect_leaves_nothing_behind(self) -> None:
-        """Whenever it is cancelled, and also when its link had just been made."""
+        """This holds for a cancellation at any moment, also just after the link has been made."""
         endpoints = self.anywhere()
 
         async def duration() -> float:
@@ -127,8 +127,8 @@ class ClosingTests(TransportKit):
         check(not left, f"{2 * _ROUNDS} cancelled connects left this behind: {'; '.join(left)}")
 
     def test_nothing_is_registered_after_the_last_client(self) -> None:
-        """``registered`` is 0 then: the volume gives memory back to the system. While clients are
-        connected, it is at most the size of the segment.
+        """While clients are connected, ``registered`` is at most the size of the segment. After
+        that it is 0, so that the volume can return memory to the system.
         """
         endpoints = self.anywhere()
 
@@ -148,7 +148,7 @@ class ClosingTests(TransportKit):
         run(main())
 
     def test_a_client_may_begin_anew_after_disconnect(self) -> None:
-        """The same peer, with a new link."""
+        """The same peer can connect again, with a new link."""
         endpoints = self.anywhere()
 
         async def work(session: Session, link: Link) -> None:
@@ -166,7 +166,7 @@ class ClosingTests(TransportKit):
     # ---- inside ---------------------------------------------------------------------------
 
     def _grown(self, endpoints: Endpoints, before: dict[str, int]) -> list[str]:
-        """What there is more of for every round, also after a while."""
+        """Return the resources that have grown by at least one a round, and do not shrink again."""
 
         def look() -> list[str]:
             gc.collect()
@@ -180,7 +180,7 @@ class ClosingTests(TransportKit):
 
 
 def _held(endpoints: Endpoints) -> dict[str, int]:
-    """Counts of what this process has, and what the server half's processes have."""
+    """Count the resources of this process and of the server half's processes."""
     held: dict[str, int] = {}
     for pid in (os.getpid(), *endpoints.processes()):
         whose = "this process" if pid == os.getpid() else "the server half"

@@ -1,4 +1,4 @@
-"""What a transport says about itself: its hook module, its bids, the classes that it names."""
+"""The transport's description of itself: its hook module, its bids, and the classes it names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BID_S = 2e-3
 _PROBE_S = 2.0
 _SECONDS = 60.0
 
-# Prints the modules that a fresh interpreter has imported once it has called the hook, the probe
+# A program that prints which modules a fresh interpreter imports when it calls the hook, the probe
 # and the bid.
 _FRESH = """
 import json, sys
@@ -54,7 +54,7 @@ spec.bid(context)
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
-# Prints the files of the modules that the halves bring along, and that are of their own packages.
+# A program that prints the files of all modules in the halves' own packages that they import.
 _HALVES = """
 import importlib, json, sys
 found = {}
@@ -69,7 +69,7 @@ print(json.dumps(found))
 
 
 def contexts(offer: bytes = b"") -> Iterator[LinkContext]:
-    """Links that a transport may be asked about: near and far, offered and not."""
+    """Yield links for which a transport may have to bid: near and far, offered and not."""
     here = topology.probe()
     other_process = msgspec.structs.replace(here, pid=here.pid + 1)
     far = msgspec.structs.replace(here, host_id="elsewhere", hostname="b", pid=7, kernel="Linux 4")
@@ -84,10 +84,10 @@ def contexts(offer: bytes = b"") -> Iterator[LinkContext]:
 
 
 class DescriptorTests(TransportKit):
-    """See the module."""
+    """Tests of the hook, the spec, the bids and the probe."""
 
     def test_its_name_leads_to_its_halves(self) -> None:
-        """The entry point gives a spec of this name; the classes that it names are halves."""
+        """The entry point leads to a spec of this name, which names classes of both halves."""
         spec = self.spec()
         check(spec.name == self.name, f"the spec calls itself {spec.name!r}, not {self.name!r}")
         if spec.in_band:
@@ -108,7 +108,7 @@ class DescriptorTests(TransportKit):
 
     def test_its_hook_module_is_light(self) -> None:
         """In a fresh interpreter, the hook, its probe and its bid import neither torch, nor the
-        halves, nor any library: every client and every server loads them.
+        halves, nor any library, because every client and every server loads the module.
         """
         plugin, spec = self.plugin(), self.spec()
         brought = set(_fresh(_FRESH, [plugin.name, plugin.value]))
@@ -122,8 +122,8 @@ class DescriptorTests(TransportKit):
         check(not libraries, f"it imports {', '.join(sorted(libraries))}")
 
     def test_its_halves_import_no_unpickler(self) -> None:
-        """No module of the halves' own packages imports pickle, or the like: whoever unpickles
-        what a peer sends runs the peer's code.
+        """No module of the halves' own packages imports pickle or the like, because unpickling a
+        peer's bytes would run the peer's code.
         """
         spec = self.spec()
         if spec.in_band:
@@ -152,7 +152,7 @@ class DescriptorTests(TransportKit):
             check(bool(bid.reason.strip()), f"a bid without a reason, for {where}")
 
     def test_its_bids_are_pure_and_quick(self) -> None:
-        """The same context has the same bid at any time, and no handshake is made for it."""
+        """The same context always gets the same bid, and bidding makes no handshake."""
         spec = self.spec()
 
         async def handshake(request: bytes) -> bytes:
@@ -175,20 +175,20 @@ class DescriptorTests(TransportKit):
         check(dict(os.environ) == environment, "a bid changed the environment")
 
     def test_its_probe_says_in_words_what_is_missing(self) -> None:
-        """Quickly, and the same again."""
+        """The probe is quick, and repeats its answer."""
         spec = self.spec()
         if spec.probe is None:
             pytest.skip("it has no probe")
         began = time.perf_counter()
-        said = spec.probe()
+        reason = spec.probe()
         took = time.perf_counter() - began
-        words = said is None or bool(str(said).strip())
-        check(words, f"its probe returned {said!r}: neither None nor a reason")
-        check(said == spec.probe(), f"its probe returned {said!r}, and then something else")
+        words = reason is None or bool(str(reason).strip())
+        check(words, f"its probe returned {reason!r}: neither None nor a reason")
+        check(reason == spec.probe(), f"its probe returned {reason!r}, and then something else")
         check(took < _PROBE_S, f"its probe took {took:.1f} s")
 
     def _offer(self) -> bytes:
-        """A real offer, if the halves work here."""
+        """Return a real offer, or an empty one if the halves do not work here."""
         try:
             return self.anywhere().reach.offer
         except pytest.skip.Exception:
@@ -201,7 +201,7 @@ def _about(context: LinkContext) -> str:
 
 
 def _fresh(program: str, argument: list[str]) -> Any:
-    """What a program prints, as JSON, in a fresh interpreter."""
+    """Return the JSON that a program prints in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", program, msgspec.json.encode(argument).decode()],
         env=tool_environment({}),
@@ -216,7 +216,7 @@ def _fresh(program: str, argument: list[str]) -> Any:
 
 
 def _imports(source: str) -> set[str]:
-    """The top-level packages that a module imports, wherever it does."""
+    """Return the top-level packages that a module's source imports, in functions, too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The transport in a real store: tensors of every kind, over this transport alone."""
+"""The transport in a real store, as its only transport, with tensors of every kind."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _numbers = itertools.count()
 
 
 class StoreTests(TransportKit):
-    """See the module. The store has no other transport, not even for small values."""
+    """Tests with a store that has no other transport, not even for small values."""
 
     def test_a_store_moves_tensors_of_every_kind(self) -> None:
-        """Dtypes × shapes × strides, into new tensors and into those of the caller, bit by bit."""
+        """Dtypes × shapes × strides arrive bit by bit, in new tensors and in the caller's."""
         import torch
 
         async def main() -> None:
@@ -59,7 +59,7 @@ class StoreTests(TransportKit):
         run(main())
 
     def test_a_store_moves_parts_of_a_large_tensor(self) -> None:
-        """A large tensor, its columns, and its rows backwards, again after it was overwritten."""
+        """A large tensor, its columns and its transpose arrive, also after an overwrite."""
         import torch
 
         if self.spec().max_bytes is not None:
@@ -83,7 +83,7 @@ class StoreTests(TransportKit):
         run(main())
 
     def test_a_store_refuses_what_is_over_max_bytes(self) -> None:
-        """A batch of ``max_bytes`` is moved; of a byte more, with no other transport, it raises."""
+        """A batch of ``max_bytes`` is moved; one byte more raises, without another transport."""
         import torch
 
         limit = self.spec().max_bytes
@@ -107,12 +107,12 @@ class StoreTests(TransportKit):
     # ---- inside ---------------------------------------------------------------------------
 
     def _fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a value may be so large; the values of a batch together are sent apart."""
+        """Return whether the transport takes this value; a batch's values are sent one by one."""
         return self.spec().max_bytes is None or tensor.nbytes <= 1 << 14
 
     @contextlib.asynccontextmanager
     async def _store(self) -> AsyncIterator[ts.Client]:
-        """A store whose clients have no other transport."""
+        """Yield a client of a store whose clients have no other transport."""
         import torchstore_core as ts
 
         if not self.stores:
@@ -136,7 +136,9 @@ class StoreTests(TransportKit):
             try:
                 for entry in await client.explain(1 << 10):
                     if entry["chosen"] != self.name:
-                        why = entry["refusals"].get(self.name, "it has no bid")
+                        why = entry["refusals"].get(self.name)
+                        if why is None:
+                            fail(f"a store uses {entry['chosen']!r}, though nothing refuses it")
                         pytest.skip(f"a store does not use it: {why}")
                 yield client
             finally:
@@ -163,7 +165,7 @@ def _tensors() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bits; of bool, random values."""
+    """Return a tensor of random bits, or, for bool, of random values."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -178,7 +180,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A destination of the same shape and dtype, with other strides where that is possible."""
+    """Return a destination of the same shape and dtype, with other strides where possible."""
     import torch
 
     if tensor.dim() < 2:
@@ -188,7 +190,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The values' bytes, row-major: equal exactly if all values are the same bits."""
+    """Return the bytes of the values in row-major order, which are equal if all bits are equal."""
     import torch
 
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""The tests of all modules of this package in one class, to be subclassed."""
+"""One class, to be subclassed, with the tests of all modules of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That every byte arrives, in both directions, and nothing else does."""
+"""Every byte arrives, in both directions, and no other memory changes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _AT_ONCE = 12
 
 
 async def round_trip(endpoints: Endpoints, link: Link, sizes: Sequence[int], seed: int) -> None:
-    """Write pieces to places in any order, and read them into other memory in another order. The
-    pieces lie apart, in another order in local memory than in the segment.
+    """Write pieces in a random order, and read them into other memory in another order. The pieces
+    have gaps between them, and lie in different orders in local memory and in the segment.
     """
     shuffled = random.Random(seed)  # noqa: S311
     here, there = list(range(len(sizes))), list(range(len(sizes)))
@@ -60,7 +60,7 @@ async def round_trip(endpoints: Endpoints, link: Link, sizes: Sequence[int], see
 
 
 def _apart(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], int]:
-    """Places for pieces, in this order, with gaps of up to 4 bytes; and the end of the last one."""
+    """Return offsets of pieces in this order, with gaps of up to 4 bytes, and the total size."""
     places, at = [0] * len(sizes), 3
     for count, index in enumerate(order):
         places[index] = at
@@ -83,11 +83,11 @@ def _named(sizes: Sequence[int]) -> str:
 
 
 class MovingTests(TransportKit):
-    """See the module."""
+    """Tests that transfers of all sizes and kinds arrive."""
 
     @pytest.mark.parametrize("place", PLACES)
     def test_every_size_arrives(self, place: str) -> None:
-        """From nothing to a megabyte and a byte, each as a batch of its own, at odd offsets."""
+        """From zero bytes to a megabyte and a byte, each as its own batch, at odd offsets."""
         endpoints = self.at(place)
 
         async def work(_: Session, link: Link) -> None:
@@ -99,14 +99,14 @@ class MovingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_large_transfer_arrives(self) -> None:
-        """:attr:`large_bytes` in one piece."""
+        """Move about :attr:`large_bytes` in one piece."""
         endpoints = self.anywhere()
         self.with_link(
             endpoints, lambda _, link: round_trip(endpoints, link, [self.large_bytes - 3], 1)
         )
 
     def test_a_batch_of_many_pieces_arrives(self) -> None:
-        """10,000 pieces of any size up to some hundred bytes, and a few large ones among them."""
+        """10,000 pieces: most have up to some hundred bytes, a few are large."""
         endpoints = self.anywhere()
         shuffled = random.Random(7)  # noqa: S311
         sizes = [shuffled.choice((0, 1, 5, 64, 100, 333)) for _ in range(_PIECES)]
@@ -115,7 +115,7 @@ class MovingTests(TransportKit):
         self.with_link(endpoints, lambda _, link: round_trip(endpoints, link, sizes, 2))
 
     def test_rows_arrive(self) -> None:
-        """Copies of several rows, with gaps on either side, on both, and on none."""
+        """Copies of several rows arrive, with gaps at one end, at both ends, and at neither."""
         if not self.spec().in_band and not self.link_class().rows:
             pytest.skip("it takes no copies of several rows (Link.rows is False)")
         endpoints = self.anywhere()
@@ -128,7 +128,7 @@ class MovingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_memory_of_devices_arrives(self) -> None:
-        """Copies between the segment and each type of device that the link declares."""
+        """Copies between the segment and each type of device that the link declares arrive."""
         devices = () if self.spec().in_band else tuple(sorted(self.link_class().devices))
         if not devices:
             pytest.skip("it reaches no memory of devices (Link.devices is empty)")
@@ -156,7 +156,7 @@ class MovingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_transfers_at_the_same_time_do_not_mix(self) -> None:
-        """A dozen batches are written, and then read, concurrently on one link."""
+        """A dozen round trips run concurrently on one link."""
         endpoints = self.anywhere()
 
         async def work(_: Session, link: Link) -> None:
@@ -165,7 +165,7 @@ class MovingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_two_event_loops_in_two_threads(self) -> None:
-        """One client on two loops, with one link; with two if a link is bound to its loop."""
+        """One client uses two loops, with one link, or two links if they are bound to loops."""
         endpoints = self.anywhere()
         bound = self.spec().loop_bound
 
@@ -191,7 +191,7 @@ class MovingTests(TransportKit):
         run(main())
 
     def test_two_client_processes(self) -> None:
-        """Each writes while the other does, and reads what the other has written."""
+        """Both write at the same time; then each reads what the other has written."""
         endpoints = self.at("process")
         clients: list[Client] = []
         try:
@@ -201,8 +201,8 @@ class MovingTests(TransportKit):
                 for client, at in zip(clients, order, strict=True):
                     client.tell(Errand(what, at, offsets[at], (2 << 20) + at))
                 for client in clients:
-                    said = client.answer()
-                    check(said == "ok", f"{what} in another process: {said}")
+                    answer = client.answer()
+                    check(answer == "ok", f"{what} in another process: {answer}")
             for at, offset in enumerate(offsets):
                 found = endpoints.look(offset, (2 << 20) + at)
                 check(found == pattern(at, (2 << 20) + at), "another process wrote other bytes")
@@ -211,9 +211,9 @@ class MovingTests(TransportKit):
                 client.close()
 
     def test_two_network_namespaces(self) -> None:
-        """The volume on one host, the client on another: with addresses and a cable of their own.
+        """The volume and the client are in network namespaces that are joined only by a cable.
 
-        Processes of each find its address in ``TORCHSTORE_BIND``.
+        The processes in each namespace find its address in ``TORCHSTORE_BIND``.
         """
         crosses, why = self.crosses_hosts, "crosses_hosts is False"
         if crosses is None:
@@ -242,8 +242,8 @@ class MovingTests(TransportKit):
                 client = Client(volume_there.reach, other.wrapper, hosts[1])
                 for what in ("write", "read"):
                     client.tell(Errand(what, 3, 4097, 5_000_001))
-                    said = client.answer()
-                    check(said == "ok", f"{what} from another host: {said}")
+                    answer = client.answer()
+                    check(answer == "ok", f"{what} from another host: {answer}")
                 found = volume_there.look(4097, 5_000_001)
                 check(found == pattern(3, 5_000_001), "the other host wrote other bytes")
             finally:
@@ -259,7 +259,7 @@ async def _several(endpoints: Endpoints, link: Link, seed: int) -> None:
 async def _rows_round_trip(
     endpoints: Endpoints, link: Link, shapes: Sequence[tuple[int, int, int, int]]
 ) -> None:
-    """One batch of copies: rows, bytes a row, and the gaps between rows here and there."""
+    """Move a batch of copies. A shape is: rows, bytes per row, gaps between rows here and there."""
     writes, reads, later = [], [], []
     for at, (rows, nbytes, here, there) in enumerate(shapes):
         stride, step = nbytes + here, nbytes + there
@@ -287,7 +287,7 @@ async def _rows_round_trip(
 
 
 class _Thread:
-    """Runs a coroutine on an event loop in a thread; :meth:`finish` raises what it raised."""
+    """Runs a coroutine on an event loop in a thread; :meth:`finish` raises its exception."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._raised: BaseException | None = None

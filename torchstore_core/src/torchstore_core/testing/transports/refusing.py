@@ -1,4 +1,4 @@
-"""What both halves must refuse: places that are not in a segment, and requests that are garbage."""
+"""Both halves must refuse ranges outside of a segment, and requests that are garbage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _GARBAGE = (
 
 
 def _outside(end: int) -> Iterator[tuple[str, Copy]]:
-    """Places that are not in segment 0, which has ``end`` bytes; the address is to be filled in."""
+    """Yield copies that leave segment 0, which has ``end`` bytes; the caller sets the address."""
     yield "the byte after the segment", Copy(0, 0, end, 1)
     yield "a copy across the segment's end", Copy(0, 0, end - 100, 101)
     yield "a copy far behind the segment's end", Copy(0, 0, end + (1 << 40), _NBYTES)
@@ -58,10 +58,10 @@ def _rows_outside(end: int) -> Iterator[tuple[str, Copy]]:
 
 
 class RefusingTests(TransportKit):
-    """See the module."""
+    """Tests that the halves refuse what is out of range, malformed or closed."""
 
     def test_what_is_out_of_range_is_refused(self) -> None:
-        """With a TransportError, and neither the segment nor local memory changes."""
+        """It raises a TransportError, and neither the segment nor local memory changes."""
         endpoints = self.anywhere()
         cases = list(_outside(endpoints.nbytes))
         if self.link_class().rows:
@@ -75,7 +75,7 @@ class RefusingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_negative_size_moves_nothing(self) -> None:
-        """Whether it is refused or taken for nothing."""
+        """It may be refused, or treated as an empty copy."""
         endpoints = self.anywhere()
 
         async def work(session: Session, link: Link) -> None:
@@ -112,8 +112,8 @@ class RefusingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_garbage_offer_is_refused(self) -> None:
-        """``connect`` soon raises a TransportError. A transport that needs no offer may ignore it;
-        what its link then moves must be right.
+        """``connect`` soon raises a TransportError. A transport that needs no offer may ignore it,
+        but then its link must write the right bytes, or raise a TransportError.
         """
         endpoints = self.anywhere()
         taken: list[bytes] = []
@@ -144,7 +144,7 @@ class RefusingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_garbage_handshakes_are_refused(self) -> None:
-        """The server half raises a TransportError, soon, and goes on to serve."""
+        """The server half soon raises a TransportError, and continues to serve other clients."""
         endpoints = self.anywhere()
 
         async def work(session: Session, link: Link) -> None:
@@ -168,7 +168,7 @@ class RefusingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_handshakes_carry_no_pickles(self) -> None:
-        """Neither does the offer: whoever unpickles runs what others have sent."""
+        """The offer is no pickle, either: to unpickle a peer's bytes is to run the peer's code."""
         endpoints = self.anywhere()
 
         async def work(session: Session, link: Link) -> None:
@@ -183,7 +183,7 @@ class RefusingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_closed_link_refuses(self) -> None:
-        """After ``close`` transfers raise a TransportError."""
+        """After ``close``, transfers raise a TransportError."""
         endpoints = self.anywhere()
 
         async def work(_: Session, link: Link) -> None:
@@ -198,8 +198,8 @@ class RefusingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_closed_server_half_refuses(self) -> None:
-        """After its ``close`` (which may come twice) no link can be made, and those that exist
-        fail with a TransportError, unless they need no server half.
+        """After it has been closed (once or twice), no link can be made, and a link that exists
+        fails with a TransportError, unless it needs no server half.
         """
         with self.fresh() as endpoints:
 
@@ -221,7 +221,7 @@ class RefusingTests(TransportKit):
             self.with_link(endpoints, work)
 
     def test_more_than_max_bytes_is_not_asked_for(self) -> None:
-        """``max_bytes``, where it is set, is at least a byte, and a batch of so many is moved."""
+        """``max_bytes``, if it is set, is at least 1, and a batch of that many bytes is moved."""
         limit = self.spec().max_bytes
         if limit is None:
             pytest.skip("it has no limit (max_bytes is None)")
@@ -246,7 +246,7 @@ async def _refused(
     *,
     must: bool = True,
 ) -> None:
-    """Try one copy on a link of its own, and see that nothing has changed."""
+    """Try one copy on a link of its own, and check that memory has not changed at either end."""
     data = pattern(17, _NBYTES)
     memory = Memory(data)
     last = endpoints.nbytes - _EDGE
@@ -267,5 +267,5 @@ async def _refused(
 
 
 def _is_pickle(data: bytes) -> bool:
-    """Protocols 2 to 5 begin and end like this."""
+    """Return whether the bytes begin and end like a pickle of protocol 2 to 5."""
     return len(data) > 3 and data[0] == 0x80 and 2 <= data[1] <= 5 and data[-1:] == b"."

@@ -1,4 +1,4 @@
-"""What happens to transfers that are cancelled, and when one of the two sides dies or stops."""
+"""Transfers that are cancelled, and either side's process dying or stopping."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ __all__ = ["StoppingTests"]
 
 _TRANSFER = 12 << 20
 _PIECE = 1 << 20
-# When transfers are cancelled, as parts of the time that one takes.
+# When transfers are cancelled, as fractions of the time that a transfer takes.
 _MOMENTS = (0.0, 0.1, 0.3, 0.5, 0.8)
 _CANCEL_S = 1.0
 _PATIENCE_S = 10.0
-# How long a transfer may take to notice that its half is dead, before it is cancelled.
+# How long a transfer may take to notice that the server half is dead, before it is cancelled.
 _NOTICE_S = 1.5
-# How long memory is watched that must not change any more.
+# How long to watch memory that must no longer change.
 _WATCH_S = 0.5
 _WRITTEN, _POISON, _OURS = 0x11, 0x66, 0x99
-# What a transport that fails a test may still write to.
+# Memory to which a transport that fails a test may still write.
 _kept: list[Memory] = []
 
 
 def _copies(memory: Memory, offset: int) -> list[Copy]:
-    """A transfer in pieces, so that it can stop between them."""
+    """Return a transfer in pieces, so that it can stop between them."""
     return [
         Copy(memory.address + at, 0, offset + at, min(_PIECE, memory.nbytes - at))
         for at in range(0, memory.nbytes, _PIECE)
@@ -46,7 +46,7 @@ def _copies(memory: Memory, offset: int) -> list[Copy]:
 
 
 async def _cancelled(work: Coroutine[Any, Any, None], delay: float, what: str) -> None:
-    """Cancel it after a delay. Fails the test if it does not end soon."""
+    """Cancel ``work`` after a delay, and fail the test if it does not end soon."""
     task = asyncio.ensure_future(work)
     await asyncio.sleep(0)
     if delay:
@@ -63,10 +63,10 @@ async def _cancelled(work: Coroutine[Any, Any, None], delay: float, what: str) -
 
 
 class StoppingTests(TransportKit):
-    """See the module."""
+    """Tests of cancelled transfers, and of processes that are killed or stopped."""
 
     def test_a_cancelled_transfer_ends_within_a_second(self) -> None:
-        """A write and a read, at several moments."""
+        """Cancel a write and a read, each at several moments."""
         endpoints = self.anywhere()
 
         async def work(session: Session, link: Link) -> None:
@@ -87,8 +87,8 @@ class StoppingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_after_a_cancelled_write_no_byte_moves(self) -> None:
-        """Not when ``write`` has raised; if it says ``unsettled``, not when the server half has
-        disconnected the client.
+        """No byte is written after ``write`` has raised, or, if the link says ``unsettled``, after
+        the server half has disconnected the client.
         """
         endpoints = self.anywhere()
 
@@ -118,7 +118,7 @@ class StoppingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_after_a_cancelled_read_no_byte_moves(self) -> None:
-        """The destination belongs to the caller again as soon as ``read`` has raised."""
+        """When ``read`` has raised, nothing more may be written to its destination."""
         endpoints = self.anywhere()
 
         async def work(session: Session, link: Link) -> None:
@@ -142,14 +142,14 @@ class StoppingTests(TransportKit):
         self.with_link(endpoints, work)
 
     def test_a_killed_client_writes_no_more(self) -> None:
-        """Once ``disconnect`` has returned, nothing of a client that was killed arrives."""
+        """Once ``disconnect`` has returned, no byte from the killed client arrives."""
         endpoints = self.at("process")
         client = Client(endpoints.reach, environment=self.environment)
         try:
             offset = endpoints.take(_TRANSFER)
             client.tell(Errand("flood", 1, offset, _TRANSFER))
-            said = client.answer()
-            check(said == "ok", f"a client process cannot write: {said}")
+            answer = client.answer()
+            check(answer == "ok", f"a client process cannot write: {answer}")
             first = pattern(1, _TRANSFER)
             deadline = time.monotonic() + _PATIENCE_S
             while endpoints.look(offset, _TRANSFER) == first:
@@ -170,8 +170,8 @@ class StoppingTests(TransportKit):
             client.close()
 
     def test_a_killed_half_is_noticed(self) -> None:
-        """Transfers fail with a TransportError, or go on where no process is needed for them; and
-        so does the next connect.
+        """Transfers, and the next connect, fail with a TransportError, or succeed if they need no
+        process.
         """
         with self.apart() as endpoints:
 
@@ -203,8 +203,8 @@ class StoppingTests(TransportKit):
             self.with_link(endpoints, work)
 
     def test_a_stopped_half_holds_nobody_up(self) -> None:
-        """While its process is stopped (SIGSTOP), transfers and connects can be cancelled, and a
-        link can be closed; when it goes on, nothing moves that was cancelled.
+        """While the half's process is stopped (SIGSTOP), transfers and connects can be cancelled,
+        and a link can be closed; when it continues, no cancelled transfer writes.
         """
         with self.apart() as endpoints:
 
@@ -240,7 +240,7 @@ class StoppingTests(TransportKit):
             self.with_link(endpoints, work)
 
     def test_an_isolated_half_that_was_killed_is_made_anew(self) -> None:
-        """Links of its first process fail; a new one works."""
+        """Links to the killed process may fail, but a new link works."""
         if not self.spec().isolated:
             pytest.skip("its server half is not isolated")
         with self.apart() as endpoints:
@@ -271,7 +271,7 @@ class StoppingTests(TransportKit):
 
 
 async def _duration(endpoints: Endpoints, link: Link) -> float:
-    """Seconds for one transfer, warm."""
+    """Return the seconds that one transfer takes, once it is warm."""
     source, offset = Memory(_TRANSFER), endpoints.take(_TRANSFER)
     began = 0.0
     for _ in range(2):
@@ -281,7 +281,7 @@ async def _duration(endpoints: Endpoints, link: Link) -> float:
 
 
 async def _failed_or_cancelled(task: asyncio.Future[Any], what: str) -> None:
-    """It has failed with a TransportError, or it can be cancelled, or it has succeeded."""
+    """Check that ``task`` has ended or can be cancelled, and raised at most a TransportError."""
     if not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_S)
@@ -292,7 +292,7 @@ async def _failed_or_cancelled(task: asyncio.Future[Any], what: str) -> None:
 
 
 def _stop(endpoints: Endpoints) -> None:
-    """Stop its processes, and wait until they have stopped."""
+    """Stop the half's processes, and wait until they have stopped."""
     pids = endpoints.processes()
     endpoints.signal(signal.SIGSTOP)
 

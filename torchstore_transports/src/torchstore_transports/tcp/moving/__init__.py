@@ -1,1 +1,1 @@
-"""The client half: batches become units, which streams move over connections."""
+"""The client half: batches are cut into units, which streams move over connections."""

@@ -1,4 +1,4 @@
-"""The connections from this process to another one, which the links to all its volumes share."""
+"""The connections from this process to one that serves volumes, shared by the links to them all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ConnectionSet", "shared"]
 
 
 class ConnectionSet:
-    """Streams, and how many of them are best, for every event loop of this process."""
+    """The streams to one process, and how many are best, for all event loops of this process."""
 
     def __init__(self, ticket: bytes, dialer: Dialer, *, checked: bool) -> None:
         self.streams = Streams(dialer.dial, checked=checked)
@@ -22,7 +22,7 @@ class ConnectionSet:
         self._users = 0
 
     def release(self) -> None:
-        """A link is closed; the connections are with the last of them."""
+        """Give up the use of one link; the connections are closed with the last of them."""
         with _lock:
             self._users -= 1
             if self._users:
@@ -33,12 +33,12 @@ class ConnectionSet:
 
 
 _sets: dict[bytes, ConnectionSet] = {}
-# Reentrant: the collector may close a link in a thread that holds it.
+# Reentrant, because the collector may close a link in a thread that holds it.
 _lock = threading.RLock()
 
 
 def shared(ticket: bytes, dialer: Dialer, *, checked: bool) -> ConnectionSet:
-    """The set of the process that gave this ticket; each link releases it once."""
+    """Return the set for the process that issued the ticket; each link must release it once."""
     with _lock:
         found = _sets.get(ticket)
         if found is None:

@@ -16,17 +16,17 @@ from torchstore_transports.tcp.wire.protocol import Endpoint, Welcome
 __all__ = ["Dialer"]
 
 _DIAL_S = 10.0
-# The head start of an address before the next one is tried, too.
+# How long one address is tried alone before the next one is tried, too.
 _STAGGER_S = 0.2
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class Dialer:
-    """Connects to the first endpoint of a volume that answers and has the secret.
+    """Connects to the first endpoint of a volume that answers and proves that it has the secret.
 
     Args:
-        welcome: what the volume has said in the handshake.
-        secure: for TLS; None without it.
+        welcome: the volume's answer to the handshake.
+        secure: the TLS context; None: no TLS.
     """
 
     def __init__(self, welcome: Welcome, secure: ssl.SSLContext | None) -> None:
@@ -35,12 +35,12 @@ class Dialer:
         self._best: Endpoint | None = None
 
     def dial(self) -> Connection:
-        """Return a new, authenticated connection. Blocks, for ten seconds at most; thread-safe.
+        """Return a new, authenticated connection. Blocks for at most ten seconds; thread-safe.
 
         Raises:
             OSError: none of the endpoints can be used now.
         """
-        # The one that answered last time has its head start again.
+        # The endpoint that answered last time is tried first.
         endpoints = sorted(self._welcome.endpoints, key=lambda one: one != self._best)
         deadline = time.monotonic() + _DIAL_S
         failures: list[str] = []
@@ -58,7 +58,7 @@ class Dialer:
         failures: list[str],
         deadline: float,
     ) -> Connection:
-        """Begin with one endpoint after the other; the connection that is ready first."""
+        """Try one endpoint after the other; return the connection that is ready first."""
         coming = endpoints[::-1]
         start = 0.0
         while (now := time.monotonic()) < deadline:
@@ -87,7 +87,7 @@ class Dialer:
         raise TimeoutError("; ".join([*failures, *silent]))
 
     def _greeted(self, sock: socket.socket) -> Connection:
-        """Authenticate a connection that has been made; closes it if that fails."""
+        """Authenticate an established connection; close it if that fails."""
         try:
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -104,7 +104,7 @@ class Dialer:
 
 
 def _begin(endpoint: Endpoint) -> socket.socket:
-    """Begin to connect."""
+    """Return a socket that has begun to connect."""
     sock = socket.socket(socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET)
     try:
         sock.setblocking(False)

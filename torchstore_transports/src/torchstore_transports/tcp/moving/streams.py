@@ -29,28 +29,28 @@ __all__ = ["STREAMS_MAX", "Streams"]
 
 log = logging.getLogger(__name__)
 
-#: Most streams of a link.
+#: Largest number of streams of a link.
 STREAMS_MAX = 8
-# Requests ahead of their answers: many, for networks with a long delay, but towards the end only so
-# many that no stream still has a queue when the others have nothing left to do.
+# Requests that a stream sends ahead of their answers: many, for networks with a long delay, but few
+# towards the end, so that no stream has a queue left when the others have nothing to do.
 _DEPTH = 8
 _DEPTH_AT_END = 2
 _AHEAD_BYTES = 64 << 20
-# But only so many bytes of them: a server that is sending an answer does not read, and then the
-# requests must fit into the buffers of its socket.
+# Limit for the total size of these requests' extents: while the server sends an answer it does not
+# read, so the requests must fit into the buffers of its socket.
 _DEPTH_BYTES = 48 << 10
-# Bytes that a stream moves before it looks whether another transfer is waiting.
+# Bytes that a stream moves before it checks whether another transfer is waiting.
 _QUANTUM = 64 << 20
 _IDLE_S = 10.0
 
 
 class Streams:
-    """Moves transfers over at most :data:`STREAMS_MAX` connections, which are made when they are
-    needed and kept for the next transfer. Every event loop of the process may use it.
+    """Moves transfers over at most :data:`STREAMS_MAX` connections, which are made when needed and
+    kept for later transfers. Can be used by every event loop of the process.
 
     Args:
         dial: makes an authenticated connection; raises OSError or TransportError.
-        checked: whether checksums are made of everything.
+        checked: whether all units carry checksums.
     """
 
     def __init__(self, dial: Callable[[], Connection], *, checked: bool) -> None:
@@ -65,7 +65,7 @@ class Streams:
         self._closed = False
 
     def keep(self, connection: Connection) -> None:
-        """Take over a connection for the first transfer that needs one."""
+        """Take over a connection, for the first transfer that needs one."""
         with self._lock:
             self._connections.add(connection)
             self._idle.append(connection)
@@ -73,10 +73,10 @@ class Streams:
     def start(
         self, copies: Sequence[Copy], *, write: bool, nbytes: int, width: int, volume: int
     ) -> Transfer:
-        """Begin to move a batch. To be called on the event loop that waits for it.
+        """Begin to move a batch. Call this on the event loop that will wait for the transfer.
 
         Raises:
-            TransportError: the streams are closed, or a copy makes no sense.
+            TransportError: the streams are closed, or a copy is invalid.
         """
         with self._lock:
             if self._closed:
@@ -95,7 +95,7 @@ class Streams:
             return transfer
 
     def forget(self, transfer: Transfer) -> None:
-        """A transfer has ended."""
+        """Remove a transfer that has ended."""
         with self._lock:
             if transfer in self._transfers:
                 self._transfers.remove(transfer)
@@ -111,7 +111,7 @@ class Streams:
         return len(self._transfers) <= 1
 
     def close(self) -> None:
-        """Fail what is being moved, and end all connections and threads, without waiting."""
+        """Fail all transfers, and end all connections and threads, without waiting."""
         with self._lock:
             self._closed = True
             for transfer in list(self._transfers):
@@ -123,8 +123,8 @@ class Streams:
             self._lock.notify_all()
 
     def close_in_child(self) -> None:
-        """In a forked child: release the descriptors. The threads do not exist there, and the lock
-        may be held by one of them.
+        """Release the descriptors in a forked child, where the threads do not exist, and one of
+        them may have held the lock.
         """
         self._closed = True
         for connection in list(self._connections):
@@ -133,7 +133,7 @@ class Streams:
     def _start_thread(self) -> None:
         try:
             threading.Thread(target=self._run, name="torchstore-tcp", daemon=True).start()
-        except RuntimeError as error:  # the limit of threads: those that there are do the work
+        except RuntimeError as error:  # the limit of threads: the existing ones do the work
             log.warning("a stream less: %s", error)
         else:
             self._threads += 1
@@ -155,7 +155,7 @@ class Streams:
                         self._idle.append(connection)
 
     def _assigned(self) -> Transfer | None:
-        """The transfer that needs another stream most; None if there was none for a while."""
+        """Return the transfer that needs another stream most; None if there is none for a while."""
         with self._lock:
             end = time.monotonic() + _IDLE_S
             while True:
@@ -176,15 +176,15 @@ class Streams:
                     self._free -= 1
 
     def _serve(self, transfer: Transfer, connection: Connection | None) -> Connection | None:
-        """Work on a transfer as long as it has units, or until others wait for too long; the
-        connection, if it is still good.
+        """Move units of a transfer until none is left, or until another transfer has waited too
+        long. Return the connection if it can still be used.
         """
         try:
             connection = self._connected(connection)
         except Exception as error:  # noqa: BLE001 - handed to the awaiting caller
             with self._lock:
                 transfer.streams -= 1
-                if transfer.streams:  # those that have a connection go on without this one
+                if transfer.streams:  # those that have a connection continue without this one
                     transfer.width = min(transfer.width, transfer.streams)
                     log.debug("a stream less: %s", error)
                 else:

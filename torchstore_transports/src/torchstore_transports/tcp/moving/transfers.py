@@ -1,4 +1,4 @@
-"""One batch on its way: the units that are still to be moved, and how it ends."""
+"""A batch that is being moved: the units that are left, and how it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchstore_transports.tcp.wire.protocol import READ_BYTES, WRITE_BYTES
 
 __all__ = ["Transfer"]
 
-# Below this, another unit costs more than a second stream gains.
+# Smallest unit: below this size, another unit costs more than a second stream gains.
 _UNIT_LEAST = 1 << 20
 # How many units each stream of a small batch moves.
 _UNITS = 8
@@ -24,14 +24,14 @@ _UNITS = 8
 class Transfer:
     """A batch that streams move together.
 
-    The streams take units and report each of them; an event loop waits for the end. Once it has
-    ended, no thread touches memory of the batch. The methods may be called by any thread.
+    Streams take units and report each of them; an event loop waits for the end. Once the transfer
+    has ended, no thread touches the batch's memory. The methods may be called by any thread.
 
     Args:
-        nbytes: of all copies.
-        width: the number of streams that may work on it.
-        volume: the number of the volume, of which requests say what they want.
-        lock: of everything that changes; shared by all transfers of a link.
+        nbytes: the total size of the copies.
+        width: the number of streams that may work on the transfer.
+        volume: the number by which requests name the volume.
+        lock: protects everything that changes; all transfers of a link share it.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Transfer:
         self.write = write
         self.width = width
         self.volume = volume
-        #: Streams that are at work on it, or about to be.
+        #: Streams that are working on the transfer, or about to.
         self.streams = 0
-        #: Why not everything has been moved.
+        #: Why the transfer is incomplete; None if it is not.
         self.error: BaseException | None = None
         #: Whether a unit has been taken at all.
         self.began = False
@@ -59,7 +59,7 @@ class Transfer:
         self._units = cut(copies, self._next_bytes)
         self._next: Unit | None = next(self._units, None)
         self._taken = 0  # copies that are complete once all taken units have arrived
-        self._in_flight: Counter[int] = Counter()  # by first copy
+        self._in_flight: Counter[int] = Counter()  # units, by their first copy
         self._connections: set[Connection] = set()
         self._ended = threading.Event()
         self._lock = lock
@@ -71,7 +71,7 @@ class Transfer:
 
     @property
     def more(self) -> bool:
-        """Whether there are units that no stream has taken."""
+        """Whether there are units that no stream has taken yet."""
         return self._next is not None
 
     @property
@@ -81,12 +81,12 @@ class Transfer:
 
     @property
     def share(self) -> int:
-        """How many of the units that are left each stream will move, about."""
+        """About how many of the remaining units each stream will move."""
         return self._left // self._unit_bytes // self.width
 
     def _next_bytes(self) -> int:
-        """The size of the next unit: less towards the end, so that all streams end at about the
-        same time, but not much less, because each may cost a round trip.
+        """Return the size of the next unit: smaller towards the end, so that all streams end at
+        about the same time, but not too small, because each unit may cost a round trip.
         """
         if self.width == 1:
             return self._unit_bytes
@@ -94,7 +94,7 @@ class Transfer:
         return max(least, min(self._unit_bytes, self._left // (2 * self.width)))
 
     def take(self, connection: Connection) -> Unit | None:
-        """The next unit, to be moved over ``connection``; None if there is none."""
+        """Return the next unit, to be moved over ``connection``; None if none is left."""
         with self._lock:
             unit = self._next
             if unit is None:
@@ -111,26 +111,26 @@ class Transfer:
             return unit
 
     def moved(self, unit: Unit) -> None:
-        """A unit has arrived."""
+        """Record that a unit has arrived."""
         with self._lock:
             self._in_flight[unit.first] -= 1
 
     def leave(self, connection: Connection) -> None:
-        """A stream has nothing in flight any more, or its connection has broken."""
+        """Record that a stream has no unit in flight, or that its connection has broken."""
         with self._lock:
             self._connections.discard(connection)
             self._check()
 
     def fail(self, error: BaseException) -> None:
-        """Give up, because of ``error`` if it is the first one."""
+        """Give up. The first ``error`` is the one that is reported."""
         with self._lock:
             self._fail(error)
 
     # ---- for the event loop ---------------------------------------------------------------
 
     async def ended(self) -> None:
-        """Wait until all units have arrived, or until nothing moves after an error. May be called
-        again after it was cancelled.
+        """Wait until all units have arrived, or until nothing moves any more after an error. May be
+        called again after it was cancelled.
         """
         if self._end.cancelled():
             with self._lock:
@@ -140,14 +140,14 @@ class Transfer:
         await self._end
 
     def stop(self) -> None:
-        """Have no further unit moved; those in flight may still arrive."""
+        """Let streams take no further units; those in flight may still arrive."""
         with self._lock:
             self._stop()
             self._check()
 
     def abort(self) -> None:
-        """End it: when this returns, no thread touches memory of the batch any more. Blocks only
-        as long as the threads need to notice that their connections have been shut.
+        """End the transfer: when this returns, no thread touches the batch's memory. Blocks only
+        until the threads notice that their connections have been shut.
         """
         with self._lock:
             self._stop()

@@ -1,4 +1,4 @@
-"""Cutting a batch of copies into units: what one request asks for, and where its bytes lie here."""
+"""Cutting a batch of copies into units: what one request moves, and its place in local memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ROWS_MAX = (1 << 32) - 1
 
 
 class Unit(NamedTuple):
-    """One request.
+    """The part of a batch that one request moves.
 
     Args:
-        first: index of the first copy of which it has bytes.
-        following: index of the first copy that is not complete with this unit and those before.
-        extents: packed, in the order of the bytes.
-        pieces: the same bytes in local memory.
+        first: index of the first copy of which the unit contains bytes.
+        following: index of the first copy that is incomplete after this unit and those before it.
+        extents: the bytes' places in segments, packed, in the order of the bytes.
+        pieces: the bytes' places in local memory.
     """
 
     first: int
@@ -35,8 +35,8 @@ class Unit(NamedTuple):
 
 
 class _Cutter:
-    """Gathers pieces until a unit is full. Bytes that are neighbours in a segment are one extent,
-    wherever they lie here.
+    """Collects pieces until a unit is full. Bytes that are adjacent in a segment become one extent,
+    even if they are apart in local memory.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:
@@ -77,14 +77,14 @@ class _Cutter:
 
 
 def cut(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[Unit]:
-    """Units that together are all bytes of the copies, in order.
+    """Yield units that together contain all bytes of the copies, in order.
 
     Args:
-        limit: called for each of them; about how many bytes it has (beyond that, by less than a
-            row).
+        limit: called for each unit; returns its size in bytes, which the unit may exceed by less
+            than a row.
 
     Raises:
-        TransportError: a copy makes no sense.
+        TransportError: a copy is invalid.
     """
     cutter = _Cutter(limit)
     for at, copy in enumerate(copies):
@@ -99,8 +99,8 @@ def cut(copies: Sequence[Copy], limit: Callable[[], int]) -> Iterator[Unit]:
 
 
 def _parts(copy: Copy, cutter: _Cutter) -> Iterator[tuple[Piece, int, bool]]:
-    """Parts of a copy that fit into what is left of the unit, with their offsets, and whether it is
-    the last one. Rows are only divided if one is larger than a unit.
+    """Yield the parts of a copy that fit into the rest of a unit: memory, offset in the segment,
+    and whether it is the last part. A row is only divided if it is larger than a unit.
     """
     address, segment, offset, nbytes = copy
     rows, stride, step = copy.rows, copy.stride, copy.step

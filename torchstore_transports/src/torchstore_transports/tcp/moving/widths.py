@@ -1,4 +1,4 @@
-"""How many streams a link uses, found by trying."""
+"""How many streams a link should use, found by trying."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["CHOICES", "LARGE", "Widths"]
 
 #: Numbers of streams that are tried.
 CHOICES = (1, 2, 4, 8)
-#: Bytes of batches that are measured; smaller ones say more about latency than about rates.
+#: Batches of at least this size are measured; smaller ones show latency rather than rate.
 LARGE = 64 << 20
 
 _FIRST = 2
-_SAMPLES = 2  # of a width before it is judged; the first one often pays for new connections
+_SAMPLES = 2  # measured before a width is judged; the first one often pays for new connections
 _KEPT = 3
-_BETTER = 1.05  # than a width with fewer streams; less is noise
+_BETTER = 1.05  # factor by which more streams must be faster; less is noise
 _LOOK_AGAIN = 32  # batches after which a neighbour is measured again
 _SMALL = 4 << 20
 
@@ -22,8 +22,8 @@ _SMALL = 4 << 20
 class Widths:
     """The rates measured for each number of streams, and the choice for the next batch.
 
-    It climbs: beside the best width so far, its neighbours are tried. Every now and then one of
-    them is measured again, because networks change.
+    The choice climbs: the neighbours of the best width so far are tried, too. Every now and then,
+    one of them is measured again, because networks change.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Widths:
         self._batches = 0
 
     def choose(self, nbytes: int) -> int:
-        """The number of streams for a batch of ``nbytes`` bytes."""
+        """Return the number of streams for a batch of ``nbytes`` bytes."""
         best = self.best()
         if nbytes < LARGE:
             return max(1, min(best, nbytes // _SMALL))
@@ -45,13 +45,13 @@ class Widths:
         return best
 
     def record(self, width: int, nbytes: int, seconds: float) -> None:
-        """Note how long a batch of ``nbytes`` bytes took with ``width`` streams."""
+        """Record how long a batch of ``nbytes`` bytes took with ``width`` streams."""
         if nbytes >= LARGE and seconds > 0:
             kept = self._rates.setdefault(width, deque(maxlen=_KEPT))
             kept.append(nbytes / seconds)
 
     def best(self) -> int:
-        """The width with the best rate so far; of nearly equal ones, that with fewer streams.
+        """Return the width with the best rate so far; if rates are nearly equal, the smaller one.
 
         >>> widths = Widths()
         >>> for width, seconds in ((2, 2.0), (2, 1.0), (4, 0.99), (4, 0.99)):

@@ -1,1 +1,1 @@
-"""The server half: who may connect where, and what is done for them."""
+"""The server half: which clients may connect, where it listens, and how it serves requests."""

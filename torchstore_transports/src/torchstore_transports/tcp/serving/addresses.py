@@ -1,4 +1,4 @@
-"""At which addresses a server half listens for a client, so that no others are open."""
+"""The addresses at which a server half listens for a client, so that no others are open."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST = 8
 
 
 def addresses_for(client: Greeting) -> list[str]:
-    """The addresses of this host at which the client may reach it, the best first.
+    """Return the addresses of this host at which the client may reach it, the best first.
 
     Raises:
         ConfigurationError: ``TORCHSTORE_BIND`` names what is neither an address nor an interface.
-        OSError: the system does not tell its addresses.
+        OSError: the system cannot list its addresses.
     """
     if chosen := bound():
         return [one.address for one in chosen]
@@ -40,7 +40,7 @@ def addresses_for(client: Greeting) -> list[str]:
 
 
 def _routed(others: Iterable[str]) -> list[str]:
-    """Where packets to those addresses would come from."""
+    """Return the addresses from which the kernel would send to ``others``, without loopback."""
     found = [local_address_to(address) for address in others]
     return [
         address

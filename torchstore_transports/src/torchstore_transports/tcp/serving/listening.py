@@ -1,4 +1,4 @@
-"""Listening sockets of a server half, and the thread that accepts at all of them."""
+"""The listening sockets of a server half, and the thread that accepts on all of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["Listeners"]
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128
-# While accepting fails, the sockets stay readable: looking again at once would be a busy loop.
+# While accepting fails, the sockets stay readable, so trying again at once would be a busy loop.
 _PAUSE_S = 0.25
-# Descriptors that connections are not let in for: the store needs some to serve others.
+# Descriptors that are not used for new connections: the store needs some to serve others.
 _RESERVE = 64
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listeners:
-    """Listens at some addresses of this host, each with a port of the system's choice.
+    """Listens at some addresses of this host, each with a port chosen by the system.
 
     Args:
-        take: is given each accepted connection, in the accepting thread.
+        take: called with each accepted connection, in the accepting thread.
     """
 
     def __init__(self, take: Callable[[socket.socket], None]) -> None:
@@ -37,8 +37,8 @@ class Listeners:
         self._wake: socket.socket | None = None
 
     def open(self, addresses: Sequence[str]) -> list[tuple[str, int]]:
-        """Listen at these addresses, too; where that is, in their order, without those that cannot
-        be listened at.
+        """Listen at these addresses, too. Return the endpoints, in the order of the addresses,
+        without addresses that cannot be listened at.
         """
         with self._lock:
             added = False
@@ -56,7 +56,7 @@ class Listeners:
             return [(address, self._sockets[address].getsockname()[1]) for address in known]
 
     def close(self) -> None:
-        """Listen nowhere any more. Waits for the thread, which ends at once."""
+        """Stop listening. Waits for the thread, which ends at once."""
         with self._lock:
             self._end()
             while self._sockets:
@@ -80,7 +80,7 @@ class Listeners:
             thread.join()
 
     def _accept(self, sockets: list[socket.socket], wake: socket.socket) -> None:
-        """Runs in the thread, until the other end of ``wake`` is closed."""
+        """Accept connections, in the thread, until the other end of ``wake`` is closed."""
         with wake, selectors.DefaultSelector() as all_of_them, selectors.DefaultSelector() as end:
             all_of_them.register(wake, selectors.EVENT_READ)
             end.register(wake, selectors.EVENT_READ)
@@ -94,13 +94,13 @@ class Listeners:
                         end.select(_PAUSE_S)
 
     def _accept_one(self, listener: socket.socket) -> bool:
-        """Accept a connection. False if nothing can be accepted for now."""
+        """Accept a connection. Return False if no more can be accepted for now."""
         try:
             accepted, _ = listener.accept()
         except OSError as error:
             if error.errno in _EXHAUSTED:
                 return False
-            log.debug("accept: %s", error)  # it has gone again
+            log.debug("accept: %s", error)  # the client has gone again
             return True
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if limit != resource.RLIM_INFINITY and accepted.fileno() >= limit - min(

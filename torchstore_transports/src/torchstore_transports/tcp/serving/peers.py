@@ -1,4 +1,4 @@
-"""The clients that a server half has let in, and their connections."""
+"""The clients that have been let in, and their connections."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = ["UNKNOWN_MAX", "Admission", "Peers"]
 
 log = logging.getLogger(__name__)
 
-#: Most connections that have not been authenticated yet; for one more, the oldest is closed.
+#: Most connections that are not authenticated yet; one more has the oldest closed.
 UNKNOWN_MAX = 64
 _CONNECTIONS_MAX = 32  # of one client
 _LOG_EVERY_S = 60.0
 
 
 class Admission(NamedTuple):
-    """What a client shows on a connection."""
+    """What a client shows on its connections to be let in."""
 
     ticket: bytes
     secret: bytes
@@ -56,10 +56,10 @@ class _Peer:
 
     @contextmanager
     def using(self, connection: Connection, volume: int) -> Iterator[Segments]:
-        """While bytes move between a volume and a connection.
+        """A context in which bytes move between a volume and a connection of the client.
 
         Raises:
-            ProtocolError: the client is not let in to it.
+            ProtocolError: the client has not been let in to the volume.
         """
         with self._changed:
             segments = self.volumes.get(volume)
@@ -74,8 +74,8 @@ class _Peer:
                 self._changed.notify_all()
 
     def end(self, volume: int) -> None:
-        """Let the client in to that volume no more, and wait until nothing moves. The connections
-        that are not at work on it stay.
+        """Let the client in to a volume no longer, and wait until nothing moves. Connections that
+        are not at work on the volume stay open.
         """
         with self._changed:
             self.volumes.pop(volume, None)
@@ -89,7 +89,7 @@ class _Peer:
 
 
 class _Refusals:
-    """Counts refused connections, and says so once a minute at most."""
+    """Counts refused connections, and logs a message once a minute at most."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,10 +109,10 @@ class _Refusals:
 
 
 class Peers:
-    """Every connection has a thread, which first greets and then serves it.
+    """The clients of all volumes. Each connection has a thread, which greets and then serves it.
 
     Args:
-        secure: for TLS; None without it.
+        secure: the TLS context; None: no TLS.
     """
 
     def __init__(self, secure: ssl.SSLContext | None) -> None:
@@ -127,21 +127,22 @@ class Peers:
         return bool(self._peers)
 
     def met(self, peer: bytes, volume: int) -> bool:
-        """Whether a client has been let in to a volume."""
+        """Return whether a client has been let in to a volume."""
         with self._lock:
             known = self._peers.get(peer)
             return known is not None and volume in known.volumes
 
     def of(self, volume: int) -> list[bytes]:
-        """The clients that have been let in to a volume."""
+        """Return the clients that have been let in to a volume."""
         with self._lock:
             return [peer for peer, known in self._peers.items() if volume in known.volumes]
 
     def let_in(self, peer: bytes, volume: int, segments: Segments) -> Admission:
-        """Let a client in to a volume; what it has to show, the same until it is forgotten.
+        """Let a client in to a volume. Return what it has to show on its connections, which stays
+        the same until the client is forgotten.
 
         Args:
-            segments: of the volume.
+            segments: the segments of the volume.
         """
         with self._lock:
             known = self._peers.get(peer)
@@ -153,15 +154,15 @@ class Peers:
 
     def forget(self, peer: bytes, volume: int) -> None:
         """End what a client has under way in a volume, and all of its connections if that was the
-        last of its volumes. When this returns, none of its bytes moves there any more. Blocks, as
-        long as its threads need to notice.
+        last of its volumes. When this returns, none of its bytes moves there any more. Blocks until
+        the client's threads have noticed.
         """
         with self._lock:
             known = self._peers.get(peer)
             if known is None:
                 return
             known.end(volume)
-            # Meanwhile it may have been let in to another one, or forgotten by another thread.
+            # Meanwhile it may have been let in to another volume, or forgotten by another thread.
             if known.volumes or self._peers.get(peer) is not known:
                 return
             del self._peers[peer]
@@ -173,7 +174,7 @@ class Peers:
             thread.join()
 
     def close(self) -> None:
-        """End the connections of those who are still unknown. Blocks."""
+        """End all connections that are not authenticated yet. Blocks."""
         with self._lock:
             unknown = list(self._unknown.items())
         for _, sock in unknown:
@@ -182,7 +183,7 @@ class Peers:
             thread.join()
 
     def take(self, sock: socket.socket) -> None:
-        """Greet whoever has connected, in a thread. Does not block."""
+        """Greet and serve a new connection, in a thread. Does not block."""
         thread = threading.Thread(
             target=self._run, args=(sock,), name="torchstore-tcp-serve", daemon=True
         )
@@ -240,7 +241,7 @@ class Peers:
         return wrapped
 
     def _entered(self, sock: socket.socket, deadline: float) -> tuple[_Peer, Connection]:
-        """Greet, and enter the connection among those of its client."""
+        """Authenticate a connection, and add it to those of its client."""
         ticket = answer(sock, self._secret_of, deadline)
         with self._lock:
             peer = self._by_ticket.get(ticket)
@@ -266,7 +267,7 @@ class Peers:
 
 def _shut(sock: socket.socket) -> None:
     try:
-        # Not that of SSLSocket, which would take the session away from the thread that uses it.
+        # Not SSLSocket.shutdown, which would take the session away from the thread that uses it.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:  # it has ended by itself
         log.debug("a connection ended before it was closed")

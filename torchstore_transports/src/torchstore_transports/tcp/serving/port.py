@@ -1,4 +1,4 @@
-"""What all volumes of a process share: where it listens, and the connections of its clients."""
+"""What all volumes of a process share: where it listens, and its clients' connections."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Port"]
 
 
 class Port:
-    """Lets clients in to volumes, each of which has a number. For the event loops of all of them.
+    """Lets clients in to the volumes of this process, each of which has a number. Thread-safe.
 
-    It listens while there are clients, and only at addresses at which one of them is met.
+    It listens only while there are clients, and only at addresses that one of them uses.
 
     Args:
-        secure: for TLS; None without it.
+        secure: the TLS context; None: no TLS.
     """
 
-    _ports: ClassVar[dict[Hashable, Port]] = {}  # those with volumes
+    _ports: ClassVar[dict[Hashable, Port]] = {}  # the ports that serve volumes
     _of_process: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, secure: ssl.SSLContext | None) -> None:
@@ -39,13 +39,13 @@ class Port:
     def serving(
         cls, key: Hashable, secure: ssl.SSLContext | None, segments: Segments
     ) -> tuple[Port, int]:
-        """Serve a volume at the port of this process; that port, and the number of the volume.
+        """Serve a volume at a port of this process; return the port and the volume's number.
 
         Args:
-            key: names the certificates; each has a port of its own.
+            key: identifies the certificates; each set of them has a port of its own.
 
         Raises:
-            TransportUnavailableError: too many volumes are in this process.
+            TransportUnavailableError: this process serves too many volumes.
         """
         with cls._of_process:
             port = cls._ports.get(key) or cls(secure)
@@ -59,11 +59,11 @@ class Port:
     def let_in(
         self, peer: bytes, volume: int, addresses: Sequence[str]
     ) -> tuple[list[tuple[str, int]], Admission]:
-        """Let a client in to a volume, and listen at these addresses, too: where that is, and what
-        the client shows on its connections, which is the same for all volumes.
+        """Let a client in to a volume, and listen at these addresses, too. Return where it listens,
+        and what the client has to show on its connections, which is the same for all volumes.
 
         Raises:
-            TransportUnavailableError: it can listen at none of them.
+            TransportUnavailableError: it can listen at none of the addresses.
         """
         with self._lock:
             endpoints = self._listeners.open(addresses)
@@ -73,19 +73,19 @@ class Port:
         raise TransportUnavailableError("the volume has no address that the client reaches")
 
     def met(self, peer: bytes, volume: int) -> bool:
-        """Whether the client is let in to that volume."""
+        """Return whether the client has been let in to that volume."""
         return self._peers.met(peer, volume)
 
     def forget(self, peer: bytes, volume: int) -> None:
         """End what a client has under way in a volume. When this returns, none of its bytes moves
-        there any more. Blocks, as long as the threads need to notice.
+        there any more. Blocks until the client's threads have noticed.
         """
         self._peers.forget(peer, volume)
         with self._lock:
             self._close_if_unused()
 
     def remove(self, volume: int) -> None:
-        """Forget a volume, and its clients. Blocks."""
+        """Remove a volume, and forget its clients. Blocks."""
         for peer in self._peers.of(volume):
             self._peers.forget(peer, volume)
         with self._of_process:

@@ -1,4 +1,4 @@
-"""Doing what a client asks for on one connection, in its thread."""
+"""Serving a client's requests on one connection, in its thread."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from torchstore_transports.tcp.wire.protocol import (
 
 __all__ = ["Segments", "serve"]
 
-# From this size on, the kernel sends pages of a segment itself; below, a call for each run would
-# cost more than a copy.
+# From this size on, the kernel sends pages of a segment directly; below it, a call for each run
+# would cost more than a copy.
 _SEND_FILE = 64 << 10
 
 
@@ -46,7 +46,7 @@ class _Request(NamedTuple):
 
 
 class Segments:
-    """The segments of a volume, mapped when a client first uses them. For all threads."""
+    """The segments of a volume, mapped when a client first uses them. Thread-safe."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.sizes: Mapping[int, int] = {one.id: one.nbytes for one in segments}
@@ -55,14 +55,14 @@ class Segments:
         self._lock = threading.Lock()
 
     def fd(self, segment: int) -> int:
-        """The descriptor of a segment."""
+        """Return the descriptor of a segment."""
         return self._segments[segment].fd
 
     def pieces(self, extents: Iterable[Extent]) -> Iterator[Piece]:
-        """The memory of extents.
+        """Yield the memory of extents.
 
         Raises:
-            OSError: it cannot be mapped.
+            OSError: a segment cannot be mapped.
         """
         for segment, offset, nbytes, rows, step in extents:
             yield Piece(self._address(segment) + offset, nbytes, rows, step)
@@ -76,7 +76,7 @@ class Segments:
             return address
 
     def close(self) -> None:
-        """Unmap everything. No thread may use it any more."""
+        """Unmap everything. No thread may use the segments any more."""
         while self._addresses:
             segment, address = self._addresses.popitem()
             unmap(address, self.sizes[segment])
@@ -86,8 +86,8 @@ def serve(connection: Connection, using: Callable[[int], AbstractContextManager[
     """Answer requests until the client closes the connection.
 
     Args:
-        using: entered with the number of a volume while bytes of it move; raises ProtocolError if
-            the client has not been let in to it.
+        using: a context in which bytes of the volume of that number may move; raises ProtocolError
+            if the client has not been let in to the volume.
 
     Raises:
         OSError: the connection has broken, or was shut.
@@ -104,16 +104,16 @@ def serve(connection: Connection, using: Callable[[int], AbstractContextManager[
         except ProtocolError as error:
             text = error.message.encode()[:TEXT_MAX]
             connection.send([memoryview(ANSWER.pack(FAILED, 0, 0, 0, len(text)) + text)])
-            # If it were closed with bytes that nobody has received, the client might not see why.
+            # Closed with unread bytes, the connection would be reset: the text might not arrive.
             connection.drain(REQUEST_BYTES_MAX)
             return
 
 
 def _received(connection: Connection, head: memoryview, segments: Segments) -> _Request:
-    """The rest of a request, checked.
+    """Receive the rest of a request, and check it.
 
     Raises:
-        ProtocolError: it is wrong; what follows on the connection means nothing.
+        ProtocolError: the request is invalid; further bytes on the connection have no meaning.
     """
     operation, checked, _, count, nbytes, crc = REQUEST.unpack(head)
     if operation not in (READ, WRITE) or count > EXTENTS_MAX or nbytes > REQUEST_BYTES_MAX:

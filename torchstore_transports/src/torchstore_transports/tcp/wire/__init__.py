@@ -1,1 +1,1 @@
-"""What both halves share: messages, the greeting, connections."""
+"""What both halves share: messages, authentication, connections."""

@@ -1,8 +1,8 @@
-"""How the two ends of a new connection prove to each other that they are those of the handshake.
+"""How the two ends of a new connection prove to each other that they took part in the handshake.
 
-The secret never travels over the connection: each end shows that it has it by an HMAC-SHA256 over
-random numbers of both. All messages have a fixed size, and a stranger learns nothing but that the
-connection was closed. Where certificates are given, TLS comes first.
+The secret never travels over the connection: each end proves that it has it by an HMAC-SHA256 over
+random numbers from both. All messages have a fixed size, and a stranger learns nothing but that the
+connection was closed. If certificates are configured, TLS comes first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "introduce",
 ]
 
-#: The whole greeting takes no longer, in seconds.
+#: Time limit of the whole greeting, in seconds.
 GREETING_S = 5.0
 SECRET_BYTES = 32
 TICKET_BYTES = 16
@@ -43,15 +43,15 @@ _CERTIFICATE, _KEY, _AUTHORITY = "TORCHSTORE_TCP_CERT", "TORCHSTORE_TCP_KEY", "T
 
 
 class RefusedError(ConnectionError):
-    """The other end is not the one that it should be, or does not take this one for that."""
+    """The other end is not the expected one, or has refused this end."""
 
 
 def introduce(sock: socket.socket, ticket: bytes, secret: bytes, limit_s: float) -> None:
-    """The client's part, which takes at most ``limit_s`` seconds.
+    """Do the client's part of the greeting, in at most ``limit_s`` seconds.
 
     Raises:
         RefusedError: the other end does not have the secret, or refuses the ticket.
-        OSError: the connection broke, or the time is over.
+        OSError: the connection broke, or the time has expired.
     """
     deadline = time.monotonic() + limit_s
     mine = secrets.token_bytes(_NONCE_BYTES)
@@ -68,21 +68,21 @@ def introduce(sock: socket.socket, ticket: bytes, secret: bytes, limit_s: float)
 def answer(
     sock: socket.socket, secret_of: Callable[[bytes], bytes | None], deadline: float
 ) -> bytes:
-    """The server's part.
+    """Do the server's part of the greeting.
 
     Args:
-        secret_of: the secret that belongs to a ticket; None if there is no such ticket.
-        deadline: of the whole greeting, on the monotonic clock.
+        secret_of: returns the secret that belongs to a ticket; None if there is no such ticket.
+        deadline: the end of the whole greeting, on the monotonic clock.
 
     Returns:
-        The client's ticket. The client waits for :func:`accept`.
+        The client's ticket. The client still waits for :func:`accept`.
 
     Raises:
-        RefusedError: the other end is no client that has been let in.
-        OSError: the connection broke, or the time is over.
+        RefusedError: the other end is not a client that has been let in.
+        OSError: the connection broke, or the time has expired.
     """
-    said = _receive(sock, len(_MAGIC) + TICKET_BYTES + _NONCE_BYTES, deadline)
-    magic, rest = said[: len(_MAGIC)], said[len(_MAGIC) :]
+    hello = _receive(sock, len(_MAGIC) + TICKET_BYTES + _NONCE_BYTES, deadline)
+    magic, rest = hello[: len(_MAGIC)], hello[len(_MAGIC) :]
     ticket, theirs = rest[:TICKET_BYTES], rest[TICKET_BYTES:]
     if magic != _MAGIC:
         raise RefusedError("it does not speak this protocol")
@@ -98,24 +98,24 @@ def answer(
 
 
 def accept(sock: socket.socket) -> None:
-    """Tell a client that it is let in. Raises OSError."""
+    """Tell a client that its connection is accepted. Raises OSError."""
     sock.sendall(_ACCEPTED)
 
 
 def certificates() -> tuple[str, ...]:
-    """The paths of ``TORCHSTORE_TCP_CERT``, ``TORCHSTORE_TCP_KEY`` and ``TORCHSTORE_TCP_CA``, empty
-    where they are not set.
+    """Return the paths in ``TORCHSTORE_TCP_CERT``, ``TORCHSTORE_TCP_KEY`` and
+    ``TORCHSTORE_TCP_CA``; empty ones for variables that are not set.
     """
     return tuple(os.environ.get(name, "") for name in (_CERTIFICATE, _KEY, _AUTHORITY))
 
 
 def encryption(*, server: bool) -> ssl.SSLContext | None:
-    """Return what TLS needs, from ``TORCHSTORE_TCP_CERT``, ``TORCHSTORE_TCP_KEY`` and
+    """Return the TLS context of ``TORCHSTORE_TCP_CERT``, ``TORCHSTORE_TCP_KEY`` and
     ``TORCHSTORE_TCP_CA`` (paths of PEM files); None if they are not set. Each end shows its
-    certificate, which the authority must have signed; the names in them do not matter.
+    certificate, which the authority must have signed; the names in it do not matter.
 
     Raises:
-        ConfigurationError: only some are set, or a file cannot be used.
+        ConfigurationError: only some of them are set, or a file cannot be used.
     """
     paths = certificates()
     if not any(paths):
@@ -125,7 +125,7 @@ def encryption(*, server: bool) -> ssl.SSLContext | None:
     certificate, key, authority = paths
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Whom to talk to is known from the handshake; the authority vouches for the host.
+    # The handshake determines the other end; the authority vouches for its host.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:

@@ -1,8 +1,8 @@
-"""A TCP connection that belongs to one thread: exact transfers, and an end from any thread.
+"""A TCP connection for one thread at a time, which any thread can end.
 
-The sockets are blocking, so a transfer of megabytes is one or two system calls, and all waiting is
-done by the kernel without the interpreter's lock. Stalls are noticed by the kernel's own time-outs
-for receiving and sending.
+The sockets are blocking, so that a transfer of megabytes takes one or two system calls, and the
+kernel does all waiting, without the interpreter lock. The kernel's own time-outs for receiving and
+sending detect stalls.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torchstore_transports.tcp.wire.memory import Piece, incoming, outgoing
 
 __all__ = ["STALL_S", "Connection", "tune"]
 
-#: A connection is given up when its peer takes or gives no byte for so many seconds.
+#: A connection is given up when its peer has sent or accepted no byte for this many seconds.
 STALL_S = 20.0
 _KEEP_IDLE_S, _KEEP_INTERVAL_S, _KEEP_PROBES = 10, 5, 3
 _IOV_MAX = 1024
-# With TLS every call copies anyway, so that small rows are joined up to this many bytes.
+# With TLS every call copies anyway, so small rows are joined, up to this many bytes.
 _JOINED_BYTES = 64 << 10
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what every connection needs: no delay of small messages, and an end for dead peers."""
+    """Set a socket's options: no delay of small messages, and detection of dead peers."""
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -45,7 +45,7 @@ class Connection:
 
     All methods but :meth:`shut` and :meth:`close` are for the thread that uses it. They raise
     OSError when the connection has broken, was shut, or has stalled for :data:`STALL_S` seconds;
-    then it is of no more use.
+    after that, it cannot be used any more.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -54,10 +54,10 @@ class Connection:
         #: Whether sending copies anyway: TLS does, and over the loopback a copy from memory is
         #: faster than handing over pages one by one.
         self.copies = self.encrypted or sock.getsockname()[0] == sock.getpeername()[0]
-        # Whether the kernel takes bytes from where they lie, and puts them there.
+        # Whether the kernel can read rows of memory and fill them directly.
         self._rows = socket_rows.has_native() and not self.encrypted
         self._shut = False
-        # Reentrant: the collector may drop a link, and shut its connections, at any moment.
+        # Reentrant, because the collector may drop a link, and shut its connections, at any moment.
         self._lock = threading.RLock()
         if self.encrypted:
             sock.settimeout(STALL_S)
@@ -70,8 +70,8 @@ class Connection:
     # ---- receiving ------------------------------------------------------------------------
 
     def receive_first(self, view: memoryview) -> bool:
-        """Fill ``view``, however long its first byte takes to come. False if the peer has closed
-        the connection instead.
+        """Fill ``view``, waiting without limit for its first byte. Return False if the peer has
+        closed the connection instead.
         """
         while True:
             try:
@@ -113,7 +113,7 @@ class Connection:
                 self._check(0)
 
     def drain(self, most: int) -> None:
-        """Receive and forget, until the peer has ended the connection or ``most`` bytes came."""
+        """Discard what arrives, until the peer closes the connection or ``most`` bytes came."""
         scratch = memoryview(bytearray(64 << 10))
         while most > 0:
             try:
@@ -152,10 +152,10 @@ class Connection:
     # ---- sending --------------------------------------------------------------------------
 
     def send(self, views: Iterable[memoryview], *, more: bool = False) -> None:
-        """Send everything, one after the other.
+        """Send all views, one after the other.
 
         Args:
-            more: whether more is sent at once, so that a small rest may wait for it.
+            more: whether more data follows at once, so that a small remainder may be held back.
         """
         if self.encrypted:
             self._send_encrypted(views)
@@ -186,8 +186,8 @@ class Connection:
                 raise _stalled() from error
 
     def _by_way(self, pieces: Sequence[Piece]) -> Iterator[tuple[bool, list[Piece]]]:
-        """The pieces in order, in groups that go through a buffer, or that the kernel takes from
-        where they lie.
+        """Yield the pieces in order, in groups; the flag says whether a group goes through a
+        buffer, or the kernel accesses its memory directly.
         """
         if not self._rows:
             yield True, [*pieces]
@@ -223,7 +223,7 @@ class Connection:
     # ---- ending ---------------------------------------------------------------------------
 
     def quiet(self) -> bool:
-        """Whether the connection can be used again: it is open, and there is nothing to receive."""
+        """Return whether the connection can be reused: it is open, with nothing to receive."""
         if self.encrypted:
             return not self._shut
         try:
@@ -232,13 +232,13 @@ class Connection:
             return not self._shut
         except OSError:
             return False
-        return False  # closed by the peer, or a byte that nobody has asked for
+        return False  # closed by the peer, or an unexpected byte
 
     def shut(self) -> None:
-        """End the connection; a thread that waits for it has an error at once. For any thread."""
+        """End the connection, from any thread; a thread that waits for it gets an error at once."""
         with self._lock:
             self._shut = True
-            # Not that of SSLSocket, which would take the session away from the thread that uses it.
+            # Not SSLSocket.shutdown, which would take the session from the thread that uses it.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
@@ -249,12 +249,12 @@ class Connection:
             self._socket.close()
 
     def forget(self) -> None:
-        """In a forked child: release the descriptor; the parent's connection stays as it is."""
+        """Release the descriptor in a forked child; the parent's connection stays as it is."""
         self._socket.close()
 
 
 def _after(batch: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of the views when the first ``done`` bytes have been transferred."""
+    """Return what is left of the views after the first ``done`` bytes have been transferred."""
     for at, view in enumerate(batch):
         if done < len(view):
             return [view[done:], *batch[at + 1 :]]

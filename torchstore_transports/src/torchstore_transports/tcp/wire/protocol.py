@@ -1,10 +1,10 @@
-"""What the two halves of ``tcp`` say to each other, in handshakes and on connections.
+"""The messages between the two halves of ``tcp``, in handshakes and on connections.
 
-In handshakes: msgpack. On a connection, once it is authenticated: requests, each answered in turn.
-A request is a fixed header and packed extents, followed by the bytes if it is a write. An answer is
-a fixed header, followed by the bytes if it was a read that went well, or else by an error text.
+Handshakes are msgpack. An authenticated connection carries requests, which are answered in turn. A
+request is a fixed header and packed extents, followed by the bytes if it is a write. An answer is a
+fixed header, followed by the bytes if it was a read that succeeded, or by an error text.
 
-Whoever receives checks everything before it touches memory.
+The receiver of a message checks all of it before it touches memory.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Of everything in this module. Halves of different versions do not talk to each other.
+#: Version of everything in this module. Halves of different versions refuse each other.
 VERSION = 2
 
-#: Largest number of bytes that a client asks for with one request. Each costs about 75 µs that the
-#: stream does not receive in; an answer can be ended at any byte.
+#: Largest number of bytes that a client reads with one request. Each request costs about 75 µs in
+#: which the stream receives nothing; an answer can be cut off at any byte.
 READ_BYTES = 16 << 20
-#: Largest number of bytes that a client sends with one request. A cancelled write waits for those
-#: that have been begun.
+#: Largest number of bytes that a client writes with one request. A cancelled write waits for the
+#: requests that it has begun.
 WRITE_BYTES = 8 << 20
-#: Largest number of bytes that a server accepts to be asked for with one request.
+#: Largest number of bytes that a server accepts in one request.
 REQUEST_BYTES_MAX = 64 << 20
-#: Largest number of extents of a request.
+#: Largest number of extents in a request.
 EXTENTS_MAX = 1024
-#: Longest text of an error, in bytes.
+#: Longest error text, in bytes.
 TEXT_MAX = 4096
 
 READ, WRITE = 1, 2
 OK, FAILED = 0, 1
 
-#: Largest number of a volume.
+#: Largest number that a volume can have.
 VOLUMES_MAX = (1 << 16) - 1
 
 #: Operation, whether bytes are checked, number of the volume, number of extents, number of bytes,
@@ -74,18 +74,18 @@ VOLUMES_MAX = (1 << 16) - 1
 REQUEST = struct.Struct("<BBHIQI")
 #: Outcome, whether the bytes are checked, unused, CRC-32 of the bytes that follow, their number.
 ANSWER = struct.Struct("<BBHIQ")
-#: Segment, offset, bytes of a row, rows, bytes between the starts of rows.
+#: Segment, offset, bytes per row, number of rows, bytes between the starts of rows.
 EXTENT = struct.Struct("<IQQIq")
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What every client learns of a server half: nothing that would help a stranger.
+    """What every client learns about a server half: nothing that would help a stranger.
 
     Args:
-        version: :data:`VERSION` of the server half.
-        namespace: the id of its network namespace.
+        version: the :data:`VERSION` of the server half.
+        namespace: the id of the server half's network namespace.
         networks: the addresses of its host.
-        encrypted: whether it accepts connections with TLS only.
+        encrypted: whether it accepts only connections with TLS.
     """
 
     version: int
@@ -95,8 +95,8 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True):
-    """The request of a handshake: where the client is, so that the server half knows where to
-    listen.
+    """The request of a handshake: where the client is, which determines where the server half
+    listens.
     """
 
     version: int
@@ -113,9 +113,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         endpoints: where the server half listens, the best first.
-        ticket: names the client on its connections, which serve all volumes of the process that it
-            has been let in to.
-        secret: proves to each half that the other is the one of the handshake.
+        ticket: identifies the client on its connections, which serve all volumes of the process
+            that it has been let in to.
+        secret: proves to each half that the other one took part in the handshake.
         encrypted: whether connections use TLS.
         volume: the number by which requests name the volume.
     """
@@ -131,7 +131,7 @@ def decode(data: bytes, kind: type[T], what: str) -> T:
     """Decode a message of a handshake.
 
     Raises:
-        TransportUnavailableError: it is none.
+        TransportUnavailableError: the data is not such a message.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
@@ -140,14 +140,14 @@ def decode(data: bytes, kind: type[T], what: str) -> T:
 
 
 def checksum(parts: Iterable[memoryview], crc: int = 0) -> int:
-    """The CRC-32 of all parts, one after the other, after bytes that have the CRC-32 ``crc``."""
+    """Return the CRC-32 of all parts, continued from ``crc``, that of the bytes before them."""
     for part in parts:
         crc = zlib.crc32(part, crc)
     return crc
 
 
 class Extent(NamedTuple):
-    """``rows`` rows of ``nbytes`` bytes each, the starts of which are ``step`` bytes apart."""
+    """``rows`` rows of ``nbytes`` bytes in a segment, whose starts are ``step`` bytes apart."""
 
     segment: int
     offset: int
@@ -162,11 +162,11 @@ def extents_of(packed: bytes | bytearray) -> list[Extent]:
 
 
 def check_extents(extents: Iterable[Extent], sizes: Mapping[int, int], nbytes: int) -> None:
-    """Check what a request wants before any of it is done.
+    """Check a request before any part of it is executed.
 
     Args:
-        sizes: of the segments, in bytes.
-        nbytes: what all extents together have to be.
+        sizes: the sizes of the segments in bytes.
+        nbytes: the total that the extents must have.
 
     Raises:
         ProtocolError: an extent is outside its segment, or the total is wrong.

@@ -1,8 +1,8 @@
-"""A client process of the conformance kit: it does what it is told on its standard input.
+"""A client process of the conformance kit, which runs the errands that it reads from its input.
 
-``python -m torchstore_core.testing.transports.ends.client`` is that process. It has no torch,
-unless the transport's client half imports it. Every line is an errand, and is answered with a
-line: ``ok``, or what went wrong.
+The process is ``python -m torchstore_core.testing.transports.ends.client``. It has no torch, unless
+the transport's client half imports it. Every line of its standard input is an errand, and is
+answered with one line: ``ok``, or the error.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["Client", "Errand"]
 
 
 class Errand(msgspec.Struct, frozen=True):
-    """``write`` a pattern, ``read`` and compare it, or ``flood``: write patterns for ever; then the
-    answer comes when the first has arrived.
+    """A task for a client process: ``write`` a pattern, ``read`` and compare it, or ``flood``:
+    write patterns for ever. A ``flood`` is answered when its first pattern has arrived.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Errand(msgspec.Struct, frozen=True):
 
 
 class Client:
-    """Such a process, as seen by the test. Close it."""
+    """A client process, as seen by the test, which must close it."""
 
     def __init__(
         self,
@@ -52,32 +52,32 @@ class Client:
             stdout=subprocess.PIPE,
             env=tool_environment(environment or {}),
         )
-        # The peer that the process is for the server half.
+        # The id by which the server half knows the process.
         self.peer = bytes.fromhex(self._line())
 
     def tell(self, errand: Errand) -> None:
-        """Send an errand; its answer comes later."""
+        """Send an errand, without waiting for its answer."""
         if self._process.stdin is not None:
             self._process.stdin.write(msgspec.json.encode(errand) + b"\n")
             self._process.stdin.flush()
 
     def answer(self) -> str:
-        """The answer to the oldest errand; waits for it."""
+        """Wait for the answer to the oldest errand, and return it."""
         return self._line() or "the client process has died"
 
     def kill(self) -> None:
-        """End it at once (SIGKILL)."""
+        """Kill the process (SIGKILL)."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process and close its pipes."""
         self.kill()
         if self._process.stdin is not None and self._process.stdout is not None:
             self._process.stdout.close()
             try:
                 self._process.stdin.close()
-            except BrokenPipeError:  # something was left to be sent
+            except BrokenPipeError:  # the pipe still contained data
                 return
 
     def _line(self) -> str:

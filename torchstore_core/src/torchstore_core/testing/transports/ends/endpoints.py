@@ -29,30 +29,30 @@ from torchstore_core.testing.transports.ends.session import Reach, Session
 
 __all__ = ["SEGMENT", "Endpoints", "tool_environment"]
 
-#: Size of a segment in bytes. Only what is touched takes memory.
+#: Size of a segment in bytes. Only pages that are touched take memory.
 SEGMENT = 256 << 20
 _PAGE = mmap.PAGESIZE
 _numbers = itertools.count()
 
 
 def tool_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of processes that the kit starts: they import what this process can."""
+    """Return the environment of the kit's processes, which can import what this process can."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **extra}
 
 
 class Endpoints:
-    """A hosted volume, and how to reach it. Close it, or what it has started stays.
+    """A hosted volume, and how to reach it. Close it, or its processes stay behind.
 
     Args:
-        here: host it in this process, in a thread; otherwise in a process of its own.
-        wrapper: a command that runs the process, given as its last arguments.
+        here: whether to host it in this process, in a thread; otherwise in a process of its own.
+        wrapper: a command that runs the process, whose command line is appended to it.
         environment: further environment variables of the process.
-        same_host: whether clients may take themselves to be on its host.
+        same_host: whether clients are told that they are on the volume's host.
 
     Attributes:
         memory: the segment, as shared memory of this process.
-        nbytes: its size.
-        root: the process of the volume; None: this one.
+        nbytes: the size of the segment.
+        root: the pid of the volume's process; None: the volume is in this process.
         refusal: why the server half does not serve; empty if it does.
 
     Raises:
@@ -100,11 +100,11 @@ class Endpoints:
         self.reach = Reach(plugin, control, opened.topology, same_host, opened.offer or b"")
 
     def session(self) -> Session:
-        """A new client."""
+        """Return a new client."""
         return Session(self.reach)
 
     def take(self, nbytes: int) -> int:
-        """An offset of ``nbytes`` bytes that nobody else uses for a while; never at a page."""
+        """Return the offset of ``nbytes`` unused bytes, not page-aligned; reused after a while."""
         with self._lock:
             if self._taken + nbytes + 2 * _PAGE > self.nbytes:
                 self._taken = 0
@@ -113,15 +113,15 @@ class Endpoints:
             return offset
 
     def look(self, offset: int, nbytes: int) -> bytes:
-        """What the segment contains there."""
+        """Return bytes of the segment."""
         return self.memory[offset : offset + nbytes]
 
     def put(self, offset: int, data: bytes) -> None:
-        """Write to the segment directly."""
+        """Write to the segment, bypassing the transport."""
         self.memory[offset : offset + len(data)] = data
 
     def processes(self) -> list[int]:
-        """The processes of the server half; empty if it is in this one."""
+        """Return the pids of the server half's processes; empty if it is in this process."""
         if self.root is None:
             return []
         return [self.root, *(pid for pid, _ in leftovers.descendants(self.root))]
@@ -133,7 +133,7 @@ class Endpoints:
                 os.kill(pid, number)
 
     def close(self) -> None:
-        """End the volume and what was started for it. Idempotent."""
+        """End the volume and its processes. Idempotent."""
         self.memory.close()
         self._end()
 
@@ -146,11 +146,11 @@ class Endpoints:
             stdout=subprocess.PIPE,
             env=tool_environment(extra),
         )
-        said = self._process.stdout.readline() if self._process.stdout is not None else b""
+        line = self._process.stdout.readline() if self._process.stdout is not None else b""
         try:
-            return msgspec.json.decode(said, type=Opened)
+            return msgspec.json.decode(line, type=Opened)
         except msgspec.DecodeError as error:
-            why = said.decode().strip() or "its standard error says why"
+            why = line.decode().strip() or "its standard error says why"
             raise PluginError(f"a process cannot host the server half: {why}") from error
 
     def _end(self) -> None:

@@ -1,8 +1,8 @@
 """Hosts a real volume with the server half of one transport, for the conformance kit.
 
-``python -m torchstore_core.testing.transports.ends.host`` is a process that does this; it ends when
-its standard input is closed. The clients of the kit reach it over a control socket that carries
-handshakes, as the store's own control connection would.
+The process ``python -m torchstore_core.testing.transports.ends.host`` does this until its standard
+input is closed. The kit's clients reach it over a control socket that carries handshakes, as the
+store's own control connection would.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _VOLUME_LOG = "torchstore_core.server.memory.volume"
 
 
 class Plugin(msgspec.Struct, frozen=True):
-    """A transport's entry point: its name, and the object that has the hook (``"module"`` or
+    """A transport's entry point: its name, and the object that implements the hook (``"module"`` or
     ``"module:attribute"``).
     """
 
@@ -56,25 +56,25 @@ class Plugin(msgspec.Struct, frozen=True):
     value: str
 
     def registry(self) -> Registry:
-        """A registry that knows nothing but this transport."""
+        """Return a registry that contains only this transport."""
         return Registry([EntryPoint(self.name, self.value, "torchstore.transports")])
 
     def spec(self) -> TransportSpec:
-        """What the hook returns.
+        """Return the spec that the hook returns.
 
         Raises:
-            PluginError: it does not load.
+            PluginError: the transport does not load.
         """
         return self.registry().transport(self.name)
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to host.
+    """Which volume to host.
 
     Args:
-        hosting: ``"module:Class"`` of the :class:`Hosting`.
-        directory: a private one, for sockets.
-        nbytes: size of the segment in bytes.
+        hosting: ``"module:Class"`` of the :class:`Hosting` to use.
+        directory: a private directory for sockets.
+        nbytes: the size of the segment in bytes.
     """
 
     plugin: Plugin
@@ -85,11 +85,11 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """What clients need to know of a hosted volume.
+    """What clients need to know about a hosted volume.
 
     Args:
-        fd: descriptor of the segment, in the process ``pid``.
-        log: what the volume has logged, which says why there is no offer.
+        fd: the segment's descriptor in the process ``pid``.
+        log: what the volume has logged, which explains a missing offer.
     """
 
     pid: int
@@ -100,7 +100,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A call: of ``handshake``, ``disconnect``, ``registered`` or ``close``."""
+    """A call of ``handshake``, ``disconnect``, ``registered`` or ``close``."""
 
     id: int
     method: str
@@ -109,7 +109,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What it returned, or the code and message of what it raised."""
+    """The result of a call, or the code and message of its error."""
 
     id: int
     data: bytes = b""
@@ -119,7 +119,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def frame(message: Ask | Answer) -> bytes:
-    """A message as one frame."""
+    """Encode a message as one frame."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(HEADER, "little") + body
 
@@ -134,8 +134,8 @@ class _Records(logging.Handler):
 
 
 class Hosting:
-    """A volume on the running event loop. Derive from it for a transport whose server half needs
-    more beside it than a volume provides (the agent of an engine, for example).
+    """A volume on the running event loop. Subclass it for a transport whose server half needs more
+    than a volume around it (an engine's agent, for example).
     """
 
     def __init__(self, order: Order) -> None:
@@ -148,7 +148,7 @@ class Hosting:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Opened:
-        """Start the server half and begin to listen.
+        """Start the server half, and listen for clients.
 
         Raises:
             PluginError: the transport's hook does not load.
@@ -204,7 +204,7 @@ class Hosting:
         except Exception as error:  # noqa: BLE001 - the test that asked reports it
             answer = Answer(ask.id, code=TransportError.code, message=f"the host failed: {error!r}")
         async with sending:
-            with contextlib.suppress(OSError, ValueError):  # who asked has gone
+            with contextlib.suppress(OSError, ValueError):  # the caller has gone
                 await asyncio.get_running_loop().sock_sendall(sock, frame(answer))
 
     async def _call(self, ask: Ask) -> Answer:
@@ -225,7 +225,7 @@ class ThreadHost:
     """Hosts a volume on an event loop in a thread of this process, until :meth:`close`.
 
     Raises:
-        TorchStoreError: whatever :meth:`Hosting.open` raises.
+        TorchStoreError: :meth:`Hosting.open` has raised it.
     """
 
     def __init__(self, order: Order) -> None:
@@ -241,7 +241,7 @@ class ThreadHost:
             raise
 
     def close(self) -> None:
-        """End it."""
+        """Close the volume, and end the thread."""
         try:
             asyncio.run_coroutine_threadsafe(self._hosting.close(), self._loop).result()
         finally:

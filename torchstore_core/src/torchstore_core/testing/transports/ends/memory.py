@@ -15,16 +15,16 @@ _BLOCK = (1 << 16) + 1
 
 
 def pattern(seed: int, nbytes: int) -> bytes:
-    """Bytes that differ from one seed to another, and from one place to another."""
+    """Return bytes that depend on the seed, and that differ from place to place."""
     block = random.Random(seed).randbytes(min(nbytes, _BLOCK))  # noqa: S311
     return (block * (nbytes // _BLOCK + 1))[:nbytes]
 
 
 class Memory:
-    """Local memory with guards on both sides, so that a byte too many is noticed.
+    """Local memory with guards on both sides, to detect writes outside of it.
 
     Args:
-        data: what it contains, or its size in bytes.
+        data: the initial contents, or the size in bytes.
     """
 
     def __init__(self, data: bytes | int) -> None:
@@ -36,7 +36,7 @@ class Memory:
         self.address = ctypes.addressof(self._array) + _GUARD
 
     def data(self) -> bytes:
-        """The bytes between the guards."""
+        """Return the bytes between the guards."""
         return bytes(memoryview(self._all)[_GUARD:-_GUARD])
 
     def fill(self, byte: int) -> None:
@@ -44,10 +44,10 @@ class Memory:
         ctypes.memset(self.address, byte, self.nbytes)
 
     def is_intact(self) -> bool:
-        """Whether nothing has touched the guards."""
+        """Return whether the guards are unchanged."""
         guard = _POISON * _GUARD
         return self._all[:_GUARD] == guard and self._all[-_GUARD:] == guard
 
     def copy(self, offset: int, nbytes: int | None = None) -> Copy:
-        """A copy of the first ``nbytes`` bytes (all of them) to or from a place in segment 0."""
+        """Return a copy of the first ``nbytes`` bytes (default: all) to or from segment 0."""
         return Copy(self.address, 0, offset, self.nbytes if nbytes is None else nbytes)

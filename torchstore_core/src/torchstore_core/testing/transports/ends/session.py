@@ -1,4 +1,4 @@
-"""A client of a hosted volume: its links, and the handshakes that they send."""
+"""A client of a hosted volume, with its links and their handshakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SETTLE_S = 20.0
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """How a client, also one in another process, reaches a hosted volume."""
+    """How a client reaches a hosted volume, from this process or another."""
 
     plugin: Plugin
     control: str
@@ -32,8 +32,8 @@ class Reach(msgspec.Struct, frozen=True):
     offer: bytes
 
 
-class _Line:
-    """A connection to a host; it belongs to one event loop."""
+class _HostConnection:
+    """A connection to the process that hosts a volume; it belongs to one event loop."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -50,7 +50,7 @@ class _Line:
         ask = Ask(next(self._ids), method, peer, data)
         pending = self._pending[ask.id] = loop.create_future()
         try:
-            # Shielded: half of a frame would end all other calls, too.
+            # Shielded, because half a frame would break all other calls, too.
             await asyncio.shield(loop.create_task(self._send(frame(ask))))
             answer: Answer = await pending
         except OSError as error:
@@ -96,12 +96,12 @@ def _gone() -> TransportUnavailableError:
 
 
 class Session:
-    """A client, as the server half knows it: one peer, whatever links it has.
+    """A client as the server half knows it: one peer, with any number of links.
 
-    An async context manager: at its end, links are closed and the peer is disconnected.
+    It is an async context manager, whose end closes the links and disconnects the peer.
 
     Attributes:
-        requests: the handshakes that its links have sent, the first thousand.
+        requests: the first thousand handshake requests of its links.
     """
 
     def __init__(self, reach: Reach) -> None:
@@ -109,7 +109,7 @@ class Session:
         self.spec: TransportSpec = reach.plugin.spec()
         self.requests: list[bytes] = []
         self._reach = reach
-        self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
+        self._connections: dict[asyncio.AbstractEventLoop, _HostConnection] = {}
         self._links: list[Link] = []
         self.context = LinkContext(
             topology.probe(),
@@ -131,46 +131,46 @@ class Session:
             with contextlib.suppress(TransportUnavailableError):
                 await asyncio.wait_for(self.disconnect(), _SETTLE_S)
         except TimeoutError:
-            if error is None:  # otherwise that is what the test is about
+            if error is None:  # otherwise the test fails with that error
                 raise
         finally:
             await self.leave_loop()
 
     async def connect(self, offer: bytes | None = None) -> Link:
-        """A new link, which is closed at the end of the session at the latest."""
+        """Return a new link, which is closed at the end of the session at the latest."""
         cls: type[Link] = load_class(str(self.spec.client))
         link = await cls.connect(self.context.offer if offer is None else offer, self.context)
         self._links.append(link)
         return link
 
     async def handshake(self, request: bytes) -> bytes:
-        """See :class:`LinkContext`."""
+        """Send a handshake to the server half, as ``LinkContext.handshake``."""
         if len(self.requests) < 1000:
             self.requests.append(request)
         return (await self._ask("handshake", request)).data
 
     async def disconnect(self) -> None:
-        """The server half ends what it has under way for this peer."""
+        """Ask the server half to end everything that it has under way for this peer."""
         await self._ask("disconnect")
 
     async def registered(self) -> int:
-        """See :class:`TransportServer`."""
+        """Return the ``registered()`` of the server half."""
         return (await self._ask("registered")).number
 
     async def close_volume(self) -> None:
-        """Close the server half."""
+        """Close the volume, and with it the server half."""
         await self._ask("close")
 
     async def leave_loop(self) -> None:
-        """Close the connection that the running event loop has."""
-        line = self._lines.pop(asyncio.get_running_loop(), None)
-        if line is not None:
-            await line.close()
+        """Close the running event loop's connection to the host."""
+        connection = self._connections.pop(asyncio.get_running_loop(), None)
+        if connection is not None:
+            await connection.close()
 
     async def _ask(self, method: str, data: bytes = b"") -> Answer:
         loop = asyncio.get_running_loop()
-        line = self._lines.get(loop)
-        if line is None:
+        connection = self._connections.get(loop)
+        if connection is None:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.setblocking(False)
             try:
@@ -178,5 +178,5 @@ class Session:
             except OSError as error:
                 sock.close()
                 raise _gone() from error
-            line = self._lines[loop] = _Line(sock)
-        return await line.ask(method, self.peer, data)
+            connection = self._connections[loop] = _HostConnection(sock)
+        return await connection.ask(method, self.peer, data)

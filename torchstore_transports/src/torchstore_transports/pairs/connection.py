@@ -15,9 +15,9 @@ from torchstore_core.machine.copying import copy_pieces
 from torchstore_transports.pairs.batches import MESSAGE_MAX, Message, Run, groups, messages
 from torchstore_transports.pairs.pair import Pair, Wait, memory_at
 
-__all__ = ["Line"]
+__all__ = ["PairConnection"]
 
-# Messages, and groups of them, under way at a time: one moves while the next is being prepared.
+# Messages, and groups of them, that are under way at a time: one moves while others are prepared.
 _WINDOW = 8
 _GROUPS = 3
 
@@ -30,14 +30,14 @@ class _Sent:
         self.staged = staged
 
     def wait(self) -> None:
-        """Wait for it; libraries allow that only once."""
+        """Wait until the message has been moved; libraries allow only one such wait."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
 
 
 class _Received(_Sent):
-    """A message that is being received; ``is_last`` of a group."""
+    """A message that is being received; ``is_last`` marks the last one of a group."""
 
     def __init__(self, wait: Wait, staged: torch.Tensor | None, message: Message | None) -> None:
         super().__init__(wait, staged)
@@ -45,13 +45,13 @@ class _Received(_Sent):
         self.is_last = False
 
 
-class Line:
-    """A pair, with the memory to stage small pieces in. One batch moves over it at a time.
+class PairConnection:
+    """A pair, with staging memory for small pieces. One batch moves over it at a time.
 
     A message that is one run of host memory is sent from there, and received there, directly. This
     is safe although a thread that waits for a message cannot be interrupted: :meth:`kill` ends the
-    pair, and a pair that has ended touches no memory. Small pieces are gathered in staging memory
-    of the line, and copied only as long as it has not been killed.
+    pair, and a pair that has ended touches no memory. Small pieces are gathered in the connection's
+    staging memory, and copied only while the connection has not been killed.
     """
 
     def __init__(self, pair: Pair) -> None:
@@ -60,7 +60,7 @@ class Line:
         self._lock = threading.Lock()
         self._killed = False
 
-    # The client calls the first two, the server half the other two.
+    # The client calls upload and download, the server half serve and take.
 
     def upload(self, runs: Iterable[Run]) -> None:
         """Send ``(address, nbytes)`` runs. When this returns, they have arrived.
@@ -79,7 +79,7 @@ class Line:
                 self._finish(*pending.popleft())
 
     def download(self, runs: Iterable[Run]) -> None:
-        """Receive what :meth:`serve` sends from runs of the same sizes.
+        """Receive into runs what :meth:`serve` at the other end sends from runs of these sizes.
 
         Raises:
             TransportError: the pair has failed, or was killed.
@@ -108,7 +108,7 @@ class Line:
             self._finish(*pending)
 
     def take(self, runs: Iterable[Run]) -> None:
-        """Receive what :meth:`upload` sends from runs of the same sizes.
+        """Receive into runs what :meth:`upload` at the other end sends from runs of these sizes.
 
         Raises:
             TransportError: the pair has failed, or was killed.
@@ -127,22 +127,22 @@ class Line:
             self._finish(*acknowledged)
 
     def kill(self) -> None:
-        """End the pair. When this returns, no memory that was given to the line is touched any
-        more; threads that are in its other methods raise, though maybe not at once. Idempotent.
+        """End the pair. When this returns, it touches no memory any more; threads in its other
+        methods raise, though maybe not at once. Idempotent.
         """
         self._pair.kill()
         with self._lock:
             self._killed = True
-        self._pair = _Ended()  # the library's descriptors and threads go as soon as nobody waits
+        self._pair = _Ended()  # the library frees its resources when no thread waits any more
 
     def leak(self) -> None:
-        """Keep the pair for ever: in a forked child its threads do not exist, and a library that
-        waits for them to end would wait in vain.
+        """Keep the pair for ever, in a forked child: its threads do not exist there, and a library
+        that waits for them to end would wait in vain.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pair))
 
     def _send(self, message: Message | None) -> _Sent:
-        """Begin to send a message; None for one without contents."""
+        """Begin to send a message; None is an empty one, which acknowledges."""
         tensor, staged = self._tensor(message)
         if message is not None and staged is not None:
             self._copy(message, staged, gather=True)
@@ -153,7 +153,7 @@ class Line:
         return _Received(self._pair.receive(tensor), staged, message)
 
     def _tensor(self, message: Message | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the memory of a message, and again if it is staging memory."""
+        """Return the tensor to send or receive, and the staging memory that it lies in, if any."""
         if message is None:
             return torch.zeros(1, dtype=torch.uint8, device=self._pair.device), None
         if len(message.runs) == 1 and self._pair.device.type == "cpu":
@@ -167,11 +167,11 @@ class Line:
     def _finish_first(
         self, pending: deque[_Received], acknowledged: list[_Sent] | None = None
     ) -> None:
-        """Finish the first of several receives, and acknowledge a group.
+        """Finish the first of several receives, and acknowledge its group if it is the last one.
 
-        When a pair ends, libraries tell those that wait for a message that has not begun, but not
-        those whose message has arrived in part. So the second one, which completes after the first,
-        is waited for before it.
+        When a pair ends, libraries wake threads that wait for a message that has not begun, but not
+        those whose message has arrived in part. Therefore this waits first for the second message,
+        which completes after the first.
         """
         if len(pending) > 1:
             pending[1].wait()
@@ -200,7 +200,7 @@ class Line:
 
 
 class _Ended(Pair):
-    """What a line has after its pair."""
+    """Replaces the pair of a connection that was killed."""
 
     def send(self, tensor: torch.Tensor) -> Wait:
         """See ``Pair``."""
@@ -214,7 +214,7 @@ class _Ended(Pair):
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise the RuntimeError of a library as a TransportError."""
+    """Turn a library's RuntimeError into a TransportError."""
     try:
         yield
     except RuntimeError as error:
@@ -230,7 +230,7 @@ def _copy_runs(runs: Sequence[Run], staged: int, *, gather: bool) -> None:
 
 
 def _copy_device(runs: Sequence[Run], staged: torch.Tensor, *, gather: bool) -> None:
-    """Copy between host memory and the device's; returns when the bytes are there."""
+    """Copy between host memory and the device's; when this returns, the bytes have arrived."""
     at = 0
     for address, nbytes in runs:
         host, device = memory_at(address, nbytes), staged[at : at + nbytes]
