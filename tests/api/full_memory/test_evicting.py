@@ -11,6 +11,7 @@ import torch
 from tests.support import running_store
 
 import torchstore_core as ts
+from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_strategies import ReplicatedStrategy
 
 pytestmark = pytest.mark.local_only
@@ -140,3 +141,12 @@ async def test_replicas_and_several_volumes(runtime):
             await ts.put(f"k{at}", value(at))
         assert torch.equal(await ts.get("k19"), value(19))
         assert not await ts.exists("k0")
+
+
+async def test_stores_of_a_monarch_job_cannot_spill_yet():
+    protocol = pytest.importorskip("torchstore_monarch.protocol")
+    with pytest.raises(ts.ConfigurationError, match="cannot spill yet"):
+        protocol.StoreRequest.of(StoreOptions("store", spill="/somewhere"))
+    assert protocol.StoreRequest.of(StoreOptions("s", when_full="evictable")).when_full == (
+        "evictable"
+    )
