@@ -6,11 +6,15 @@ The trainer publishes its weights after every step, and saves a checkpoint after
 first run it is killed (SIGKILL) between two checkpoints. This process, which owns the store,
 restarts it, as torchrun or a cluster would; some steps are then trained for the second time.
 
-Versions of a key only increase, so the step cannot be used as the version: `version=step` would be
-refused after the restart. Instead the store numbers the versions, and the trainer stores its step
-and the number of its run as entries of the state dict. Generators request a version newer than the
-one they have, and read from it which step it is. They verify that the weights of every version are
-those of its step, and that a step that was trained twice has the same weights both times.
+The version is the step. The versions of a key only increase, so `version=step` alone is refused
+after the restart: the first version that a run publishes goes back, with `rewind=True`. As soon as
+it is there, what the earlier run published from that step on is gone, in one step.
+
+Generators follow the ref of the version that they have (`after=`). If that version is gone, because
+the trainer went back or because the store was restarted without its memory, they are told so
+(`VersionGoneError`) and start over from what there is. They would wait for ever if they waited for
+a number. They verify that the weights of every version are those of its step, and that a step that
+was trained twice has the same weights both times.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ async def train(run: int, checkpoint: Path, steps: int, killed_at: int) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         done = saved["step"]
         try:  # to show that this does not work
-            await ts.put_state_dict({"model": model.state_dict()}, "policy", version=done + 1)
+            await ts.put_state_dict({"model": model.state_dict()}, "policy", version=done)
         except ts.VersionGoneError as error:
             print(f"trainer, run {run}: {error}", flush=True)
     print(f"trainer, run {run}: starts after step {done}", flush=True)
@@ -77,11 +81,12 @@ async def train(run: int, checkpoint: Path, steps: int, killed_at: int) -> None:
             "run": run,
             "digest": digest(model),
         }
-        ref = await ts.put_state_dict(published, "policy")  # no version=: the store counts
+        back = step == done + 1
+        await ts.put_state_dict(published, "policy", version=step, rewind=back)
         if step % CHECKPOINT_EVERY == 0:
             save(checkpoint, model, optimizer, step)
         # On-policy: the next step starts when all generators have this version.
-        await ts.wait([f"taken/{rank}" for rank in range(GENERATORS)], min_version=ref.version)
+        await ts.wait([f"taken/{run}/{rank}" for rank in range(GENERATORS)], min_version=step)
         if run == 1 and step == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -106,19 +111,26 @@ async def generate(rank: int, steps: int) -> None:
     mine: dict[str, Any] = {"model": model.state_dict(), "step": 0, "run": 0, "digest": ""}
     digests: dict[int, str] = {}
     report = ts.StateDictReport()
-    seen: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int]] = []
     while mine["step"] < steps:
-        # While no trainer is running, this waits; nothing here knows about restarts.
-        await ts.get_state_dict("policy", mine, min_version=report.version + 1, report=report)
-        step = mine["step"]
+        # While no trainer is running, this waits.
+        newer: dict[str, Any] = {"after": report.ref} if report.ref else {"min_version": 1}
+        try:
+            await ts.get_state_dict("policy", mine, report=report, **newer)
+        except ts.VersionGoneError:  # the trainer, or the store, has gone back: so do we
+            report.ref = None
+            continue
+        run, step = mine["run"], mine["step"]
+        if step != report.version:
+            raise SystemExit(f"generator {rank}: version {report.version} is step {step}")
         if not digest(model) == mine["digest"] == digests.setdefault(step, mine["digest"]):
             raise SystemExit(f"generator {rank}: the weights of step {step} are wrong")
-        seen.append((report.version, mine["run"], step))
-        await ts.put(f"taken/{rank}", step, version=report.version)
+        seen.append((run, step))
+        await ts.put(f"taken/{run}/{rank}", step, version=step)
     after = "the trainer never went back"
-    for (version, _, step), (newer, run, again) in pairwise(seen):
+    for (earlier, step), (run, again) in pairwise(seen):
         if again <= step:
-            after = f"version {newer} was step {again} of run {run}, version {version} step {step}"
+            after = f"after step {step} of run {earlier} came step {again} of run {run}"
     print(f"generator {rank}: {len(seen)} versions of {len(digests)} steps; {after}", flush=True)
 
 

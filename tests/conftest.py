@@ -21,7 +21,7 @@ for _name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
     del os.environ[_name]
 # Transports with packages of their own are tested there: what other tests see does not depend on
 # which of them are installed.
-_APART = {"gloo", "rdma", "torchcomms"}
+_APART = {"gloo", "rdma", "torchcomms", "torchcomms-rdma"}
 _APART &= {point.name for point in entry_points(group="torchstore.transports")}
 if _APART:
     os.environ["TORCHSTORE_BLOCK"] = ",".join(sorted(_APART))

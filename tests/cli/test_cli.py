@@ -158,6 +158,8 @@ async def test_status_in_json(store: ts.Client):
     assert status["strategy"] == "singleton"
     assert status["keys"] == 2
     assert status["uptime_s"] > 0
+    assert status["incarnation"] == truth.incarnation
+    assert 0 < truth.incarnation < 1 << 53
     assert status["operations"]["Put"] == 2
     assert status["operations_per_s"] >= 0
     (volume,) = status["volumes"]

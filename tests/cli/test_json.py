@@ -121,6 +121,7 @@ async def test_status_and_stat_are_printed_readably(shared: ts.Client) -> None:
     lines = str(status).splitlines()
     assert f"{status}" == str(status) != repr(status)
     who = f"controller pid {status.controller_pid}, strategy singleton"
+    who += f", incarnation {status.incarnation}"
     assert re.fullmatch(rf"store 'torchstore', up \d+ s, {who}", lines[0])
     assert lines[1].startswith("3 keys, 1 session, ")
     assert lines[2] == (

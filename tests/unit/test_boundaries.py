@@ -204,7 +204,7 @@ def test_only_one_module_listens() -> None:
 MAY_ASK_FOR_ADDRESSES = {
     *("address_of", "check_destination"),
     *("rows_of", "_pinned_parts"),
-    *("address", "inline_bytes", "moves"),
+    *("address", "inline_bytes", "moves", "memory"),
     *("find", "are_apart", "memory_key", "__init__", "from_bytes"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchstore_core.testing import TransportTests
+from torchstore_rdma import fabric
 
 from .pairs import needs_nixl
 
@@ -27,3 +28,14 @@ class TestRdmaOverTcp(TransportTests):
     @pytest.fixture(autouse=True)
     def _here(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.mark.soak
+class TestRdmaWhereMemoryIsPinned(TransportTests):
+    """Clients register what they move, and keep it registered, as with devices that pin it."""
+
+    name = "rdma"
+
+    @pytest.fixture(autouse=True)
+    def _pins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fabric, "pins", lambda *_: True)

@@ -117,10 +117,10 @@ async def test_a_client_that_was_disconnected_reaches_nothing(fabric: str, tmp_p
 
 
 async def _write_by(connection: object, memory: Memory) -> None:
+    from torchstore_rdma.connection import Connection
     from torchstore_rdma.engine import Job
-    from torchstore_rdma.link import _Connection
 
-    assert isinstance(connection, _Connection)
+    assert isinstance(connection, Connection)
     await connection.run(Job([memory.copy()], write=True))
 
 

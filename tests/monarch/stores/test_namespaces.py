@@ -23,6 +23,7 @@ from tests.monarch.jobs import Job, python_path, running
 from tests.monarch.stores.api_apart import run_tests
 from tests.support import until
 
+import torchstore_core as ts
 from torchstore_core.testing.networks import Namespace
 
 MB = 1 << 20
@@ -128,6 +129,58 @@ async def test_a_store_over_networks(apart: Job) -> None:
         status = await apart.root(acts.status)
         assert [v.host_id for v in status.volumes] == ["host0", "host1"]
         assert [v.used_bytes // MB for v in status.volumes] == [20, 20]
+    finally:
+        await apart.root(acts.shutdown)
+
+
+async def _socket() -> str:
+    """Of the server or the relay on this host."""
+    session = await (await ts.client())._joined.session(20)
+    return f"unix:{session.volumes[0].context.control}"
+
+
+async def test_both_sides_of_a_link_between_networks(
+    apart: Job, spaces: tuple[Namespace, Namespace]
+) -> None:
+    """``torchstore doctor --peer`` on each host: what is here and there, and what is chosen."""
+    await apart.root(acts.initialize_on_hosts, {"strategy": "host"})
+    script = str(Path(sys.executable).with_name("torchstore"))
+
+    async def doctor(at: int, *words: str) -> str:
+        address = await apart.at(at, _socket)
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [
+                *(*spaces[at].wrapper, "env", f"TORCHSTORE_HOST_ID=host{at}"),
+                *(script, "doctor", *words, "--peer", f"host{1 - at}", "--address", address),
+            ],
+            env={**os.environ, "XDG_RUNTIME_DIR": str(apart.directory.parent)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    try:
+        found = [json.loads(await doctor(at, "--json")) for at in (0, 1)]
+        for at, report in enumerate(found):
+            (volume,) = report["volumes"]
+            assert (report["host"]["host_id"], volume["host"]["host_id"]) == (
+                f"host{at}",
+                f"host{1 - at}",
+            )
+            # What one side sees of the other is what that one sees of itself.
+            other = found[1 - at]
+            assert volume["host"] == other["host"]
+            assert set(volume["offers"]) <= set(other["installed"])
+            link = volume["link"]
+            assert (link["chosen"], link["same_host"]) == ("tcp", False)
+            bids = {bid["transport"]: bid["reason"] for bid in link["bids"]}
+            assert f"in the network of eth0 ({spaces[at].address}/" in bids["tcp"]
+            assert "monarch-rpc" in bids
+            assert "shm" in link["refusals"]
+        assert "THERE (OFFERED)" in await doctor(0)
     finally:
         await apart.root(acts.shutdown)
 

@@ -73,6 +73,11 @@ def _clean() -> Iterator[None]:
             "changed the segment",
         ),
         (moving("Blind"), "test_a_window_shows_the_segment", "the segment has other bytes"),
+        (
+            moving("Stale"),
+            "test_registered_memory_is_that_of_now",
+            "write, again: other bytes",
+        ),
         (half("Single"), "test_two_client_processes", "write in another process: .*somebody else"),
         (moving("MovesOn"), CANCELLED, "bytes were written after a write had been cancelled"),
         (moving("MovesOn"), READING, "bytes came after a read had been cancelled"),

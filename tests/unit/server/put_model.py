@@ -199,7 +199,10 @@ def reachable(controller: Controller) -> Iterator[Value]:
     for group in controller.catalog.histories.values():
         for stored in group.kept.values():
             yield from all_values(stored)
-        for generation in group.pending.values():
+        for branch in group.branches.values():
+            if branch.base is not None:
+                yield from all_values(branch.base)
+        for generation in group.generations():
             for contribution in generation.contributions.values():
                 yield from (value for _, value in contribution.items)
     for session in controller.sessions.values():

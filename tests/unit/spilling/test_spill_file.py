@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchstore_core.machine.checksums import checksum
 from torchstore_core.server.memory.segment import open_memory
+from torchstore_core.server.spilling.checksums import checksum
 from torchstore_core.server.spilling.spill_file import PIECE, DamagedError, SpillFile
 
 CAPACITY = 64 << 20

@@ -486,6 +486,7 @@ async def put(
     tensor_slice_spec: TensorSlice | None = None,
     *,
     version: int | None = None,
+    rewind: bool = False,
     when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
@@ -497,6 +498,7 @@ async def put(
         value,
         tensor_slice_spec,
         version=version,
+        rewind=rewind,
         when_full=when_full,
         timeout=timeout,
         allow_pickle=allow_pickle,
@@ -507,6 +509,7 @@ async def put_batch(
     items: Mapping[str, Any],
     *,
     version: int | None = None,
+    rewind: bool = False,
     when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
@@ -514,7 +517,12 @@ async def put_batch(
 ) -> dict[str, ObjectRef]:
     """See :meth:`Client.put_batch`; raises the same."""
     return await _client(store_name).put_batch(
-        items, version=version, when_full=when_full, timeout=timeout, allow_pickle=allow_pickle
+        items,
+        version=version,
+        rewind=rewind,
+        when_full=when_full,
+        timeout=timeout,
+        allow_pickle=allow_pickle,
     )
 
 
@@ -550,6 +558,7 @@ async def put_state_dict(
     key: str,
     *,
     version: int | None = None,
+    rewind: bool = False,
     participants: int | None = None,
     participant: str | int | None = None,
     transfer_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
@@ -566,6 +575,7 @@ async def put_state_dict(
         state_dict,
         key,
         version=version,
+        rewind=rewind,
         participants=participants,
         participant=participant,
         transfer_dtype=transfer_dtype,
@@ -585,6 +595,7 @@ async def get_state_dict(
     *,
     version: int | None = None,
     min_version: int | None = None,
+    after: ObjectRef | None = None,
     cast: bool = False,
     report: StateDictReport | None = None,
     store_name: str = DEFAULT_NAME,
@@ -598,6 +609,7 @@ async def get_state_dict(
         strict,
         version=version,
         min_version=min_version,
+        after=after,
         cast=cast,
         report=report,
         timeout=timeout,
@@ -647,11 +659,13 @@ async def wait(
     keys: str | Iterable[str],
     *,
     min_version: int | None = None,
+    after: ObjectRef | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
 ) -> dict[str, ObjectRef]:
     """See :meth:`Client.wait`; raises the same."""
-    return await _client(store_name).wait(keys, min_version=min_version, timeout=timeout)
+    made = _client(store_name)
+    return await made.wait(keys, min_version=min_version, after=after, timeout=timeout)
 
 
 async def stat(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> Found:

@@ -8,18 +8,55 @@ __all__ = ["ObjectMeta", "ObjectRef", "Request", "StateDictMeta", "TensorMeta", 
 __all__ += ["ValueMeta"]
 
 
-class ObjectRef(msgspec.Struct, frozen=True, array_like=True):
+class ObjectRef(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """A reference to exactly one version of one key.
 
-    The versions of a key are increasing integers. A version number is never reused for the same
-    key, not even after the key was deleted.
+    The versions of a key are increasing integers. A number is never used again for the same key,
+    not even after the key was deleted, with two exceptions, and a ref that the store has returned
+    tells them apart: a store that starts again without its memory starts again with version 1, and
+    a put with ``rewind=True`` goes back to a lower version. A get by a ref whose value is gone
+    raises ``VersionGoneError``, whatever has the same number now.
 
-    >>> ObjectRef("policy/w", 3).version
+    Args:
+        key: the key, or that of an entry of a state dict.
+        version: the number of the version.
+        incarnation: that of the store (see ``StatusReport``); 0 if it is not known, as in a ref
+            that was made by hand. Such a ref is only a key and a number.
+        timeline: which of the histories of the key the version belongs to. Each rewind begins a
+            new one; 0 is the first.
+
+    Two refs are equal if they name the same version. Where one of them has no incarnation, only
+    key and version are compared.
+
+    >>> ref = ObjectRef("policy/w", 3)
+    >>> ref.version
     3
+    >>> ref == ObjectRef("policy/w", 3, incarnation=71)
+    True
+    >>> ObjectRef("policy/w", 3, incarnation=44) == ObjectRef("policy/w", 3, incarnation=71)
+    False
     """
 
     key: str
     version: int
+    incarnation: int = 0
+    timeline: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ObjectRef):
+            return NotImplemented
+        if self.version != other.version or self.key != other.key:
+            return False
+        if not (self.incarnation and other.incarnation):
+            return True
+        return (self.incarnation, self.timeline) == (other.incarnation, other.timeline)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.version))
+
+    def __repr__(self) -> str:
+        """Key and version: the same text for every run of a program."""
+        return f"ObjectRef(key={self.key!r}, version={self.version!r})"
 
 
 class TensorSlice(msgspec.Struct, frozen=True, array_like=True):

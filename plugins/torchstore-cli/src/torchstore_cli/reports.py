@@ -68,6 +68,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     pending: list[m.Pending]
     pending_versions: int
     pending_bytes: int
+    incarnation: int
     spill: m.SpillStatus
 
 

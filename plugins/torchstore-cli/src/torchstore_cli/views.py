@@ -62,6 +62,7 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
         ("operations", f"{report.operations_per_s:,.1f}/s; so far {_most(report.operations)}"),
         ("controller", f"pid {report.controller_pid}"),
         ("strategy", report.strategy),
+        ("incarnation", str(report.incarnation)),
     ]
     if spill := str(report.spill):
         rows.insert(1, ("when full", printable(spill)))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import NamedTuple
 
-from torchstore_core.contracts.transport import Copy
+from torchstore_core.contracts.transport import Copy, Memory
 from torchstore_core.errors import TorchStoreError, TransportError
+from torchstore_core.machine.registrations import Held, Registrations
 from torchstore_rdma import layout
 from torchstore_rdma.library import Agent, Transfer
 from torchstore_rdma.pacing import Pace
@@ -23,6 +29,8 @@ log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 500e-6
 # Parts of a batch under way at a time, so that the network does not wait for Python.
 _AHEAD = 2
+# How long the end of the process waits for that of an agent.
+_EXIT_S = 1.0
 
 
 class NotExposedError(TransportError):
@@ -57,9 +65,12 @@ class _Flying(NamedTuple):
 class Job:
     """A batch of copies. ``done`` is resolved when it has ended, and no byte of it moves then."""
 
-    def __init__(self, copies: Sequence[Copy], *, write: bool) -> None:
+    def __init__(
+        self, copies: Sequence[Copy], *, write: bool, memory: Sequence[Memory] = ()
+    ) -> None:
         self.copies = copies
         self.write = write
+        self.memory = memory
         self.done = _future()
         self.failure = ""
         self.given_up = False
@@ -67,7 +78,8 @@ class Job:
         self.flying: list[_Flying] = []
         self.started = 0
         self.all_started = False
-        self.registrations: list[object] = []
+        self.registered: list[object] = []
+        self.held: Held[object] | None = None
 
     def arrived(self) -> int:
         """How many of the copies, counted from the first, have certainly arrived."""
@@ -76,15 +88,34 @@ class Job:
         return min([flying.first for flying in self.flying], default=self.started)
 
 
+_running: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """At the end of the process: a thread that is in the library when the interpreter ends aborts
+    the process, and tensors that die with it give the threads something to do.
+    """
+    mine = [engine for engine in _running if engine.pid == os.getpid()]
+    for engine in mine:
+        engine.stop()
+    for engine in mine:
+        with contextlib.suppress(TimeoutError):
+            engine.ended.result(_EXIT_S)
+
+
+atexit.register(_end_all)
+
+
 class Engine:
     """A thread with an agent, from the first moment on, until :meth:`stop`.
 
     Args:
         make: creates the agent, and returns it with the name of the peer. Runs in the thread.
         exposed: the peer's segments.
-        pins: local memory is registered for each batch, because registering keeps its pages, and
-            nobody tells when it is freed. (UCX keeps such registrations in a cache, which it
-            invalidates when memory is unmapped.) If False, the agent has registered all of it.
+        pins: registering local memory keeps its pages. Memory whose owner is known is registered
+            until that dies, within ``keep``; all other is registered for each batch. If False, the
+            agent has registered all there is.
+        keep: bytes of memory that may stay registered, and how many pieces.
     """
 
     def __init__(
@@ -93,18 +124,26 @@ class Engine:
         exposed: dict[int, Exposed],
         *,
         pins: bool,
+        keep: tuple[int, int] = (0, 0),
     ) -> None:
         self.exposed = exposed
         self._make = make
         self._pins = pins
+        self._keep = keep
         self._waiting: deque[Job] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # Dying owners of memory wake the thread, too. They must not take a lock, and need none.
+        self._changed: SimpleQueue[None] = SimpleQueue()
+        #: What is registered now: bytes, pieces, and how often any has been, since the beginning.
+        self.kept = (0, 0, 0)
         self._stopping = False
         self._draining = False
         #: Resolved with None when the agent has been destroyed: from then on nothing moves.
         self.ended = _future()
         #: Resolved when the agent is there.
         self.started = _future()
+        self.pid = os.getpid()
+        _running.add(self)
         self._thread = threading.Thread(target=self._run, name="torchstore-rdma", daemon=True)
         self._thread.start()
 
@@ -115,24 +154,27 @@ class Engine:
 
     def submit(self, job: Job) -> None:
         """Begin a batch. If the engine has stopped, the batch fails."""
-        with self._changed:
+        with self._lock:
             if not (self._stopping or self._draining):
                 self._waiting.append(job)
-                self._changed.notify()
+                self._wake()
                 return
         job.done.set_exception(TransportError("the connection has ended"))
 
     def stop(self) -> None:
         """Destroy the agent as soon as the call of the library that is under way returns."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
-            self._changed.notify()
+        self._wake()
 
     def drain(self) -> None:
         """Stop when no batch is under way any more."""
-        with self._changed:
+        with self._lock:
             self._draining = True
-            self._changed.notify()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.put(None)
 
     # ---- in the thread --------------------------------------------------------------------
 
@@ -146,16 +188,30 @@ class Engine:
             return
         self.started.set_result(None)
         jobs: list[Job] = []
+        most, many = self._keep
+        kept: Registrations[object] = Registrations(
+            lambda address, nbytes, _: agent.register(address, nbytes),
+            lambda registration: agent.deregister(registration),
+            max_bytes=most,
+            max_count=many,
+            on_death=self._wake,
+        )
         try:
-            self._serve(agent, peer, jobs)
+            self._serve(agent, peer, jobs, kept)
         finally:
             arrived = [job.arrived() for job in jobs]
             for job in jobs:
                 job.flying.clear()
+            kept.close()
             if not agent.close():
                 log.error("an agent of NIXL is still referred to, and so not destroyed")
+            # What transfers were using has ended with the agent.
+            for job in jobs:
+                if job.held is not None:
+                    kept.release(job.held)
+            self.kept = (kept.nbytes, len(kept), kept.made)
             self.ended.set_result(None)
-            with self._changed:
+            with self._lock:
                 self._stopping = True
                 jobs += self._waiting
                 self._waiting.clear()
@@ -164,31 +220,34 @@ class Engine:
                 why = job.failure or "the connection has ended"
                 job.done.set_exception(TransportError(why, details={"done": done}))
 
-    def _serve(self, agent: Agent, peer: str, jobs: list[Job]) -> None:
+    def _serve(self, agent: Agent, peer: str, jobs: list[Job], kept: Registrations[object]) -> None:
         pace = Pace(_LONGEST_PAUSE_S)
         while True:
-            with self._changed:
-                while not (jobs or self._waiting or self._stopping or self._draining):
-                    self._changed.wait()
+            kept.sweep()
+            self.kept = (kept.nbytes, len(kept), kept.made)
+            with self._lock:
                 if self._stopping or (self._draining and not (jobs or self._waiting)):
                     return
                 if self._waiting:
                     pace.hurry()
                 jobs += self._waiting
                 self._waiting.clear()
+            if not jobs:
+                self._changed.get()
+                continue
             for job in list(jobs):
-                if self._step(agent, peer, job):
+                if self._step(agent, peer, job, kept):
                     jobs.remove(job)
             if jobs:
                 pace.wait(len(jobs))
 
-    def _step(self, agent: Agent, peer: str, job: Job) -> bool:
+    def _step(self, agent: Agent, peer: str, job: Job, kept: Registrations[object]) -> bool:
         """Go on with a batch; whether it has ended. Of one that was given up, what is under way
         goes on, because nothing stops it.
         """
         try:
             if job.parts is None:
-                job.parts = self._begin(agent, job)
+                job.parts = self._begin(agent, job, kept)
             for flying in list(job.flying):
                 if flying.transfer.is_done():
                     flying.transfer.release()
@@ -200,7 +259,7 @@ class Engine:
             if job.given_up:
                 raise TransportError("it was given up")
             if job.all_started:
-                self._forget(agent, job)
+                self._forget(agent, job, kept)
                 job.done.set_result(None)
                 return True
         except TorchStoreError as error:
@@ -209,7 +268,7 @@ class Engine:
                 job.failure = error.message
                 self._stopping = True
                 return False
-            self._forget(agent, job)
+            self._forget(agent, job, kept)
             job.done.set_exception(_bare(error, job))
             return True
         return False
@@ -229,16 +288,22 @@ class Engine:
             transfer.release()
             job.flying.remove(flying)
 
-    def _begin(self, agent: Agent, job: Job) -> Iterator[layout.Part]:
+    def _begin(self, agent: Agent, job: Job, kept: Registrations[object]) -> Iterator[layout.Part]:
         made = layout.table(job.copies, self.exposed)
         if need := layout.lacking(made, self.exposed):
             raise NotExposedError(need)
         if self._pins:
-            for address, nbytes in layout.spans(made):
-                job.registrations.append(agent.register(address, nbytes))
+            job.held = kept.hold(layout.ranges(made), job.memory)
+            self.kept = (kept.nbytes, len(kept), kept.made)
+            job.memory = ()  # a job must not keep alive what it is about
+            if job.held.missing:
+                for address, nbytes in layout.spans(made[job.held.missing]):
+                    job.registered.append(agent.register(address, nbytes))
         return layout.parts(made, self.exposed)
 
     @staticmethod
-    def _forget(agent: Agent, job: Job) -> None:
-        while job.registrations:
-            agent.deregister(job.registrations.pop())
+    def _forget(agent: Agent, job: Job, kept: Registrations[object]) -> None:
+        while job.registered:
+            agent.deregister(job.registered.pop())
+        if job.held is not None:
+            kept.release(job.held)

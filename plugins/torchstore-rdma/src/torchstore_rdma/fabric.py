@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from torchstore_core.errors import TransportUnavailableError
+from torchstore_core.errors import ConfigurationError, TransportUnavailableError
 from torchstore_core.machine.networks import (
     BIND,
     LOOPBACK,
@@ -17,9 +17,14 @@ from torchstore_core.machine.networks import (
     networks,
 )
 
-__all__ = ["Place", "here", "options", "pins"]
+__all__ = ["KEPT_BYTES", "Place", "here", "kept", "options", "pins"]
 
+#: Environment variable: how many bytes of user memory may stay registered in a process, for each
+#: volume; 0: none.
+KEPT_BYTES = "TORCHSTORE_RDMA_KEPT_BYTES"
 _UCX_DEVICES = "UCX_NET_DEVICES"
+# Locks divide mappings, of which a process may have some 65,000.
+_KEPT_COUNT = 8192
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +78,21 @@ def pins(rdma_devices: Sequence[str], cuda_devices: int) -> bool:
     and shared memory looks addresses up when bytes move, so registering is free there.
     """
     return bool(rdma_devices) or cuda_devices > 0
+
+
+def kept(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """How many bytes of user memory may stay registered, and in how many pieces; half of this
+    host's memory unless the user says otherwise.
+
+    Raises:
+        ConfigurationError: the variable is not a number of bytes.
+    """
+    text = environment.get(KEPT_BYTES, "")
+    if text and not text.isdecimal():
+        raise ConfigurationError(f"{KEPT_BYTES}={text!r} is not a number of bytes")
+    if text:
+        return int(text), _KEPT_COUNT
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _KEPT_COUNT
 
 
 def _interface(own: Place, peer: Place) -> str:

@@ -16,7 +16,7 @@ from torchstore_core.contracts.transport import Copy
 from torchstore_core.errors import TransportError
 from torchstore_rdma.protocol import Exposed
 
-__all__ = ["PART", "Part", "lacking", "parts", "spans", "table"]
+__all__ = ["PART", "Part", "lacking", "parts", "ranges", "spans", "table"]
 
 #: Bytes of a part: what cannot be interrupted on one host. A row counts as some bytes, too.
 PART = 64 << 20
@@ -97,6 +97,12 @@ def parts(made: Table, exposed: Mapping[int, Exposed]) -> Iterator[Part]:
     cuts = np.flatnonzero(np.diff(numbers)) + 1
     for some in np.split(made, cuts):
         yield _part(some, exposed)
+
+
+def ranges(made: Table) -> list[tuple[int, int]]:
+    """The local memory of each copy, as its first address and its end."""
+    ends = made[:, _ADDRESS] + (made[:, _ROWS] - 1) * made[:, _STRIDE] + made[:, _NBYTES]
+    return list(zip(made[:, _ADDRESS].tolist(), ends.tolist(), strict=True))
 
 
 def spans(made: Table) -> list[tuple[int, int]]:

@@ -164,8 +164,11 @@ class Agent:
             raise TransportError(f"{nbytes} bytes cannot be registered: {error}") from error
 
     def deregister(self, registration: object) -> None:
-        """Forget what was registered. Peers may still reach the memory for a while."""
-        self._agent.deregister_memory(registration)
+        """Forget what was registered. Peers may still reach the memory for a while. A destroyed
+        agent has forgotten everything.
+        """
+        if self._agent is not None:
+            self._agent.deregister_memory(registration)
 
     def progress(self) -> None:
         """Have the library do what peers want of it."""

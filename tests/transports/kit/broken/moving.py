@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from tests.transports.kit.broken.simple import OPEN, Plugin, SimpleLink, named
 
-from torchstore_core.contracts.transport import Copy, Mapping, Window
+from torchstore_core.contracts.transport import Copy, Mapping, Memory, Window
 from torchstore_core.errors import TransportError
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.machine.virtual_memory import map_private, map_shared
@@ -135,6 +135,28 @@ class Blind(SimpleLink):
 
     def prepare(self, segment: int, offset: int, nbytes: int, *, fresh: bool) -> None:
         return
+
+
+class Stale(SimpleLink):
+    """Goes on with the pages that it has registered, as a device does."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.registered: dict[int, Any] = {}
+
+    async def write_from(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
+        whose = {one.address: one.owner for one in memory}
+        for copy in copies:
+            kept = self.registered.get(copy.address)
+            if kept is not None and kept[0] is whose.get(copy.address):
+                copy = msgspec.structs.replace(copy, address=ctypes.addressof(kept[1]))
+            await self.write([copy])
+
+    async def read_into(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
+        await self.read(copies)
+        for one in memory:
+            pages = ctypes.create_string_buffer(ctypes.string_at(one.address, one.nbytes))
+            self.registered[one.address] = one.owner, pages
 
 
 class MovesOn(SimpleLink):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchstore_core.clients.calls.arguments import check_key, check_version
 from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.calls.incarnations import check_after, refs_of
 from torchstore_core.clients.calls.key_operations import KeyOperations, check_min_version
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
@@ -55,6 +56,7 @@ class Client(KeyOperations):
         tensor_slice_spec: TensorSlice | None = None,
         *,
         version: int | None = None,
+        rewind: bool = False,
         when_full: str | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
@@ -73,6 +75,9 @@ class Client(KeyOperations):
             tensor_slice_spec: the slice of a larger tensor that ``value`` is.
             version: the version to create, which must be above the newest; None: the next one.
                 Ranks that may restart should pass it, so that they always agree on the step.
+            rewind: go back to ``version``, which need not be above the newest: as soon as it is
+                whole, that version and every newer one of before are gone. See
+                :meth:`put_state_dict`.
             when_full: what is done with the value when memory is full: ``"pinned"``: it stays;
                 ``"spillable"``: it is written to disk, and read back by the next get;
                 ``"evictable"``: it is dropped, the least recently used value first. None: what the
@@ -91,7 +96,8 @@ class Client(KeyOperations):
             UnsupportedValueError: the value cannot be stored (meta, sparse, ... tensors, a
                 DTensor with Partial placements).
             LayoutMismatchError: a shard does not fit its slice or placements.
-            VersionGoneError: ``version`` is not above the newest.
+            VersionGoneError: ``version`` is not above the newest, and ``rewind`` is not set.
+            ConfigurationError: ``rewind`` without ``version``.
             UnsafeObjectError: the value needs pickle, which is not allowed.
             TransportUnavailableError: no permitted transport reaches the volume.
             PluginError: the store's strategy names no volume.
@@ -100,15 +106,19 @@ class Client(KeyOperations):
             if tensor_slice_spec is not None:
                 value = TensorShard(value, tensor_slice_spec)
             if isinstance(value, TorchStoreStateDict):
-                return await self._put_packed(key, value, version, clock, allow_pickle, when_full)
-            versions = await self._put(((key, value),), version, clock, allow_pickle, when_full)
-            return ObjectRef(key, versions[0])
+                return await self._put_packed(
+                    key, value, version, clock, allow_pickle, rewind, when_full
+                )
+            return (
+                await self._put(((key, value),), version, clock, allow_pickle, rewind, when_full)
+            )[0]
 
     async def put_batch(
         self,
         items: Mapping[str, Any],
         *,
         version: int | None = None,
+        rewind: bool = False,
         when_full: str | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
@@ -128,8 +138,8 @@ class Client(KeyOperations):
             if not items:
                 return {}
             clock.key = next(iter(items))
-            versions = await self._put(items.items(), version, clock, allow_pickle, when_full)
-            return dict(zip(items, map(ObjectRef, items, versions), strict=True))
+            refs = await self._put(items.items(), version, clock, allow_pickle, rewind, when_full)
+            return dict(zip(items, refs, strict=True))
 
     async def _put(
         self,
@@ -137,14 +147,15 @@ class Client(KeyOperations):
         version: int | None,
         clock: Clock,
         allow_pickle: bool | None,
+        rewind: bool,
         when_full: str | None,
-    ) -> list[int]:
-        """Put the items; returns their versions, in order."""
+    ) -> list[ObjectRef]:
+        """Put the items; returns their refs, in order."""
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
-        clock.version = exact = check_version(version)
+        clock.version = exact = check_version(version, rewind=rewind)
         code = 0 if when_full is None else when_full_code(when_full)
         sources, counts = prepare_all(items, allow_pickle=pickle_too)
-        versions: list[int] = []
+        refs: list[ObjectRef] = []
         if sources:
             nbytes = sum([source.nbytes for source in sources])
             here = self._here(clock)
@@ -152,14 +163,29 @@ class Client(KeyOperations):
                 here = await self._join(clock)
                 look_again(sources)
             session, channel = here
-            versions = await put_sources(
-                session, channel, sources, nbytes, clock, version=exact, when_full=code
+            reply = await put_sources(
+                session,
+                channel,
+                sources,
+                nbytes,
+                clock,
+                version=exact,
+                rewind=rewind,
+                when_full=code,
             )
+            keys = [sources[0].key] if len(sources) == 1 else [source.key for source in sources]
+            refs = refs_of(keys, reply, session.welcome.incarnation)
         if counts is not None:
-            each = iter(versions)  # one for each shard
-            versions = [max([next(each) for _ in range(count)], default=0) for count in counts]
-        clock.version = versions[0]
-        return versions
+            each = iter(refs)  # one for each shard
+            shards = [[next(each) for _ in range(count)] for count in counts]
+            refs = [
+                max(found, key=lambda ref: ref.version, default=ObjectRef(key, 0))
+                for (key, _), found in zip(items, shards, strict=True)
+            ]
+        clock.version = refs[0].version
+        if self._joined.renewed is not None:
+            clock.put([ref.key for ref in refs], clock.version)
+        return refs
 
     async def _put_packed(
         self,
@@ -168,16 +194,17 @@ class Client(KeyOperations):
         version: int | None,
         clock: Clock,
         allow_pickle: bool | None,
+        rewind: bool,
         when_full: str | None,
     ) -> ObjectRef:
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
-        clock.version = exact = check_version(version)
+        clock.version = exact = check_version(version, rewind=rewind)
         code = when_full_code(when_full)
         session, channel = self._here(clock) or await self._join(clock)
         planned = plan_put(
             value, check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
         )
-        return await _publish(session, channel, key, planned, clock, exact, code)
+        return await _publish(session, channel, key, planned, clock, exact, rewind, code)
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -297,6 +324,7 @@ class Client(KeyOperations):
         key: str,
         *,
         version: int | None = None,
+        rewind: bool = False,
         participants: int | None = None,
         participant: str | int | None = None,
         transfer_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
@@ -320,6 +348,13 @@ class Client(KeyOperations):
             key: 1 to 4096 characters.
             version: the version to create, which must be above the newest; None: the n-th put of
                 each participant contributes to the n-th version.
+            rewind: go back to ``version``, as a run does that starts again from an older
+                checkpoint. Readers see what there was before until that version is whole; in the
+                same step it becomes the newest, every version from it on of before is gone, and so
+                is what was unfinished of them. Older versions that are kept stay. Refs to what is
+                gone raise VersionGoneError, although its numbers are used again. Every participant
+                passes it, for the first version that the run puts, and all of them live at the same
+                time: a process that ended before another joined the store is of an earlier run.
             participants: how many puts make up a version; None: the number of ranks in the meshes
                 of the DTensors, and in the meshes that these were sliced from. If ranks hold
                 different entries (pipeline stages, experts), they must pass it.
@@ -340,11 +375,12 @@ class Client(KeyOperations):
         Raises:
             LayoutMismatchError: participants put one entry with different shapes or dtypes.
             KeyNotFoundError: ``partial`` is set, but there is no previous version.
+            ConfigurationError: ``rewind`` without ``version``, or an argument is invalid.
             VersionGoneError, UnsupportedValueError, StoreFullError, ...: as for ``put``.
         """
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         with self._watch("put_state_dict", timeout, key) as clock:
-            clock.version = exact = check_version(version)
+            clock.version = exact = check_version(version, rewind=rewind)
             code = when_full_code(when_full)
             session, channel = self._here(clock) or await self._join(clock)
             planned = plan_put(
@@ -361,12 +397,12 @@ class Client(KeyOperations):
             sources, group = planned
             clock.entries = len(sources)
             if blocking:
-                return await _publish(session, channel, key, planned, clock, exact, code)
+                return await _publish(session, channel, key, planned, clock, exact, rewind, code)
             nbytes = sum([source.nbytes for source in sources])
             if group is None or nbytes <= session.inline_max():
-                ref = await _publish(session, channel, key, planned, clock, exact, code)
+                ref = await _publish(session, channel, key, planned, clock, exact, rewind, code)
                 return PendingPut.finished(ref)
-            putting = Putting(session, channel, sources, clock, exact, group, code)
+            putting = Putting(session, channel, sources, clock, exact, group, rewind, code)
             try:
                 await putting.begin()
                 await putting.write()
@@ -383,6 +419,7 @@ class Client(KeyOperations):
         *,
         version: int | None = None,
         min_version: int | None = None,
+        after: ObjectRef | None = None,
         cast: bool = False,
         report: StateDictReport | None = None,
         timeout: float | None = None,
@@ -400,6 +437,8 @@ class Client(KeyOperations):
             strict: every entry must match, otherwise nothing is written. False: fill what matches.
             version: get exactly this version; None: the newest.
             min_version: wait for this version or a newer one.
+            after: wait for a version that follows this one, as in ``wait``; the ``report`` has the
+                ref to pass the next time.
             cast: the stored dtype of a floating-point entry may differ from its destination's.
             report: filled with the differences, and the version that was read.
             timeout: seconds.
@@ -407,7 +446,8 @@ class Client(KeyOperations):
 
         Raises:
             KeyNotFoundError, PartialPutError: there is no version, or no complete one.
-            VersionGoneError: that version is no longer kept.
+            VersionGoneError: that version is no longer kept, or the wait would be in vain, as in
+                ``wait``.
             StoreTimeoutError: the version did not appear in time.
             LayoutMismatchError: names all entries that are missing, unexpected or mismatched.
         """
@@ -418,12 +458,15 @@ class Client(KeyOperations):
             if exact and min_version is not None and min_version > exact:
                 raise ConfigurationError(f"version {exact} is below min_version {min_version}")
             wanted = getting.plan_get(check_key(key), user_state_dict)
-            if min_version is not None:
-                await self._wait([key], min_version, clock)
+            follows = check_after([key], min_version, after)
+            if follows is not None or min_version is not None:
+                await self._wait([key], min_version or 1, clock, follows)
             how = getting.Filling(strict, cast, report, pickle_too)
             session, channel = self._here(clock) or await self._join(clock)
             result = await getting.fetch(session, channel, key, exact, wanted, clock, how)
             clock.entries, clock.version = result.entries, result.version
+            if self._joined.renewed is not None:
+                self._joined.renewed.told([key])
             return result.state_dict
 
 
@@ -434,6 +477,7 @@ async def _publish(
     planned: tuple[list[Source], m.Publication | None],
     clock: Clock,
     version: int,
+    rewind: bool,
     when_full: int,
 ) -> ObjectRef:
     """Put what was planned, and commit it. Returns version 0 if there is nothing to put."""
@@ -441,7 +485,7 @@ async def _publish(
     if group is None:
         return ObjectRef(key, 0)
     nbytes = sum([source.nbytes for source in sources])
-    versions = await put_sources(
+    reply = await put_sources(
         session,
         channel,
         sources,
@@ -449,10 +493,12 @@ async def _publish(
         clock,
         version=version,
         group=group,
+        rewind=rewind,
         when_full=when_full,
     )
-    clock.version = versions[0]
-    return ObjectRef(key, versions[0])
+    (ref,) = refs_of([key], reply, session.welcome.incarnation)
+    clock.put((key,), ref.version)
+    return ref
 
 
 async def _get_dict(
@@ -465,8 +511,11 @@ async def _get_dict(
 ) -> getting.FetchResult:
     """Get the state dict of a key that turned out to be one."""
     how = getting.Filling(allow_pickle=allow_pickle)
+    timeline = want.timeline if want.incarnation else -1
     try:
-        return await getting.fetch(session, channel, want.key, version, None, clock, how)
+        return await getting.fetch(
+            session, channel, want.key, version, None, clock, how, timeline=timeline
+        )
     except VersionGoneError:
         if want.version:
             raise

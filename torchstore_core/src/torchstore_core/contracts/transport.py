@@ -20,9 +20,10 @@ and both take part. To the store, this makes no difference.
 **Optional abilities** are declared; without them, the store does the work itself. A link that can
 expose a segment as local memory implements :class:`SupportsWindow` (the store copies directly,
 strided and in parallel); one that can provide a private copy-on-write view implements
-:class:`SupportsMap` (zero-copy ``get``); ``Link.rows`` declares that it takes strided copies, and
-``Link.devices`` that it reaches the memory of devices. All other links are given contiguous host
-memory, packed by the store.
+:class:`SupportsMap` (zero-copy ``get``); one that registers memory implements
+:class:`SupportsRegistration`, and is told whose memory it is, so that it can keep it registered.
+``Link.rows`` declares that a link takes strided copies, and ``Link.devices`` that it reaches the
+memory of devices. All other links are given contiguous host memory, packed by the store.
 
 **Lifetimes.** An address is only passed to a link while a grant or a lease protects it, and that
 protection ends when the call returns or raises, so no byte may move afterwards. A link that cannot
@@ -51,10 +52,12 @@ __all__ = [
     "Link",
     "LinkContext",
     "Mapping",
+    "Memory",
     "Refusal",
     "Segment",
     "ServerContext",
     "SupportsMap",
+    "SupportsRegistration",
     "SupportsWindow",
     "TransportServer",
     "TransportSpec",
@@ -314,6 +317,35 @@ class SupportsWindow(Protocol):
 
         ``fresh``: the range may not have pages yet (it is about to be written for the first time).
         """
+
+
+class Memory(NamedTuple):
+    """Host memory that copies may lie in: ``nbytes`` bytes at ``address``, the storage of a tensor.
+
+    ``owner`` can be weakly referenced, and dies with the memory. While it lives, it may also give
+    the memory back and get other memory, even at the same address, which
+    ``torchstore_core.machine.registrations`` notices.
+    """
+
+    address: int
+    nbytes: int
+    owner: object
+
+
+@runtime_checkable
+class SupportsRegistration(Protocol):
+    """The link registers memory of this process, and keeps registered what it knows the owner of.
+
+    Its batches come by these methods instead of :meth:`Link.write` and :meth:`Link.read`, to which
+    they are the same otherwise. ``memory`` is in no order, and need not contain all copies: those
+    in the store's own staging memory are not in it.
+    """
+
+    async def write_from(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
+        """See :meth:`Link.write`."""
+
+    async def read_into(self, copies: Sequence[Copy], memory: Sequence[Memory]) -> None:
+        """See :meth:`Link.read`."""
 
 
 @runtime_checkable

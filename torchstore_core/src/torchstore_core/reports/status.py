@@ -118,6 +118,8 @@ class StatusReport(msgspec.Struct, frozen=True):
     """The status of a store; the result of ``status``. ``str()`` of it is a short summary.
 
     Args:
+        incarnation: a random number that the store's memory was given when it began. A store that
+            starts again without its memory has another one, and its versions start at 1 again.
         keys: the number of keys.
         operations: the number of requests of each kind since the start.
         plugin_errors: why plug-ins do not work, by name.
@@ -140,6 +142,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     pending: list[Pending] = []
     pending_versions: int = 0
     pending_bytes: int = 0
+    incarnation: int = 0
     spill: SpillStatus = SpillStatus()
 
     def __str__(self) -> str:
@@ -147,7 +150,8 @@ class StatusReport(msgspec.Struct, frozen=True):
         living = [v for v in self.volumes if not v.lost]
         lines = [
             f"store {self.store_name!r}, up {human_duration(self.uptime_s)}, "
-            f"controller pid {self.controller_pid}, strategy {self.strategy}",
+            f"controller pid {self.controller_pid}, strategy {self.strategy}, "
+            f"incarnation {self.incarnation}",
             f"{count_text(self.keys, 'key')}, {count_text(len(self.sessions), 'session')}, "
             f"{sum(self.operations.values()):,} operations so far "
             f"({self.operations_per_s:,.1f}/s)",

@@ -23,6 +23,7 @@ from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective_puts import CollectivePut
 from torchstore_core.server.index.items import grants_of
+from torchstore_core.server.index.key_history import PutTarget
 from torchstore_core.server.index.records import (
     Change,
     Manifest,
@@ -30,6 +31,7 @@ from torchstore_core.server.index.records import (
     Stored,
     Txn,
     Value,
+    Versions,
     release,
     values_in,
 )
@@ -61,6 +63,7 @@ class Controller:
     Args:
         volumes: the volumes that can hold bytes.
         strategy: decides which volume a put goes to.
+        incarnation: of the memory; 0: the memory begins now, and is given a random one.
         prefault: whether to warm n free bytes, for the next put, after a put of n bytes.
         warmed: called (from a thread) when a background prefault has ended.
         watch: asks a live volume to report when a process on its host has ended.
@@ -75,6 +78,7 @@ class Controller:
         volumes: Sequence[VolumeRecord],
         strategy: Strategy,
         *,
+        incarnation: int = 0,
         prefault: bool = True,
         warmed: Callable[[], None] = lambda: None,
         watch: Callable[[VolumeRecord, m.WatchProcess], None] = lambda volume, wanted: None,
@@ -82,6 +86,8 @@ class Controller:
         mover: Mover | None = None,
         later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
     ) -> None:
+        # 53 bits: JSON's numbers carry no more everywhere.
+        self.incarnation = incarnation or secrets.randbits(53) | 1
         self.volumes = list(volumes)
         self.strategy = strategy
         self.sessions: dict[bytes, SessionRecord] = {}
@@ -159,7 +165,7 @@ class Controller:
         items = request.items
         if not items and request.group is None:
             raise ProtocolError("a put needs at least one item")
-        if request.version or request.group is not None:
+        if request.version or request.group is not None or type(request) is m.Rewind:
             return self._put_joined(session, request)
         for item in items:
             if item.part is not None:
@@ -172,6 +178,8 @@ class Controller:
             self._apply(self.catalog.flip(values), plain=values)
             if when_full != m.PINNED:
                 self.spilling.track(values, when_full)
+            if self.catalog.timelines.last:
+                return self._versions(values), None
             return [value.version for value in values], None
         txn = Txn(values, granted, values, [], values, when_full)
         self._begin(session, request.txn, txn)
@@ -295,19 +303,35 @@ class Controller:
         """Publish the values of a put in one step; returns the versions for the reply."""
         freed: Sequence[Value] = self.catalog.flip(txn.plain)
         visible: Sequence[str] = ()
+        rewound: Sequence[tuple[str, bool]] = ()
         if txn.contributions:
             changes = [self.catalog.commit(*one) for one in txn.contributions]
-            freed, visible = Change.of([Change(freed), *changes])
+            freed, visible, rewound = Change.of([Change(freed), *changes])
         if txn.when_full != m.PINNED:
             self.spilling.track_put(txn)
-        self._apply(freed, visible, txn.plain)
-        return [result.version for result in txn.results]
+        self._apply(freed, visible, rewound, plain=txn.plain)
+        return self._versions(txn.results)
+
+    def _versions(self, results: Sequence[Value | PutTarget]) -> list[int]:
+        """The versions of the results, with their timelines if any key was ever rewound."""
+        versions = [result.version for result in results]
+        if not self.catalog.timelines.last:
+            return versions
+        of = self.catalog.timelines.of
+        return Versions(
+            versions, [of(r.key, r.version) if type(r) is Value else r.timeline for r in results]
+        )
 
     def _apply(
-        self, freed: Sequence[Value], visible: Sequence[str] = (), plain: Sequence[Value] = ()
+        self,
+        freed: Sequence[Value],
+        visible: Sequence[str] = (),
+        rewound: Sequence[tuple[str, bool]] = (),
+        *,
+        plain: Sequence[Value] = (),
     ) -> None:
         """Free values that nothing holds any more, and answer the Waits for keys that have become
-        visible.
+        visible, or that wait in vain because keys went back; see ``Change``.
 
         ``plain``: values that are, by themselves, the newest versions of their keys.
         """
@@ -315,6 +339,8 @@ class Controller:
             self._free(freed)
         if self.waiting and (plain or visible):
             self.waiting.wake([value.key for value in plain], visible)
+            if rewound:
+                self.waiting.end(rewound)
 
     def abort(
         self, session: SessionRecord, txn_ids: Iterable[int], *, remember: bool = False
@@ -381,6 +407,10 @@ class Controller:
             ProtocolError: the lease id is in use.
             Delayed, StoreFullError: see ``Spilling.use``.
         """
+        if type(request) is m.LocateRefs:
+            for want, timeline in zip(request.wants, request.timelines, strict=False):
+                if timeline >= 0:
+                    self.catalog.check_timeline(want.key, want.version, timeline)
         find, newest = self.catalog.find, self.catalog.newest
         found: list[tuple[Stored, int]] = []
         missing: list[str] = []
@@ -422,6 +452,8 @@ class Controller:
         if found is None:
             raise self.catalog.missing_error([request.key])
         manifest, version = found
+        if type(request) is m.FetchRef:
+            self.catalog.check_timeline(request.key, version, request.timeline)
         if type(manifest) is not Manifest:
             raise LayoutMismatchError(
                 f"{request.key!r} is no state dict (it was put by itself); get it with `get`",
@@ -464,7 +496,16 @@ class Controller:
             for i, stored in enumerate(wanted):
                 if (j := first.setdefault(id(stored), i)) != i:
                     same_as.append((i, j))
-        return m.Fetched(request.id, version, answers, names, paths, same_as, leased)
+        return m.Fetched(
+            request.id,
+            version,
+            answers,
+            names,
+            paths,
+            same_as,
+            leased,
+            timeline=self.catalog.timeline(request.key, version),
+        )
 
     def release(
         self,

@@ -71,6 +71,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         block: names of plug-ins that must not be loaded.
         owner: the pid of the process with which the server ends; 0: none.
         directory: where to put the socket; None: a new private directory.
+        incarnation: that of the store's memory, if the memory is older than this process; 0: the
+            memory begins now, and is given a random one.
     """
 
     store_name: str = "torchstore"
@@ -87,6 +89,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     block: tuple[str, ...] = ()
     owner: int = 0
     directory: str | None = None
+    incarnation: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -219,6 +222,7 @@ class Server:
         self._controller = Controller(
             volumes,
             self._strategy,
+            incarnation=self.options.incarnation,
             prefault=self.options.prefault != 0,
             warmed=self._warmed_in_thread,
             watch=self._watch,
@@ -444,6 +448,7 @@ class Server:
             self._strategy.transport,
             via=via,
             owner=self.owner,
+            incarnation=self.controller.incarnation,
         )
 
     def _sample_rate(self) -> None:
@@ -481,5 +486,6 @@ class Server:
             pending=pending,
             pending_versions=pending_versions,
             pending_bytes=pending_bytes,
+            incarnation=controller.incarnation,
             spill=controller.spilling.status(),
         )

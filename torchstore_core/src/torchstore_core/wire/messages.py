@@ -40,7 +40,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
@@ -131,6 +131,12 @@ class Put(Message, frozen=True, tag="put"):
     when_full: int = 0
 
 
+class Rewind(Put, frozen=True, tag="rewind"):
+    """A put that goes back to ``version``: when that is whole, all that was as new or newer of
+    these keys is gone.
+    """
+
+
 class Commit(Message, frozen=True, tag="commit"):
     """Switch all keys of a put to their new versions in one step. Reply :class:`Committed`."""
 
@@ -176,6 +182,12 @@ class Locate(Message, frozen=True, tag="locate"):
     avoid: list[int] = []
 
 
+class LocateRefs(Locate, frozen=True, tag="locate-refs"):
+    """A Locate of the versions that refs name. ``timelines``: one for each want; -1: any."""
+
+    timelines: list[int] = []
+
+
 class Fetch(Message, frozen=True, tag="fetch"):
     """Find a state dict, and lease entries of it under ``lease``. Reply :class:`Fetched`.
 
@@ -191,6 +203,12 @@ class Fetch(Message, frozen=True, tag="fetch"):
     wants: list[Want] | None
     inline_max: int
     avoid: list[int] = []
+
+
+class FetchRef(Fetch, frozen=True, tag="fetch-ref"):
+    """A Fetch of exactly the version that a ref names."""
+
+    timeline: int = 0
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -240,6 +258,14 @@ class Wait(Message, frozen=True, tag="wait"):
     id: int
     keys: list[str]
     min_version: int
+
+
+class WaitAfter(Wait, frozen=True, tag="wait-after"):
+    """A Wait for what follows the version ``min_version - 1`` of one key, as a ref names it.
+    A Failure once that is no longer in the history of the key, because it was rewound.
+    """
+
+    timeline: int = 0
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -323,16 +349,20 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
 Request = (
     Hello
     | Put
+    | Rewind
     | Commit
     | Abort
     | Locate
+    | LocateRefs
     | Fetch
+    | FetchRef
     | Release
     | Keep
     | Delete
     | Exists
     | Keys
     | Wait
+    | WaitAfter
     | Cancel
     | Unmet
     | Versions
@@ -356,7 +386,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     ``warm``: see :class:`Warmed`. ``transport``: see ``contracts.strategy.Strategy``. ``via``: the
     topology of the relay that carries the connection; None: there is no relay. ``owner``: the pid
-    of the process with which the store ends; 0: none.
+    of the process with which the store ends; 0: none. ``incarnation``: of the store's memory;
+    see ``ServerOptions``.
     """
 
     id: int
@@ -369,6 +400,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     transport: str | tuple[str, ...] | None = None
     via: Topology | None = None
     owner: int = 0
+    incarnation: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -400,6 +432,12 @@ class Committed(Message, frozen=True, tag="committed"):
 
     id: int
     versions: list[int]
+
+
+class CommittedIn(Committed, frozen=True, tag="committed-in"):
+    """A Committed, and the timeline of each of its versions. Sent once a key was rewound."""
+
+    timelines: list[int] = []
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -447,6 +485,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
             otherwise the names (and no paths) of the entries that were not requested.
         same_as: pairs ``[i, j]``: entry ``i`` shares its bytes with the earlier entry ``j``.
         leased: whether the values are leased.
+        timeline: that of the version.
     """
 
     id: int
@@ -457,6 +496,7 @@ class Fetched(Message, frozen=True, tag="fetched"):
     same_as: list[tuple[int, int]]
     leased: bool
     continued: bool = False
+    timeline: int = 0
 
 
 class Handshaken(Message, frozen=True, tag="handshaken"):
@@ -560,6 +600,7 @@ Reply = (
     Welcome
     | Granted
     | Committed
+    | CommittedIn
     | Located
     | Fetched
     | Handshaken

@@ -20,12 +20,16 @@ def check_key(key: object) -> str:
     raise UnsupportedValueError(f"a key is a str of 1 to {m.MAX_KEY} characters, not {what}")
 
 
-def check_version(version: int | None) -> int:
+def check_version(version: int | None, *, rewind: object = False) -> int:
     """Return the version that the caller of a put or a get passed; 0 for None.
 
     Raises:
-        ConfigurationError: it is not a valid version.
+        ConfigurationError: it is not a valid version, or is missing from a put that goes back.
     """
+    if rewind is not False and (rewind is not True or version is None):
+        if rewind is True:
+            raise ConfigurationError("rewind=True goes back to a version; say which (version=)")
+        raise ConfigurationError(f"rewind is a bool, not {rewind!r}")
     if version is None:
         return 0
     if type(version) is not int or not 0 < version < 1 << 62:

@@ -120,6 +120,12 @@ class Clock:
         if self.measured is None and self._joined is not None and self._joined.observe:
             self.measured = Measurements(self._start)
 
+    def put(self, keys: Iterable[str], version: int) -> None:
+        """Record what was put; see ``incarnations.Renewed``."""
+        self.version = version
+        if self._joined is not None and self._joined.renewed is not None:
+            self._joined.renewed.has_put(keys, version)
+
     def end(self, error: BaseException | None) -> None:
         """End the operation, with this error or without one, and call the observers."""
         if error is not None:

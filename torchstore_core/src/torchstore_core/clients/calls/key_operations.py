@@ -11,6 +11,7 @@ from torchstore_core.clients.calls import observers, wait_errors
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.base import ClientBase
 from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.calls.incarnations import check_after, check_incarnation, refs_of
 from torchstore_core.errors import StoreTimeoutError, UnsupportedValueError
 from torchstore_core.reports.stat import Found
 from torchstore_core.reports.status import StatusReport
@@ -93,6 +94,8 @@ class KeyOperations(ClientBase):
     async def _versions(self, clock: Clock, key: str) -> list[int]:
         check_key(key)
         found = (await self._call(clock, m.Committed, m.Versions, key)).versions
+        if self._joined.renewed is not None:
+            self._joined.renewed.told([key])
         clock.version = found[-1] if found else 0
         return found
 
@@ -101,16 +104,30 @@ class KeyOperations(ClientBase):
         keys: str | Iterable[str],
         *,
         min_version: int | None = None,
+        after: ObjectRef | None = None,
         timeout: float | None = None,
     ) -> dict[str, ObjectRef]:
         """Wait until every key has a complete version that is at least ``min_version``.
+
+        Args:
+            keys: one key, or several.
+            min_version: the lowest version that will do; None: any.
+            after: wait for a version that follows this one; ``keys`` is its key. Unlike a number,
+                a ref belongs to one incarnation of a store and to one history of a key, so that
+                its reader is told when either has started over.
+            timeout: seconds.
 
         Returns:
             For each key, the ref of the version that met the condition.
 
         Raises:
             StoreTimeoutError: it did not happen within ``timeout`` seconds.
-            UnsupportedValueError: ``min_version`` is not an int.
+            VersionGoneError: the wait would be in vain, now or since it began: the store has
+                started again without its memory, or the key was rewound to before ``after`` or
+                to below ``min_version``. Start over without them.
+            StoreClosedError: the server has ended.
+            UnsupportedValueError: ``min_version`` is not an int, or ``after`` not an ObjectRef.
+            ConfigurationError: ``after`` is of another key, or both are given.
         """
         with self._watch("wait", timeout) as clock:
             names = [keys] if isinstance(keys, str) else _key_list(keys)
@@ -119,13 +136,29 @@ class KeyOperations(ClientBase):
             clock.version = min_version or 0
             if not names:
                 return {}
-            versions = await self._wait(names, min_version or 1, clock)
-            clock.version = versions[0]
-        return {k: ObjectRef(k, v) for k, v in zip(names, versions, strict=True)}
+            refs = await self._wait(
+                names, min_version or 1, clock, check_after(names, min_version, after)
+            )
+            clock.version = refs[0].version
+        return {ref.key: ref for ref in refs}
 
-    async def _wait(self, names: list[str], min_version: int, clock: Clock) -> list[int]:
-        _, channel = self._here(clock) or await self._join(clock)
-        request = m.Wait(channel.next_id(), names, min_version)
+    async def _wait(
+        self, names: list[str], min_version: int, clock: Clock, after: ObjectRef | None = None
+    ) -> list[ObjectRef]:
+        session, channel = self._here(clock) or await self._join(clock)
+        renewed = self._joined.renewed
+        incarnation = session.welcome.incarnation
+        if after is not None:
+            clock.version = min_version = after.version + 1
+            what = after.key, after.version, after.incarnation
+            await check_incarnation(session, channel, clock, *what)
+        request: m.Wait
+        if after is not None and after.incarnation:
+            request = m.WaitAfter(channel.next_id(), names, min_version, after.timeline)
+        else:
+            if renewed is not None:
+                renewed.check(names, min_version, self.store_name)
+            request = m.Wait(channel.next_id(), names, min_version)
         try:
             reply = await channel.call(request, m.Committed, clock.left())
         except StoreTimeoutError:
@@ -135,7 +168,9 @@ class KeyOperations(ClientBase):
         except BaseException:
             channel.cancel(request.id)
             raise
-        return reply.versions
+        if renewed is not None:
+            renewed.told(names)
+        return refs_of(names, reply, incarnation)
 
     # ---- inspecting -----------------------------------------------------------------------
 

@@ -156,6 +156,8 @@ class Channel:
             return reply
         if isinstance(reply, m.Failure):
             raise from_wire(reply.code, reply.message, reply.key, reply.details)
+        if isinstance(reply, expect):
+            return reply
         raise ProtocolError(f"expected {expect.__name__}, the server sent {type(reply).__name__}")
 
     async def _wait(

@@ -25,7 +25,7 @@ from torchstore_core.errors import (
     LayoutMismatchError,
     UnsupportedValueError,
 )
-from torchstore_core.values import TensorMeta
+from torchstore_core.values import ObjectRef, TensorMeta
 from torchstore_core.wire import messages as m
 
 __all__ = ["FetchResult", "Filling", "StateDictReport", "fetch", "plan_get"]
@@ -42,12 +42,14 @@ class StateDictReport:
         unexpected: stored entries that have no destination.
         mismatched: for each entry that does not fit, by name, the reason.
         version: the version that was read.
+        ref: the same as a ref, for ``after=`` of the next call; None before there is one.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, str] = field(default_factory=dict)
     version: int = 0
+    ref: ObjectRef | None = None
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
@@ -137,9 +139,14 @@ async def fetch(
     wanted: Wanted | None,
     clock: Clock,
     how: Filling,
+    *,
+    timeline: int = -1,
 ) -> FetchResult:
     """Fetch a version with one message, one lease and one batch of copies. This is repeated if a
     volume cannot be reached and there are copies on other volumes.
+
+    Args:
+        timeline: of the version, if a ref names it; -1: any.
 
     Raises:
         LayoutMismatchError: ``how.strict`` is set and something does not match; nothing was
@@ -148,28 +155,26 @@ async def fetch(
     leasing = Leasing(session, channel, clock)
     while True:
         with leasing:
-            return await _fetch(session, channel, key, version, wanted, clock, how, leasing)
+            exactly = key, version, timeline
+            return await _fetch(session, channel, exactly, wanted, clock, how, leasing)
 
 
 async def _fetch(
     session: Session,
     channel: Channel,
-    key: str,
-    version: int,
+    exactly: tuple[str, int, int],
     wanted: Wanted | None,
     clock: Clock,
     how: Filling,
     leasing: Leasing,
 ) -> FetchResult:
+    key, version, timeline = exactly
     wants = None if wanted is None else [ask.wire() for ask in wanted.asks]
-    request = m.Fetch(
-        channel.next_id(),
-        leasing.lease,
-        key,
-        version,
-        wants,
-        session.inline_max(),
-        leasing.avoid,
+    number, lease, most = channel.next_id(), leasing.lease, session.inline_max()
+    request = (
+        m.Fetch(number, lease, key, version, wants, most, leasing.avoid)
+        if timeline < 0
+        else m.FetchRef(number, lease, key, version, wants, most, leasing.avoid, timeline)
     )
     try:
         reply = await channel.call(request, m.Fetched, clock.left())
@@ -185,6 +190,8 @@ async def _fetch(
     clock.phase("plan")
     if how.report is not None:
         how.report.version = reply.version
+        incarnation = session.welcome.incarnation
+        how.report.ref = ObjectRef(key, reply.version, incarnation, reply.timeline)
     if wanted is None:
         targets, whole = _whole(reply, starts)
     else:

@@ -96,9 +96,9 @@ class PendingPut:
         return self._ref
 
     async def _commit(self, putting: Putting) -> ObjectRef:
-        versions = await putting.commit()
-        putting.clock.version = versions[0]
-        return ObjectRef(self.key, versions[0])
+        (ref,) = putting.refs([self.key], await putting.commit())
+        putting.clock.put((self.key,), ref.version)
+        return ref
 
     def _ended(self, clock: Clock, task: asyncio.Task[ObjectRef]) -> None:
         if task.cancelled():

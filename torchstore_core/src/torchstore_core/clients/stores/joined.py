@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable
 
 from torchstore_core.clients.calls import observers as observing
+from torchstore_core.clients.calls.incarnations import Renewed
 from torchstore_core.clients.session.handshake import Ranks
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.stores.environment import (
@@ -24,6 +26,8 @@ from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import load_class
 
 __all__ = ["DEFAULT_TIMEOUT_S", "JoinedStore", "sessions"]
+
+log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 60.0
 #: Every session that was opened and that somebody still refers to.
@@ -49,6 +53,7 @@ class JoinedStore:
         ranks: which rank this process is, if the runtime knows better than the environment.
         connected: it was joined by ``connect``: leaving it ends nothing.
         observe: tells the observers of an operation; None: there are none.
+        renewed: set once the store was found to have started again without its memory.
     """
 
     def __init__(
@@ -69,6 +74,8 @@ class JoinedStore:
         self.ranks: Ranks | None = None if runtime is None else runtime.ranks
         self.connected = False
         self.observe: Callable[[Operation], None] | None = None
+        self.renewed: Renewed | None = None
+        self._incarnation = 0  # of the last session; 0: there was none
         self._session: Session | None = None
         self._earlier: weakref.WeakSet[Session] = weakref.WeakSet()  # with calls under way, maybe
         self._closed = False
@@ -116,6 +123,13 @@ class JoinedStore:
                 raise
             self._session = made
             sessions.add(made)
+            if self._incarnation not in (0, made.welcome.incarnation):
+                self.renewed = Renewed()
+                log.info(
+                    "store %r has started again without its memory; refs of before are gone",
+                    self.store_name,
+                )
+            self._incarnation = made.welcome.incarnation
         self.observe = observing.watch(made.registry)
         return made
 

@@ -1,33 +1,24 @@
 """Executes transfer plans: the only place where the bytes of values are moved.
 
-This module is responsible for copy threads, device streams and concurrency. If a link has a window,
-this process copies directly to and from that memory; for any other link see :mod:`.staging`.
+This module is responsible for concurrency and for the choice of links. If a link has a window, this
+process copies directly to and from that memory (:mod:`.windows`); for others see :mod:`.staging`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import torch
 
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.session.volume_links import VolumeLinks
-from torchstore_core.clients.transfer import cuda, mapping, staging
-from torchstore_core.clients.transfer.link_errors import link_errors
-from torchstore_core.clients.transfer.moves import Batch, GetBatch, Rows, Run, TensorMove
-from torchstore_core.clients.transfer.targets import narrow
-from torchstore_core.clients.values.tensors import (
-    byte_like,
-    split_rows,
-    strided_copy,
-    tensor_at,
-)
-from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow, Window
+from torchstore_core.clients.transfer import mapping, staging
+from torchstore_core.clients.transfer.moves import Batch, GetBatch
+from torchstore_core.clients.transfer.windows import by_window as _by_window
+from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow
 from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TransportError
-from torchstore_core.machine import copying
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_core.plugins.ranking import Candidate
 
@@ -58,6 +49,13 @@ class Moved(msgspec.Struct, frozen=True):
     batch: Batch
     transport: str
     mappings: Sequence[mapping.Mapped] = ()
+
+
+class _Rest(NamedTuple):
+    """Of a batch: what has been mapped, and a batch of the rest."""
+
+    mapped: Sequence[mapping.Mapped]
+    rest: GetBatch
 
 
 async def execute(session: Session, batches: Sequence[Batch]) -> list[Moved]:
@@ -167,8 +165,13 @@ async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence
     """
     mapped: Sequence[mapping.Mapped] = ()
     if isinstance(batch, GetBatch):
-        if isinstance(link, SupportsMap):
+        if isinstance(batch.prepared, _Rest):  # mappings outlive the link that made them
+            mapped, batch = batch.prepared
+        elif isinstance(link, SupportsMap) and batch.prepared is None:
+            whole = batch
             mapped, batch = mapping.map_runs(link, batch)
+            if mapped:
+                whole.prepared = _Rest(mapped, batch)
         if not batch.jobs and not batch.plain:
             return mapped
     if isinstance(link, SupportsWindow):
@@ -176,126 +179,3 @@ async def by_link(link: Link, batch: Batch, room: int | None = None) -> Sequence
     else:
         await staging.by_copies(link, batch, room)
     return mapped
-
-
-# ---- links with a window ------------------------------------------------------------------
-
-
-async def _by_window(link: SupportsWindow, batch: Batch) -> None:
-    """Copy between memory and the segment. The copy threads copy contiguous bytes in chunks, rows
-    as rows, and everything else with torch; tensors on a device are copied on its side stream.
-    """
-    device: list[tuple[torch.Tensor, torch.Tensor]] = []
-    await copying.run(_tasks(link, batch, device), batch.nbytes)
-    if device:
-        await cuda.transfer(device, _window(link, batch))
-
-
-def _window(link: SupportsWindow, batch: Batch) -> Window:
-    with link_errors():
-        return link.window(batch.segment)
-
-
-def _tasks(
-    link: SupportsWindow, batch: Batch, device: list[tuple[torch.Tensor, torch.Tensor]]
-) -> Iterator[copying.Task]:
-    """Tasks for the copy threads. Pairs with a tensor on a device go into ``device`` instead."""
-    window = _window(link, batch)
-    base, into = window.address, batch.into_segment
-    stream = batch.nbytes >= copying.STREAM_MIN
-    size = copying.chunk_size(batch.nbytes)
-    runs: list[Run] = []
-    rows: list[Rows] = []
-    gathered = 0
-    for move in batch.moves(window.nbytes):
-        if isinstance(move, list):
-            runs += move
-            gathered += sum([run[2] for run in move])
-        elif not isinstance(move, TensorMove):
-            rows.append(move)
-            gathered += move[2] * move[3]
-        elif move.tensor.is_cpu:
-            for some in split_rows(*_pair(move, base, into), copying.CHUNK):
-                yield strided_copy(*some, stream=stream)
-        else:
-            device.append(_pair(move, base, into))
-        if gathered >= size:
-            yield from _chunks(link, batch, base, runs, rows, size)
-            runs, rows, gathered = [], [], 0
-    yield from _chunks(link, batch, base, runs, rows, size)
-
-
-def _chunks(
-    link: SupportsWindow,
-    batch: Batch,
-    base: int,
-    runs: Sequence[Run],
-    rows: Sequence[Rows],
-    size: int,
-) -> Iterator[copying.Task]:
-    """Divide runs and rows into tasks of about ``size`` bytes."""
-    stream = batch.nbytes >= copying.STREAM_MIN
-    if batch.into_segment:
-        grids = [
-            (base + offset, address, nbytes, count, there, here)
-            for address, offset, nbytes, count, here, there in rows
-        ]
-    else:
-        grids = [
-            (address, base + offset, nbytes, count, here, there)
-            for address, offset, nbytes, count, here, there in rows
-        ]
-    for chunk in copying.cut(runs, size):
-        yield _run_task(link, batch, base, chunk, stream)
-    for some in copying.cut_grids(grids, size):
-        yield _row_task(link, batch, base, some, stream)
-
-
-def _run_task(
-    link: SupportsWindow, batch: Batch, base: int, chunk: list[Run], stream: bool
-) -> copying.Task:
-    segment, into = batch.segment, batch.into_segment
-    low, high = chunk[0][1], chunk[-1][1] + chunk[-1][2]
-    nbytes = sum([nbytes for _, _, nbytes in chunk])
-
-    def task() -> None:
-        # A batch usually is one contiguous run, in order, so that a chunk is one range. If it is
-        # not, the pages are faulted in as they are touched.
-        if 0 < high - low <= nbytes + nbytes // 2:
-            with link_errors():
-                link.prepare(segment, low, high - low, fresh=into)
-        copying.copy_runs(chunk, base, into=into, stream=stream)
-
-    return task
-
-
-def _row_task(
-    link: SupportsWindow, batch: Batch, base: int, grids: list[copying.Grid], stream: bool
-) -> copying.Task:
-    segment, into = batch.segment, batch.into_segment
-    side = 0 if into else 1
-    low = min([grid[side] for grid in grids]) - base
-    high = max([grid[side] + grid[2] + (grid[3] - 1) * grid[4 + side] for grid in grids]) - base
-    nbytes = sum([grid[2] * grid[3] for grid in grids])
-
-    def task() -> None:
-        # Column shards touch every page of the rows that they belong to.
-        if 0 < high - low <= 8 * nbytes:
-            with link_errors():
-                link.prepare(segment, low, high - low, fresh=into)
-        copying.copy_grids(grids, stream=stream)
-
-    return task
-
-
-def _pair(move: TensorMove, base: int, into: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target and source of a move, as tensors of the same shape."""
-    tensor = move.tensor
-    stored = tensor_at(base + move.offset, move.shape, move.dtype)
-    if move.box is not None:
-        stored = narrow(stored, move.box)
-    if tensor.dtype is move.dtype:
-        tensor = byte_like(tensor)
-    else:
-        stored = stored.view(move.dtype)
-    return (stored, tensor) if into else (tensor, stored)

@@ -10,6 +10,7 @@ import torch
 
 from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.calls.incarnations import check_incarnation
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
@@ -34,12 +35,17 @@ __all__ = ["Leasing", "ValueRequest", "asks_of", "get_asks"]
 class ValueRequest(msgspec.Struct, frozen=True, gc=False):
     """A request for one value, or for a ``part`` of it. ``tensor`` is the destination, if there is
     one; it may be sharded until :func:`asks_of` has split it.
+
+    ``incarnation``: that of the ref that names the version; 0: it is named by a number only, if at
+    all, and ``timeline`` does not count.
     """
 
     key: str
     version: int
     tensor: Any
     part: TensorSlice | None
+    incarnation: int = 0
+    timeline: int = 0
 
     def wire(self) -> m.Want:
         """The form that is sent in a message."""
@@ -59,7 +65,9 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
         if part is not None:
             part = plain_slice(str(what), part)
         if isinstance(what, ObjectRef):
-            return cls(check_key(what.key), _exact(what.key, what.version), tensor, part)
+            version = _exact(what.key, what.version)
+            of = what.incarnation, what.timeline
+            return cls(check_key(what.key), version, tensor, part, *of)
         if isinstance(what, Request):
             version = 0 if what.version is None else _exact(what.key, what.version)
             if part is None and what.tensor_slice is not None:
@@ -84,7 +92,7 @@ def asks_of(want: ValueRequest) -> list[ValueRequest]:
             key=want.key,
         )
     return [
-        ValueRequest(want.key, want.version, local.tensor, local.part)
+        msgspec.structs.replace(want, tensor=local.tensor, part=local.part)
         for local in local_parts(want.key, want.tensor)
     ]
 
@@ -114,12 +122,20 @@ async def get_asks(
     if not asks:
         return {}, []
     wants = [ask.wire() for ask in asks]
+    timelines: list[int] | None = None
+    for ask in asks:
+        if ask.incarnation:
+            timelines = await _timelines(session, channel, asks, clock)
+            break
     quick = len(wants) <= QUICK_ENTRIES
     leasing = Leasing(session, channel, clock)
     while True:
         with leasing:
-            request = m.Locate(
-                channel.next_id(), leasing.lease, wants, session.inline_max(), leasing.avoid
+            lease, most = leasing.lease, session.inline_max()
+            request = (
+                m.Locate(channel.next_id(), lease, wants, most, leasing.avoid)
+                if timelines is None
+                else m.LocateRefs(channel.next_id(), lease, wants, most, leasing.avoid, timelines)
             )
             located = await channel.call(request, m.Located, clock.left(), quick=quick)
             starts = leasing.granted(located.entries, located.leased)
@@ -147,6 +163,20 @@ async def get_asks(
             ]
             whole = [one for one in plain if one is not None]
             return await leasing.read(targets, allow_pickle, whole), located.entries
+
+
+async def _timelines(
+    session: Session, channel: Channel, asks: Sequence[ValueRequest], clock: Clock
+) -> list[int]:
+    """The timelines of the versions that are asked for; see ``messages.LocateRefs``.
+
+    Raises:
+        VersionGoneError: a version belongs to another incarnation of the store.
+    """
+    for ask in asks:
+        what = ask.key, ask.version, ask.incarnation
+        await check_incarnation(session, channel, clock, *what)
+    return [ask.timeline if ask.incarnation else -1 for ask in asks]
 
 
 class Leasing:

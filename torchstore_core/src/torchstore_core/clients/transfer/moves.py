@@ -21,6 +21,7 @@ from torchstore_core.boxes import Box
 from torchstore_core.clients.transfer.sources import Source
 from torchstore_core.clients.transfer.targets import Plain, Results, Target, TargetPiece, narrow
 from torchstore_core.clients.values.plain import Looked, look
+from torchstore_core.contracts.transport import Memory
 from torchstore_core.errors import TransportError
 from torchstore_core.machine import copying
 from torchstore_core.values import ValueMeta
@@ -86,6 +87,16 @@ class Batch(ABC):
     on_device: bool
     prepared: object = None
     unsettled: str = ""
+    _memory: Sequence[torch.UntypedStorage | None] = ()
+
+    def memory(self) -> list[Memory]:
+        """The host memory of the user's tensors, as far as moves have been generated."""
+        storages = {id(one): one for one in self._memory if one is not None}
+        return [
+            Memory(one.data_ptr(), one.nbytes(), one)
+            for one in storages.values()
+            if one.device.type == "cpu"
+        ]
 
     @abstractmethod
     def moves(self, room: int | None) -> Iterator[Move]:

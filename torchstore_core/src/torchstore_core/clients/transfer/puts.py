@@ -9,12 +9,14 @@ from typing import TypeVar
 import msgspec
 
 from torchstore_core.clients.calls.clock import Clock
+from torchstore_core.clients.calls.incarnations import refs_of
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import PutBatch, put_batches
 from torchstore_core.clients.transfer.sources import Source, inline_bytes
 from torchstore_core.errors import StoreFullError, TorchStoreError
+from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
 __all__ = ["Putting", "put_sources"]
@@ -31,23 +33,25 @@ async def put_sources(
     *,
     version: int = 0,
     group: m.Publication | None = None,
+    rewind: bool = False,
     when_full: int = 0,
-) -> list[int]:
+) -> m.Committed:
     """Put with one message if it is small; otherwise begin, write and commit. If anything fails,
     the put is undone.
 
     Returns:
-        The version of each source; for a state dict, a single one.
+        The reply, with the version of each source; for a state dict, a single one.
     """
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [source.item(inline_bytes(source)) for source in sources]
-        put = m.Put(channel.next_id(), session.next_id(), items, version, group, when_full)
+        kind = m.Rewind if rewind else m.Put
+        put = kind(channel.next_id(), session.next_id(), items, version, group, when_full)
         reply = await _begin(session, channel, put, m.Committed, clock)
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
-        return reply.versions
-    with Putting(session, channel, sources, clock, version, group, when_full) as putting:
+        return reply
+    with Putting(session, channel, sources, clock, version, group, rewind, when_full) as putting:
         await putting.begin()
         await putting.write()
         return await putting.commit()
@@ -64,6 +68,7 @@ class Putting:
         clock: Clock,
         version: int,
         group: m.Publication | None,
+        rewind: bool = False,
         when_full: int = 0,
     ) -> None:
         self._session = session
@@ -72,6 +77,7 @@ class Putting:
         self.clock = clock
         self._version = version
         self._group = group
+        self._rewind = rewind
         self._when_full = when_full
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
@@ -89,8 +95,9 @@ class Putting:
             else source.item(None if source.nbytes else b"")
             for source in self._sources
         ]
+        kind = m.Rewind if self._rewind else m.Put
         number = self._channel.next_id()
-        put = m.Put(number, self._txn, items, self._version, self._group, self._when_full)
+        put = kind(number, self._txn, items, self._version, self._group, self._when_full)
         granted = await _begin(self._session, self._channel, put, m.Granted, self.clock)
         self._grants = granted.grants
         self.clock.phase("plan")
@@ -110,14 +117,18 @@ class Putting:
         self._sources = self._batches = ()
         self.clock.phase("copy")
 
-    async def commit(self) -> list[int]:
-        """Make the values visible to readers; returns their versions."""
+    async def commit(self) -> m.Committed:
+        """Make the values visible to readers; returns the reply, with their versions."""
         commit = m.Commit(self._channel.next_id(), self._txn)
         quick = len(self._grants) <= QUICK_ENTRIES
         done = await self._channel.call(commit, m.Committed, self.clock.left(), quick=quick)
         self._done = True
         self.clock.phase("commit")
-        return done.versions
+        return done
+
+    def refs(self, keys: Sequence[str], reply: m.Committed) -> list[ObjectRef]:
+        """The refs of what was committed, one for each key."""
+        return refs_of(keys, reply, self._session.welcome.incarnation)
 
     def undo_with(self, owner: object) -> None:
         """Undo the put when ``owner`` is collected: the task of a closed event loop never ends."""

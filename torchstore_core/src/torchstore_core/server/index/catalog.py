@@ -9,19 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
+import msgspec
+
 from torchstore_core.errors import KeyNotFoundError, VersionGoneError
 from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.errors import (
     entry_error,
+    fenced_error,
     gone_error,
     missing_error,
     no_base_error,
     partial_error,
+    rewound_error,
     used_error,
     version_lost_error,
 )
-from torchstore_core.server.index.evictions import Evictions
 from torchstore_core.server.index.generations import Generation
+from torchstore_core.server.index.gone.evictions import Evictions
 from torchstore_core.server.index.key_history import KeyHistory, PutTarget
 from torchstore_core.server.index.key_names import KeyNames, splits
 from torchstore_core.server.index.participants import Contribution, PutSequence
@@ -33,7 +37,9 @@ from torchstore_core.server.index.records import (
     Value,
     all_values,
     release,
+    retain,
 )
+from torchstore_core.server.index.timelines import Branch, Timelines
 from torchstore_core.wire import messages as m
 
 __all__ = ["Catalog"]
@@ -63,6 +69,7 @@ class Catalog:
         self.histories: dict[str, KeyHistory] = {}
         self.unsettled: set[str] = set()
         self.evictions = Evictions(self)
+        self.timelines = Timelines()
         # A key that is put again after a delete continues above its last version, so that no (key,
         # version) is ever used twice. The last versions of the most recently deleted keys are
         # remembered; all other keys start above the highest version that was forgotten.
@@ -96,6 +103,28 @@ class Catalog:
     def _gone_error(self, key: str, version: int) -> VersionGoneError:
         there = self.versions(key)
         return self.evictions.gone_error(key, version, there) or gone_error(key, version, there)
+
+    def timeline(self, key: str, version: int) -> int:
+        """The timeline of a version of a key, or of an entry of a state dict."""
+        if not self.timelines.last:
+            return 0
+        found = 0
+        if key not in self.newest and key not in self.timelines:
+            for base, name in splits(key):
+                if base in self.timelines:
+                    stored = self.newest.get(base)
+                    of = self.timelines.of(base, version)
+                    if type(stored) is Manifest and name in stored.entries:
+                        return of
+                    found = found or of
+            return found
+        return self.timelines.of(key, version)
+
+    def check_timeline(self, key: str, version: int, timeline: int) -> None:
+        """Raise VersionGoneError unless the version that there is belongs to this timeline."""
+        if self.timeline(key, version) != timeline:
+            newest = self.newest_version(key)
+            raise rewound_error(key, version, newest) if newest else gone_error(key, version, [])
 
     def _entry(self, key: str, version: int) -> tuple[Stored, int] | None:
         """Return the state dict entry that a key names, and its version; None if there is none."""
@@ -146,12 +175,16 @@ class Catalog:
         history = self.histories.get(key)
         if history is None:
             return []
-        return [g.state(key, brief=brief) for g in history.pending.values()]
+        return [g.state(key, brief=brief) for g in history.generations()]
 
     def unfinished(self, prefix: str = "") -> list[str]:
         """Return the keys that start with ``prefix`` and have unfinished versions."""
         histories = self.histories.items()
-        return [key for key, history in histories if history.pending and key.startswith(prefix)]
+        return [
+            key
+            for key, history in histories
+            if (history.pending or history.branches) and key.startswith(prefix)
+        ]
 
     # ---- plain versions -------------------------------------------------------------------
 
@@ -226,6 +259,7 @@ class Catalog:
         publication: m.Publication | None,
         *,
         replica: bool = False,
+        rewind: bool = False,
     ) -> PutTarget:
         """Determine which version a participant's put belongs to. The put has no effect until
         :meth:`clear` makes way for it and :meth:`join` makes it part of its generation.
@@ -233,6 +267,7 @@ class Catalog:
         Args:
             version: the version that the put names; 0 if it names none.
             replica: see ``KeyHistory.next_of``.
+            rewind: the put goes back to ``version``.
 
         Raises:
             VersionGoneError: that version, or a newer one, exists already.
@@ -248,7 +283,36 @@ class Catalog:
         generation: Generation | None = None
         left_over: list[Generation] = []
         replaced: list[Contribution] = []
-        if not version:
+        branch = overruled = None
+        present = self.timelines.of(key, version)
+        late = version in sequence.versions and sequence.last_of(participant) < version
+        if rewind and version not in history.branches:
+            if late and version == self.timelines.began_with(key):  # others were faster
+                return PutTarget(key, participant, layout, sequence, version, None, present=present)
+            branch = Branch(version)
+        elif history.branches:
+            branch = history.branch_of(layout, participant, session)
+            branch = history.branches[version] if rewind else branch
+        lowest = self._lowest_version(key)
+        if branch is not None:
+            late = False
+            lowest, history = branch.version, branch.history
+            sequence = history.sequences.get(layout) or PutSequence()
+        elif not rewind and session in history.fenced:
+            raise fenced_error(key, self.newest_version(key))
+        if rewind and branch is not None:
+            alone = True
+            if (there := history.pending.get(version)) is not None:
+                generation, replaced = history.rejoin(
+                    there, key, sequence, participant, session, living, rewind=True
+                )
+                alone = generation is None
+            elif branch.timeline:
+                alone = not branch.is_put_by_others(session)
+            if branch.timeline and alone:  # nothing of it counts: this is another run
+                overruled, branch = branch, Branch(version)
+                history, sequence = branch.history, PutSequence()
+        elif not version:
             version, generation, left_over = history.next_of(
                 sequence, participant, session, replica=replica, living=living
             )
@@ -256,38 +320,75 @@ class Catalog:
                 if version in sequence.lost:
                     sequence.participant(participant).puts(version, session)
                     raise version_lost_error(key, version, sequence.lost[version])
+                present = self.timelines.of(key, version)
                 return PutTarget(
-                    key, participant, layout, sequence, version, None, left_over
+                    key,
+                    participant,
+                    layout,
+                    sequence,
+                    version,
+                    None,
+                    left_over,
+                    branch=branch,
+                    present=present,
                 )  # the version was completed, or overtaken, without this participant
         elif (there := history.pending.get(version)) is not None:
             generation, replaced = history.rejoin(
                 there, key, sequence, participant, session, living
             )
             left_over = [there] if generation is None else []
-        elif version < self._lowest_version(key):
-            if version in sequence.versions and sequence.last_of(participant) < version:
-                return PutTarget(key, participant, layout, sequence, version, None)
-            used = self._lowest_version(key) - 1
-            raise used_error(key, version, used, self.newest_version(key))
+        elif version < lowest:
+            if late:
+                return PutTarget(key, participant, layout, sequence, version, None, present=present)
+            raise used_error(key, version, lowest - 1, self.newest_version(key))
         behind: list[Generation] = []
         if generation is None:
-            version = version or max(self._next_version(key), sequence.next_version())
+            above = max(lowest, max(history.pending, default=0) + 1)
+            version = version or max(above, sequence.next_version())
             generation = Generation(sequence, version, participants, publication)
             behind = history.far_behind(sequence, without=left_over)
         partial = publication is not None and publication.partial
-        if partial and not self._has_base(key, version, without=left_over + behind):
+        if partial and not self._has_base(key, version, branch, without=left_over + behind):
             raise no_base_error(key)
         return PutTarget(
-            key, participant, layout, sequence, version, generation, left_over, behind, replaced
+            key,
+            participant,
+            layout,
+            sequence,
+            version,
+            generation,
+            left_over,
+            behind,
+            replaced,
+            partial,
+            branch,
+            overruled,
+            self.timelines.of(key, version),
         )
 
-    def _has_base(self, key: str, version: int, without: Collection[Generation] = ()) -> bool:
+    def _base(self, key: str, branch: Branch | None) -> Stored | None:
+        """The newest version that there is for a put to build on."""
+        newest = self.newest.get(key)
+        if branch is None:
+            return newest
+        if branch.base is not None or newest is None or newest.version < branch.version:
+            return branch.base or newest
+        kept = self.histories[key].kept if key in self.histories else {}
+        return kept.get(max((v for v in kept if v < branch.version), default=0))
+
+    def _has_base(
+        self,
+        key: str,
+        version: int,
+        branch: Branch | None,
+        without: Collection[Generation] = (),
+    ) -> bool:
         """Return whether there is a state dict, finished or not, that a partial version can build
         on.
         """
-        if type(self.newest.get(key)) is Manifest:
+        if type(self._base(key, branch)) is Manifest:
             return True
-        history = self.histories.get(key)
+        history = self.histories.get(key) if branch is None else branch.history
         earlier = [] if history is None else [g for v, g in history.pending.items() if v < version]
         return any(
             g.publication is not None and not g.is_partial for g in earlier if g not in without
@@ -300,14 +401,33 @@ class Catalog:
         if target.left_over or target.behind:
             self.unsettled.add(target.key)
         history = self.histories.get(target.key)
-        return [] if history is None else history.clear(target)
+        if history is None:
+            return []
+        freed: list[Value] = []
+        if target.overruled is not None:
+            freed = target.overruled.drop_from(history)
+        if target.branch is not None:
+            history = target.branch.history
+        return freed + history.clear(target)
 
     def join(self, target: PutTarget, session: SessionRecord) -> Contribution:
         """Begin the contribution of a put to its generation."""
         history = self.histories.get(target.key)
         if history is None:
             history = self.histories[target.key] = KeyHistory()
-        return history.join(target, session)
+        branch = target.branch
+        if branch is None:
+            history.fenced.discard(session)
+            return history.join(target, session)
+        if not branch.timeline:
+            branch.timeline = self.timelines.begin()
+            history.branches[branch.version] = branch
+        base = self._base(target.key, branch)
+        if target.partial and branch.base is None and type(base) is Manifest:
+            # The run before may go on for a while, and drop it.
+            branch.base = msgspec.structs.replace(base, entries=dict(base.entries))
+            retain(all_values(branch.base))
+        return branch.history.join(target, session)
 
     def commit(self, target: PutTarget, contribution: Contribution) -> Change:
         """Mark a contribution as committed, and publish every version that this completes."""
@@ -321,11 +441,19 @@ class Catalog:
         for value in contribution.values:
             value.created = now
         changes: list[Change] = []
-        if self._is_ready(target.key, generation):
-            changes.append(self._finish(target.key, generation))
+        branch = self._branch_of(target)
+        if self._is_ready(target.key, generation, branch):
+            changes.append(self._finish(target.key, generation, branch))
         return Change.of(changes + self._settle(target.key))
 
-    def _is_ready(self, key: str, generation: Generation) -> bool:
+    def _branch_of(self, target: PutTarget) -> Branch | None:
+        """Return the branch of a put, unless it has become the history of its key."""
+        branch = target.branch
+        if branch is None or self.histories[target.key].branches.get(branch.version) is not branch:
+            return None
+        return branch
+
+    def _is_ready(self, key: str, generation: Generation, branch: Branch | None) -> bool:
         """Return whether a generation is complete and, if it is partial, whether the version that
         it builds on is certain.
         """
@@ -333,13 +461,15 @@ class Catalog:
             return False
         if not generation.is_partial:
             return True
-        if type(self.newest.get(key)) is not Manifest:
+        if type(self._base(key, branch)) is not Manifest:
             return False
-        pending = self.histories[key].pending.items()
+        history = self.histories[key] if branch is None else branch.history
+        pending = history.pending.items()
         return not any(older.is_alive for v, older in pending if v < generation.version)
 
-    def _finish(self, key: str, generation: Generation) -> Change:
+    def _finish(self, key: str, generation: Generation, branch: Branch | None) -> Change:
         """Make a complete generation the newest version of its key."""
+        back = Change() if branch is None else self._go_back(key, branch)
         history = self.histories[key]
         if generation.publication is not None and generation.publication.keep:
             history.keep = generation.publication.keep
@@ -349,8 +479,29 @@ class Catalog:
             generation.sequence.versions.remove(generation.version)
         else:
             generation.sequence.whole.add(generation.version)
-        freed = generation.discard()
-        return Change(freed + self._replace(key, stored, generation.version), [key])
+        freed = [*back.freed, *generation.discard()]
+        freed += self._replace(key, stored, generation.version)
+        return Change(freed, [key], back.rewound)
+
+    def _go_back(self, key: str, branch: Branch) -> Change:
+        """Make a key what it was before the version that a branch goes back to, and the branch its
+        history from there on.
+        """
+        old, version = self.histories[key], branch.version
+        newest = self.newest.pop(key, None)
+        used = max(
+            [newest.version if newest is not None else self._lowest_version(key) - 1, version]
+        )
+        used = max([used, *old.pending])
+        before, freed = branch.take_over(old, newest)
+        if before is not None:
+            self.newest[key] = before
+        if (newest is None) != (before is None):
+            self.names.add((key,)) if newest is None else self.names.remove(key)
+        self.histories[key] = branch.history
+        self.timelines.rewound(key, version, branch.timeline, used)
+        back = newest is not None and newest.version >= version
+        return Change(freed, rewound=[(key, back)])
 
     def settle(self, *, all_keys: bool = False) -> Change:
         """Finish the partial versions that waited only for older ones that have been dropped.
@@ -367,11 +518,16 @@ class Catalog:
         history = self.histories.get(key)
         if history is None:
             return []
-        return [
-            self._finish(key, later)
-            for later in list(history.pending.values())
-            if not later.dropped and later.is_partial and self._is_ready(key, later)
-        ]
+        changes: list[Change] = []
+        for branch in (None, *history.branches.values()):
+            pending = history.pending if branch is None else branch.history.pending
+            for later in list(pending.values()):
+                if later.dropped or not later.is_partial or not self._is_ready(key, later, branch):
+                    continue
+                changes.append(self._finish(key, later, branch))
+                if branch is not None:  # it is the history now
+                    return changes + self._settle(key)
+        return changes
 
     def reclaim(self, keys: Collection[str], kept: Collection[Generation]) -> list[Value] | None:
         """Make room for a put to ``keys`` by dropping one stalled generation: one whose writers
@@ -384,14 +540,16 @@ class Catalog:
             The values that nothing holds any more; None if there is no such generation.
         """
         for key, history in self.histories.items():
-            for version, old in history.pending.items():
-                if old in kept or old.is_written or (old.is_alive and key not in keys):
-                    continue
-                if old.is_complete and self._has_base(key, version):  # it will become visible
-                    continue
-                del history.pending[version]
-                self.unsettled.add(key)
-                return old.discard()
+            for branch in (None, *history.branches.values()):
+                pending = history.pending if branch is None else branch.history.pending
+                for version, old in pending.items():
+                    if old in kept or old.is_written or (old.is_alive and key not in keys):
+                        continue
+                    if old.is_complete and self._has_base(key, version, branch):
+                        continue  # it will become visible
+                    del pending[version]
+                    self.unsettled.add(key)
+                    return old.discard() + history.drop_empty()
         return None
 
     def lose(self, reason: Callable[[Iterable[Value]], str]) -> Change:
@@ -403,19 +561,22 @@ class Catalog:
         """
         freed: list[Value] = []
         for key, history in self.histories.items():
-            for version, generation in list(history.pending.items()):
-                if why := reason(generation.stored_values()):
-                    del history.pending[version]
-                    freed += generation.discard()
-                    generation.lost = generation.sequence.lost[version] = why
-                    self.unsettled.add(key)
+            for branch in (None, *history.branches.values()):
+                pending = history.pending if branch is None else branch.history.pending
+                for version, generation in list(pending.items()):
+                    if why := reason(generation.stored_values()):
+                        del pending[version]
+                        freed += generation.discard()
+                        generation.lost = generation.sequence.lost[version] = why
+                        self.unsettled.add(key)
+            freed += history.drop_empty()
         return Change.of([Change(freed), self.settle()])
 
     def waiting_bytes(self) -> dict[str, int]:
         """Return the bytes that unfinished versions hold, by key."""
         found: dict[str, int] = {}
         for key, history in self.histories.items():
-            nbytes = sum([g.nbytes for g in history.pending.values()])
+            nbytes = sum([g.nbytes for g in history.generations()])
             if nbytes:
                 found[key] = nbytes
         return found
@@ -435,10 +596,13 @@ class Catalog:
         freed = generation.remove(contribution)
         history = self.histories[target.key]
         if not generation.contributions:
-            history.pending.pop(generation.version, None)
+            branch = self._branch_of(target)
+            pending = history.pending if branch is None else branch.history.pending
+            pending.pop(generation.version, None)
             target.sequence.versions.remove(generation.version)
             generation.dropped = True
-            if target.key not in self.newest and not history.pending:
+            freed += history.drop_empty()
+            if target.key not in self.newest and not (history.pending or history.branches):
                 del self.histories[target.key]
         return Change.of([Change(freed), *self._settle(target.key)])
 
@@ -450,7 +614,7 @@ class Catalog:
         """
         stored = self.newest.get(key)
         history = self.histories.get(key)
-        if stored is None and (history is None or not history.pending):
+        if stored is None and (history is None or not (history.pending or history.branches)):
             return None
         freed: list[Value] = []
         self.evictions.forget(key)
@@ -461,7 +625,9 @@ class Catalog:
             freed += release(all_values(stored))
         if history is not None:
             del self.histories[key]
-            last = max([last, *history.pending])
+            last = max([last, *history.pending, self.timelines.forget(key)])
+            for branch in list(history.branches.values()):
+                freed += branch.drop_from(history)
             for generation in history.pending.values():
                 freed += generation.discard()
             for old in history.kept.values():

@@ -63,7 +63,8 @@ class CollectivePut:
         """Validate the request, and return the box of each item (see ``checked_box``)."""
         request = self._request
         publication = request.group
-        if not 0 <= request.version < _MAX_VERSION:
+        lowest = 1 if isinstance(request, m.Rewind) else 0
+        if not lowest <= request.version < _MAX_VERSION:
             raise ProtocolError(f"{request.version} is no version")
         if publication is not None and not (
             0 < len(publication.key) <= m.MAX_KEY
@@ -175,7 +176,10 @@ class CollectivePut:
         request = self._request
         participants = 0 if request.group is None else request.group.participants
         what = layout, request.version, participants, request.group
-        target = self._catalog.target(self._session, key, participant, *what, replica=replica)
+        rewind = isinstance(request, m.Rewind)
+        target = self._catalog.target(
+            self._session, key, participant, *what, replica=replica, rewind=rewind
+        )
         self._targets[key] = target
         return target
 

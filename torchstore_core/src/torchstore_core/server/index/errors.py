@@ -10,8 +10,8 @@ from torchstore_core.errors import (
 )
 from torchstore_core.reports.stat import Pending
 
-__all__ = ["entry_error", "gone_error", "missing_error", "no_base_error", "partial_error"]
-__all__ += ["used_error", "version_lost_error"]
+__all__ = ["entry_error", "fenced_error", "gone_error", "in_vain_error", "missing_error"]
+__all__ += ["no_base_error", "partial_error", "rewound_error", "used_error", "version_lost_error"]
 
 
 def missing_error(keys: list[str]) -> KeyNotFoundError:
@@ -49,8 +49,7 @@ def used_error(key: str, version: int, used: int, newest: int) -> VersionGoneErr
     now = f"it is at {used}" if newest else f"all up to {used} were used before"
     return VersionGoneError(
         f"version {version} of {key!r} cannot be put: {now}, and versions only grow, also "
-        "after a delete. Who goes back to an older checkpoint puts without version= and "
-        "carries the step as an entry of the state dict, or takes a new key for each run",
+        "after a delete. A run that goes back to an older checkpoint says so: rewind=True",
         key=key,
         details={"current": newest},
     )
@@ -68,6 +67,37 @@ def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
         details["versions"] = versions
     text = f"version {version} of {key!r} is gone: {now}"
     return VersionGoneError(text, key=key, details=details)
+
+
+def rewound_error(key: str, version: int, newest: int) -> VersionGoneError:
+    """The error for a ref to a version that was there before its key was rewound."""
+    return VersionGoneError(
+        f"version {version} of {key!r} is gone: the key was rewound to a version before it, or to "
+        f"its number, and is at {newest} now",
+        key=key,
+        details={"current": newest, "rewound": True},
+    )
+
+
+def fenced_error(key: str, newest: int) -> VersionGoneError:
+    """The error for a put of a run that another one has gone back behind."""
+    return VersionGoneError(
+        f"{key!r} was rewound, and is at {newest} now: this process put to it before, and had no "
+        "part in that. Nothing of its run is wanted any more; a run that takes over says so: "
+        "version=, rewind=True",
+        key=key,
+        details={"current": newest, "rewound": True},
+    )
+
+
+def in_vain_error(key: str, min_version: int, newest: int) -> VersionGoneError:
+    """The error for a wait that was under way when its key was rewound."""
+    return VersionGoneError(
+        f"version {min_version} of {key!r} is not waited for any more: the key was rewound, and is "
+        f"at {newest} now. Start over from there",
+        key=key,
+        details={"current": newest, "rewound": True},
+    )
 
 
 def version_lost_error(key: str, version: int, why: str) -> ObjectLostError:

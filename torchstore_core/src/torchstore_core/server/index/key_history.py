@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,9 @@ from torchstore_core.errors import ConfigurationError, VersionGoneError
 from torchstore_core.server.index.generations import Generation
 from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import SessionRecord, Stored, Value, all_values, release
+
+if TYPE_CHECKING:
+    from torchstore_core.server.index.timelines import Branch
 
 __all__ = ["KeyHistory", "PutTarget"]
 
@@ -32,6 +35,10 @@ class PutTarget(NamedTuple):
         left_over: generations that an earlier run left unfinished, which no longer count.
         behind: generations so far behind that they are no longer waited for.
         replaced: contributions to ``generation`` that this put replaces.
+        partial: whether it takes the entries that it does not contain from the previous version.
+        branch: the branch that the put belongs to, if it goes back.
+        overruled: an earlier branch that ``branch`` replaces.
+        present: the timeline of ``version`` without ``branch``.
     """
 
     key: str
@@ -43,6 +50,15 @@ class PutTarget(NamedTuple):
     left_over: Sequence[Generation] = ()
     behind: Sequence[Generation] = ()
     replaced: Sequence[Contribution] = ()
+    partial: bool = False
+    branch: Branch | None = None
+    overruled: Branch | None = None
+    present: int = 0
+
+    @property
+    def timeline(self) -> int:
+        """That of the version."""
+        return self.present if self.branch is None else self.branch.timeline
 
 
 class KeyHistory(msgspec.Struct, eq=False):
@@ -53,12 +69,43 @@ class KeyHistory(msgspec.Struct, eq=False):
         pending: its unfinished versions, by number, ascending.
         kept: its older versions that can still be read, by number.
         keep: how many of its versions stay readable, the newest included.
+        branches: the runs that are about to go back, by the version that they go back to.
+        fenced: processes that put to the key before it was rewound, and had no part in that.
     """
 
     sequences: dict[Hashable, PutSequence] = {}
     pending: dict[int, Generation] = {}
     kept: dict[int, Stored] = {}
     keep: int = 1
+    branches: dict[int, Branch] = {}
+    fenced: set[SessionRecord] = set()
+
+    def generations(self) -> Iterable[Generation]:
+        """All versions that are on their way."""
+        yield from self.pending.values()
+        for branch in self.branches.values():
+            yield from branch.history.pending.values()
+
+    def drop_empty(self) -> list[Value]:
+        """Drop the branches of which nothing is on its way; the values that nobody holds now."""
+        empty = [branch for branch in self.branches.values() if not branch.history.pending]
+        return [value for branch in empty for value in branch.drop_from(self)]
+
+    def sessions(self) -> set[SessionRecord]:
+        """The living processes that have put to it."""
+        every = [one for some in self.sequences.values() for one in some.participants.values()]
+        return {s for one in every for s in one.sessions if s.closed is None}
+
+    def branch_of(
+        self, layout: Hashable, participant: str, session: SessionRecord
+    ) -> Branch | None:
+        """The branch that this process has put to as this participant."""
+        for branch in reversed(self.branches.values()):
+            sequence = branch.history.sequences.get(layout)
+            one = None if sequence is None else sequence.participants.get(participant)
+            if one is not None and one.sessions[-1] is session:
+                return branch
+        return None
 
     # ---- decisions, which change nothing --------------------------------------------------
 
@@ -109,9 +156,12 @@ class KeyHistory(msgspec.Struct, eq=False):
         participant: str,
         session: SessionRecord,
         living: Collection[SessionRecord],
+        *,
+        rewind: bool = False,
     ) -> tuple[Generation | None, list[Contribution]]:
         """Determine what a put that names an unfinished version replaces: the participant's own
-        earlier contribution, and contributions that an earlier run left.
+        earlier contribution, and contributions that an earlier run left. A ``rewind`` begins a
+        run: contributions of processes that had ended before this one began are not part of it.
 
         Returns:
             The generation (None if all of it is replaced), and the contributions to it that are
@@ -131,6 +181,10 @@ class KeyHistory(msgspec.Struct, eq=False):
             return None, []
         earlier = generation.contributions.get(participant)
         replaced = _left_over(generation, participant, session, living)
+        if rewind:
+            others = [c for p, c in generation.contributions.items() if p != participant]
+            ended = [c for c in others if c.session.closed is not None]
+            replaced = [c for c in ended if (c.session.closed or 0) <= session.opened]
         if earlier is not None:
             if not earlier.committed:
                 raise ConfigurationError(

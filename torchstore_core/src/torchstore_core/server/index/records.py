@@ -11,6 +11,7 @@ import msgspec
 
 from torchstore_core.boxes import Box
 from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.errors import TorchStoreError
 from torchstore_core.machine.topology import Topology
 from torchstore_core.values import StateDictMeta, TensorMeta, ValueMeta
 from torchstore_core.wire import messages as m
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torchstore_core.server.index.participants import Contribution
 
 __all__ = ["Change", "Manifest", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
-__all__ += ["Waiter", "all_values", "release", "retain", "values_in"]
+__all__ += ["Versions", "Waiter", "all_values", "release", "retain", "values_in"]
 
 
 @final
@@ -113,20 +114,24 @@ class Change(NamedTuple):
     Args:
         freed: values that nothing holds any more, whose memory can be reused.
         visible: keys of which a generation has become the newest version.
+        rewound: keys that began a new timeline, and whether any readable version of them is gone.
     """
 
     freed: Sequence[Value] = ()
     visible: Sequence[str] = ()
+    rewound: Sequence[tuple[str, bool]] = ()
 
     @classmethod
     def of(cls, changes: Iterable[Change]) -> Change:
         """Combine several changes into one."""
         freed: list[Value] = []
         visible: list[str] = []
+        rewound: list[tuple[str, bool]] = []
         for change in changes:
             freed += change.freed
             visible += change.visible
-        return cls(freed, visible)
+            rewound += change.rewound
+        return cls(freed, visible, rewound)
 
 
 def all_values(stored: Stored) -> Iterable[Value]:
@@ -228,9 +233,24 @@ class SessionRecord(msgspec.Struct, eq=False):
             self.closed = time.monotonic()
 
 
+class Versions(list[int]):
+    """The versions that a put made, when keys have been rewound: with the timeline of each."""
+
+    def __init__(self, versions: Iterable[int], timelines: Iterable[int]) -> None:
+        super().__init__(versions)
+        self.timelines = list(timelines)
+
+
 class Waiter(msgspec.Struct, eq=False):
-    """A Wait request that has not been answered yet."""
+    """A Wait request that has not been answered yet.
+
+    Args:
+        timeline: that of version ``min_version - 1``, which the wait follows; -1: it follows none.
+        fail: called instead of ``reply`` when the version cannot come any more.
+    """
 
     keys: list[str]
     min_version: int
     reply: Callable[[list[int]], None]
+    timeline: int = -1
+    fail: Callable[[TorchStoreError], None] | None = None

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from torchstore_core.errors import TorchStoreError
 from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.errors import in_vain_error, rewound_error
 from torchstore_core.server.index.records import Stored, Waiter
 from torchstore_core.wire import messages as m
 
@@ -34,12 +36,26 @@ class Waiting:
         return bool(self._by_key)
 
     def add(
-        self, keys: list[str], min_version: int, reply: Callable[[list[int]], None]
+        self,
+        keys: list[str],
+        min_version: int,
+        reply: Callable[[list[int]], None],
+        timeline: int = -1,
+        fail: Callable[[TorchStoreError], None] | None = None,
     ) -> Waiter | None:
         """Call ``reply`` with the versions once all keys have reached ``min_version``. Returns
         None if they have already.
+
+        Args:
+            timeline, fail: see ``Waiter``.
+
+        Raises:
+            VersionGoneError: the key was rewound to before the version that the wait follows.
         """
-        waiter = Waiter(keys, min_version, reply)
+        waiter = Waiter(keys, min_version, reply, timeline, fail)
+        for key in keys:
+            if not self._follows(waiter, key):
+                raise rewound_error(key, min_version - 1, self._catalog.newest_version(key))
         versions = self._satisfied(waiter)
         if versions is not None:
             reply(versions)
@@ -74,6 +90,29 @@ class Waiting:
                 self.forget(waiter)
                 waiter.reply(versions)
 
+    def end(self, rewound: Iterable[tuple[str, bool]]) -> None:
+        """Keys have begun new timelines, see ``Change``: those who wait for a version above the one
+        that they went back to, or for what follows a version that is gone, do so in vain.
+        """
+        for base, went_back in rewound:
+            keys = [key for key in self._by_key if key == base or key.startswith(f"{base}/")]
+            for key in keys:
+                newest = self._catalog.newest_version(key)
+                for waiter in list(self._by_key.get(key, ())):
+                    if waiter.timeline < 0:
+                        in_vain = went_back and waiter.min_version > max(newest, 1)
+                    else:
+                        in_vain = not self._follows(waiter, key)
+                    if in_vain and waiter.fail is not None:
+                        self.forget(waiter)
+                        waiter.fail(in_vain_error(key, waiter.min_version, newest))
+
+    def _follows(self, waiter: Waiter, key: str) -> bool:
+        """Whether the version that a waiter follows is still in the history of the key."""
+        if waiter.timeline < 0 or waiter.min_version < 2:
+            return True
+        return self._catalog.timeline(key, waiter.min_version - 1) == waiter.timeline
+
     def unmet(self, keys: list[str], min_version: int) -> list[m.UnmetKey]:
         """Return the first few keys that do not meet the condition, and briefly why."""
         found: list[m.UnmetKey] = []
@@ -100,6 +139,8 @@ class Waiting:
         for key in waiter.keys:
             found = self._catalog.find(key)
             if found is None or found[1] < waiter.min_version or self._is_lost(found[0]):
+                return None
+            if not self._follows(waiter, key):
                 return None
             versions.append(found[1])
         return versions

@@ -125,7 +125,10 @@ def _every_value(catalog: Catalog, sessions: Iterable[SessionRecord]) -> Iterato
     for history in catalog.histories.values():
         for stored in history.kept.values():
             yield from all_values(stored)
-        for generation in history.pending.values():
+        for branch in history.branches.values():
+            if branch.base is not None:
+                yield from all_values(branch.base)
+        for generation in history.generations():
             for contribution in generation.contributions.values():
                 yield from (value for _, value in contribution.items)
     for session in sessions:

@@ -21,7 +21,7 @@ from torchstore_core.errors import (
 )
 from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
-from torchstore_core.server.index.records import SessionRecord, Waiter
+from torchstore_core.server.index.records import SessionRecord, Versions, Waiter
 from torchstore_core.server.serving import inspection
 from torchstore_core.server.serving.members import is_member
 from torchstore_core.server.serving.sending import Sender
@@ -285,14 +285,16 @@ class Conversation:
                 versions, grants = controller.put(session, request)
                 if grants is not None:
                     return m.Granted(request.id, grants)
-                return m.Committed(request.id, versions)
+                if type(versions) is list:  # the usual case, very often
+                    return m.Committed(request.id, versions)
+                return _committed(request.id, versions)
             case m.Locate():
                 entries, leased = controller.locate(session, request)
                 return m.Located(request.id, entries, leased)
             case m.Fetch():
                 return controller.fetch(session, request)
             case m.Commit():
-                return m.Committed(request.id, controller.commit(session, request.txn))
+                return _committed(request.id, controller.commit(session, request.txn))
             case m.Release():
                 if self._delayed:
                     self._give_up((), request.leases)
@@ -354,13 +356,30 @@ class Conversation:
         if len(self._waiters) >= _MAX_WAITERS or request.id in self._waiters:
             raise ProtocolError("too many waits on one connection, or their ids repeat")
 
+        controller = self._server.controller
+
         def reply(versions: list[int]) -> None:
             self._waiters.pop(request.id, None)
-            self.send(m.Committed(request.id, versions))
+            if controller.catalog.timelines.last:
+                timelines = map(controller.catalog.timeline, request.keys, versions)
+                versions = Versions(versions, timelines)
+            self.send(_committed(request.id, versions))
 
-        waiter = self._server.controller.waiting.add(request.keys, request.min_version, reply)
+        def fail(error: TorchStoreError) -> None:
+            self._waiters.pop(request.id, None)
+            self.send(_failure(request, error))
+
+        timeline = request.timeline if isinstance(request, m.WaitAfter) else -1
+        what = request.keys, request.min_version
+        waiter = controller.waiting.add(*what, reply, timeline, fail)
         if waiter is not None:
             self._waiters[request.id] = waiter
+
+
+def _committed(number: int, versions: list[int]) -> m.Committed:
+    if type(versions) is Versions:
+        return m.CommittedIn(number, versions, versions.timelines)
+    return m.Committed(number, versions)
 
 
 def _nothing() -> None:

@@ -123,7 +123,7 @@ def unfinished(catalog: Catalog) -> tuple[list[Pending], int, int]:
     that are committed.
     """
     keys = catalog.unfinished()
-    generations = [g for key in keys for g in catalog.histories[key].pending.values()]
+    generations = [g for key in keys for g in catalog.histories[key].generations()]
     first: list[Pending] = []
     room = m.MAX_LISTED_CHARS
     for state in (state for key in keys for state in catalog.pending(key, brief=True)):

@@ -20,10 +20,10 @@ import tempfile
 import msgspec
 
 from torchstore_core.errors import ConfigurationError
-from torchstore_core.machine.checksums import checksum
 from torchstore_core.machine.directories import MEMORY_FILE_SYSTEMS, file_system
 from torchstore_core.machine.virtual_memory import map_shared, populate_write, unmap
 from torchstore_core.server.memory.allocator import Allocator
+from torchstore_core.server.spilling.checksums import checksum
 
 __all__ = ["DamagedError", "Extent", "SpillFile", "spanned"]
 

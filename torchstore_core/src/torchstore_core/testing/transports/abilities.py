@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import pytest
 
-from torchstore_core.contracts.transport import Link, SupportsMap, SupportsWindow
+from torchstore_core.contracts.transport import (
+    Copy,
+    Link,
+    SupportsMap,
+    SupportsRegistration,
+    SupportsWindow,
+)
+from torchstore_core.contracts.transport import Memory as OwnedMemory
 from torchstore_core.testing.transports.base import TransportKit, check
 from torchstore_core.testing.transports.ends.memory import Memory, pattern
 from torchstore_core.testing.transports.ends.session import Session
 
 __all__ = ["AbilityTests"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FIXED = 0x10
+
+
+def _map(nbytes: int, address: int | None = None) -> int:
+    """Fresh memory; at an address, instead of what is there."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_FIXED if address else 0)
+    found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    check(isinstance(found, int), "this host has no memory for the test")
+    return int(found)
+
+
+class _Owner:
+    """Whose memory it is."""
 
 
 class AbilityTests(TransportKit):
@@ -64,5 +90,44 @@ class AbilityTests(TransportKit):
             )
             ctypes.memmove(target.address, mapped.address, len(data))
             check(target.data() == bytes(10) + data[10:], "the mapping ended with its link")
+
+        self.with_link(endpoints, work)
+
+    def test_registered_memory_is_that_of_now(self) -> None:
+        """What moves is what is at an address now: its owner, or another one, may have given the
+        memory back in between, and got other memory there.
+        """
+        endpoints = self.anywhere()
+        nbytes = 300 << 10
+
+        async def work(_: Session, link: Link) -> None:
+            registering: object = link
+            if not isinstance(registering, SupportsRegistration):
+                pytest.skip("it does not want to know whose memory it moves")
+            offset = endpoints.take(nbytes)
+            address = _map(nbytes)
+            owner = _Owner()
+            for turn, what in enumerate(("at first", "again", "given back", "another's")):
+                if turn >= 2:
+                    _map(nbytes, address)
+                if what == "another's":
+                    owner = _Owner()
+                memory = [OwnedMemory(address, nbytes, owner)]
+                sent, stored = pattern(20 + turn, nbytes), pattern(30 + turn, nbytes)
+                ctypes.memmove(address, sent, nbytes)
+                await registering.write_from([Copy(address, 0, offset, nbytes)], memory)
+                check(endpoints.look(offset, nbytes) == sent, f"write, {what}: other bytes")
+                endpoints.put(offset, stored)
+                await registering.read_into([Copy(address, 0, offset, nbytes)], memory)
+                found = ctypes.string_at(address, nbytes)
+                check(found == stored, f"read, {what}: other bytes")
+                # What is nobody's, or only a part of what somebody has.
+                few = Memory(pattern(40 + turn, 5000))
+                part = Copy(address + 5, 0, offset + 10_000, 5000)
+                await registering.write_from([few.copy(offset), part], memory)
+                there = endpoints.look(offset, 15_000)
+                check(there[:5000] == few.data(), f"write, {what}: other bytes of nobody's memory")
+                check(there[10_000:] == stored[5:5005], f"write, {what}: other bytes of a part")
+            _libc.munmap(address, nbytes)
 
         self.with_link(endpoints, work)

@@ -45,7 +45,9 @@ class Evictions:
         if newest is value:
             return newest_too
         history = self._catalog.histories.get(key)
-        if history is not None and any(g.is_partial for g in history.pending.values()):
+        if history is not None and (
+            history.branches or any(g.is_partial for g in history.pending.values())
+        ):
             return False
         if newest is not None and _holds(newest, value):
             return newest_too

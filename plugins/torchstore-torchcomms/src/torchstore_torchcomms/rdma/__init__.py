@@ -1,0 +1,1 @@
+"""``torchcomms-rdma``: one-sided transfers by the ``RdmaTransport`` of torchcomms."""

@@ -1,0 +1,1 @@
+"""Stands in for torchcomms where there is no RDMA device: see ``_transport``."""

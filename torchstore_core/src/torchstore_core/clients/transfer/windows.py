@@ -1,0 +1,228 @@
+"""Transfers over links with a window: this process copies to and from the memory itself.
+
+The copy threads copy contiguous bytes in chunks, rows as rows, and everything else with torch;
+tensors on a device are copied on its side stream. What is left when a link fails goes to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+import torch
+
+from torchstore_core.clients.transfer import cuda
+from torchstore_core.clients.transfer.link_errors import link_errors
+from torchstore_core.clients.transfer.moves import Batch, Move, Rows, Run, TensorMove
+from torchstore_core.clients.transfer.staging import CopyPlan, adapt, planned, unpack
+from torchstore_core.clients.transfer.targets import narrow
+from torchstore_core.clients.values.tensors import (
+    byte_like,
+    split_rows,
+    strided_copy,
+    tensor_at,
+)
+from torchstore_core.contracts.transport import SupportsWindow, Window
+from torchstore_core.errors import TransportError
+from torchstore_core.machine import copying
+
+__all__ = ["by_window"]
+
+
+class _Progress:
+    """What has not been copied yet, of the tasks that were made. ``complete``: all have been."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, Sequence[Move]] = {}
+        self.complete = False
+        self._numbers = count()
+
+    def task(self, moves: Sequence[Move], copy: copying.Task) -> copying.Task:
+        """A task that copies these moves, or a part of a tensor's. Tasks end in any thread."""
+        number = self.add(moves)
+
+        def task() -> None:
+            copy()
+            del self.left[number]
+
+        return task
+
+    def add(self, moves: Sequence[Move]) -> int:
+        """Moves that are left until their number is removed."""
+        number = next(self._numbers)
+        self.left[number] = moves
+        return number
+
+    def moves(self) -> list[Move]:
+        """Each move that is left, once."""
+        every = [move for moves in self.left.values() for move in moves]
+        return list({id(move): move for move in every}.values())
+
+
+async def by_window(link: SupportsWindow, batch: Batch) -> None:
+    """Move a batch, or what another link has left of it.
+
+    Raises:
+        TransportError: the link has failed. ``batch.prepared`` has what is left.
+    """
+    plan = batch.prepared
+    progress = _Progress()
+    device: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if isinstance(plan, CopyPlan):
+        await adapt(plan, batch, rows=True, devices=frozenset())
+        moves: Iterable[Move] = _moves(plan)
+    else:
+        plan = None
+        moves = batch.moves(_window(link, batch).nbytes)
+    tasks = _tasks(link, batch, moves, progress, device)
+    try:
+        await copying.run(tasks, batch.nbytes)
+        if device:
+            await cuda.transfer(device, _window(link, batch))
+    except TransportError:
+        for _ in tasks:  # what had not been planned yet is left, too
+            pass
+        if progress.complete:
+            left = planned(progress.moves(), batch.segment)
+            if plan is not None:
+                plan.copies, plan.rest, plan.strided = left.copies, left.rest, True
+            batch.prepared = plan or left
+        raise
+    if plan is not None:
+        await unpack(plan, batch)
+        batch.prepared = None
+
+
+def _moves(plan: CopyPlan) -> Iterator[Move]:
+    runs: list[Run] = []
+    for one in plan.copies:
+        if one.rows == 1:
+            runs.append((one.address, one.offset, one.nbytes))
+        else:
+            yield (one.address, one.offset, one.nbytes, one.rows, one.stride, one.step)
+    yield runs
+
+
+def _window(link: SupportsWindow, batch: Batch) -> Window:
+    with link_errors():
+        return link.window(batch.segment)
+
+
+def _tasks(
+    link: SupportsWindow,
+    batch: Batch,
+    moves: Iterable[Move],
+    progress: _Progress,
+    device: list[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[copying.Task]:
+    """Tasks for the copy threads. Pairs with a tensor on a device go into ``device`` instead."""
+    base, into = _window(link, batch).address, batch.into_segment
+    stream = batch.nbytes >= copying.STREAM_MIN
+    size = copying.chunk_size(batch.nbytes)
+    runs: list[Run] = []
+    rows: list[Rows] = []
+    gathered = 0
+    for move in moves:
+        if isinstance(move, list):
+            runs += move
+            gathered += sum([run[2] for run in move])
+        elif not isinstance(move, TensorMove):
+            rows.append(move)
+            gathered += move[2] * move[3]
+        elif move.tensor.is_cpu:
+            for some in split_rows(*_pair(move, base, into), copying.CHUNK):
+                yield progress.task([move], strided_copy(*some, stream=stream))
+        else:
+            progress.add([move])
+            device.append(_pair(move, base, into))
+        if gathered >= size:
+            yield from _chunks(link, batch, base, runs, rows, size, progress)
+            runs, rows, gathered = [], [], 0
+    yield from _chunks(link, batch, base, runs, rows, size, progress)
+    progress.complete = True
+
+
+def _chunks(
+    link: SupportsWindow,
+    batch: Batch,
+    base: int,
+    runs: Sequence[Run],
+    rows: Sequence[Rows],
+    size: int,
+    progress: _Progress,
+) -> Iterator[copying.Task]:
+    """Divide runs and rows into tasks of about ``size`` bytes."""
+    stream = batch.nbytes >= copying.STREAM_MIN
+    if batch.into_segment:
+        grids = [
+            (base + offset, address, nbytes, count, there, here)
+            for address, offset, nbytes, count, here, there in rows
+        ]
+    else:
+        grids = [
+            (address, base + offset, nbytes, count, here, there)
+            for address, offset, nbytes, count, here, there in rows
+        ]
+    for chunk in copying.cut(runs, size):
+        yield progress.task([chunk], _run_task(link, batch, base, chunk, stream))
+    for some in copying.cut_grids(grids, size):
+        yield progress.task(
+            _as_rows(some, base, batch.into_segment),
+            _row_task(link, batch, base, some, stream),
+        )
+
+
+def _as_rows(grids: list[copying.Grid], base: int, into: bool) -> list[Rows]:
+    if into:
+        return [(of, to - base, size, rows, b, a) for to, of, size, rows, a, b in grids]
+    return [(to, of - base, size, rows, a, b) for to, of, size, rows, a, b in grids]
+
+
+def _run_task(
+    link: SupportsWindow, batch: Batch, base: int, chunk: list[Run], stream: bool
+) -> copying.Task:
+    segment, into = batch.segment, batch.into_segment
+    low, high = chunk[0][1], chunk[-1][1] + chunk[-1][2]
+    nbytes = sum([nbytes for _, _, nbytes in chunk])
+
+    def task() -> None:
+        # A batch usually is one contiguous run, in order, so that a chunk is one range. If it is
+        # not, the pages are faulted in as they are touched.
+        if 0 < high - low <= nbytes + nbytes // 2:
+            with link_errors():
+                link.prepare(segment, low, high - low, fresh=into)
+        copying.copy_runs(chunk, base, into=into, stream=stream)
+
+    return task
+
+
+def _row_task(
+    link: SupportsWindow, batch: Batch, base: int, grids: list[copying.Grid], stream: bool
+) -> copying.Task:
+    segment, into = batch.segment, batch.into_segment
+    side = 0 if into else 1
+    low = min([grid[side] for grid in grids]) - base
+    high = max([grid[side] + grid[2] + (grid[3] - 1) * grid[4 + side] for grid in grids]) - base
+    nbytes = sum([grid[2] * grid[3] for grid in grids])
+
+    def task() -> None:
+        # Column shards touch every page of the rows that they belong to.
+        if 0 < high - low <= 8 * nbytes:
+            with link_errors():
+                link.prepare(segment, low, high - low, fresh=into)
+        copying.copy_grids(grids, stream=stream)
+
+    return task
+
+
+def _pair(move: TensorMove, base: int, into: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target and source of a move, as tensors of the same shape."""
+    tensor = move.tensor
+    stored = tensor_at(base + move.offset, move.shape, move.dtype)
+    if move.box is not None:
+        stored = narrow(stored, move.box)
+    if tensor.dtype is move.dtype:
+        tensor = byte_like(tensor)
+    else:
+        stored = stored.view(move.dtype)
+    return (stored, tensor) if into else (tensor, stored)
