@@ -30,6 +30,7 @@ from torchstore_core.server.index.key_names import KeyNames, splits
 from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Change,
+    HeldVersion,
     Manifest,
     SessionRecord,
     Stored,
@@ -57,6 +58,8 @@ class Catalog:
         newest: the newest complete version of every key.
         histories: the other versions of keys that are put by several participants or that keep
             old versions.
+        held: versions that references hold, whatever becomes of their keys; see
+            ``index.references``.
         unsettled: keys that have lost an unfinished version, for example to make way for a put;
             :meth:`settle` finishes the partial versions that waited for it.
     """
@@ -66,6 +69,7 @@ class Catalog:
         self.newest: dict[str, Stored] = {}
         self.names = KeyNames(self.newest)
         self.histories: dict[str, KeyHistory] = {}
+        self.held: dict[tuple[str, int, int], HeldVersion] = {}  # by key, version, timeline
         self.unsettled: set[str] = set()
         self.timelines = Timelines()
         # A key that is put again after a delete continues above its last version, so that no (key,
@@ -86,6 +90,8 @@ class Catalog:
         """
         stored = self.newest.get(key)
         if stored is None:
+            if version and (held := self.held_version(key, version)) is not None:
+                return held.stored, version
             entry = self._entry(key, version)
             if entry is None and version:
                 raise gone_error(key, version, self.versions(key))
@@ -95,8 +101,26 @@ class Catalog:
         history = self.histories.get(key)
         old = None if history is None else history.kept.get(version)
         if old is None:
+            if (held := self.held_version(key, version)) is not None:
+                return held.stored, version
             raise gone_error(key, version, self.versions(key))
         return old, version
+
+    def held_version(
+        self, key: str, version: int, timeline: int | None = None
+    ) -> HeldVersion | None:
+        """What references hold of a key at that version. ``timeline`` None: that of the version
+        with this number now.
+        """
+        if not self.held:
+            return None
+        if timeline is None:
+            timeline = self.timeline(key, version)
+        return self.held.get((key, version, timeline))
+
+    def is_kept(self, key: str, version: int, timeline: int) -> bool:
+        """Whether a version of a key, or of an entry, stays although nothing holds it."""
+        return version in self.versions(key) and self.timeline(key, version) == timeline
 
     def timeline(self, key: str, version: int) -> int:
         """The timeline of a version of a key, or of an entry of a state dict."""
@@ -127,6 +151,8 @@ class Catalog:
             if version and stored is not None and stored.version != version:
                 history = self.histories.get(base)
                 stored = None if history is None else history.kept.get(version)
+            if version and stored is None and (held := self.held_version(base, version)):
+                stored = held.stored
             if type(stored) is Manifest and name in stored.entries:
                 return stored.entries[name], stored.version
         return None
