@@ -1,4 +1,4 @@
-# make demo · make test · make test-all · make check · make bench · make soak · make clean
+# make demo · make test · make test-all · make check · make bench · make simulate · make soak · make clean
 # Every target sets itself up: all it takes is Python >= 3.11 (with venv); a C compiler is optional.
 
 PYTHON ?= python3
@@ -18,6 +18,9 @@ SETUP_INPUTS := Makefile constraints.txt requirements-dev.txt requirements-model
 # Extra arguments: make test PYTEST_ARGS="-k boxes -x" TEST_PROCESSES=0, make bench BENCH_ARGS="--quick"
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+# How many, and which is the first: make simulate SEEDS=100000 FIRST_SEED=17
+SEEDS       ?= 10000
+FIRST_SEED  ?= 0
 # A folder of wheels that no package index has: make setup WHEELS=../wheels. Tests that need one that
 # is not there are skipped.
 WHEELS ?=
@@ -25,7 +28,7 @@ WHEELS ?=
 TEST_PROCESSES ?= 3
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all check format bench soak clean
+.PHONY: help setup demo test test-all check format bench simulate soak clean
 
 help:
 	@echo "make setup   create $(VENV) with everything the other targets need"
@@ -36,6 +39,7 @@ help:
 	@echo "make test-all  check, then all tests: every runtime, faults, examples (PYTEST_ARGS=...)"
 	@echo "make soak    the tests that run for long, and the property tests with many more examples"
 	@echo "make bench   the benchmarks (BENCH_ARGS=...)"
+	@echo "make simulate  stores in simulated time, with everything that can go wrong (SEEDS=...)"
 	@echo "make clean   remove everything that was built"
 
 setup: $(STAMP)
@@ -91,6 +95,9 @@ test-all: check
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile=soak \
 		--timeout=3600 -o faulthandler_timeout=3500 $(PYTEST_ARGS)
+
+simulate: $(STAMP)
+	$(BIN)/python -m tests.simulation $(FIRST_SEED) --seeds $(SEEDS) --processes $$(nproc)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)

@@ -15,6 +15,7 @@ from measured.many_keys import ManyKeys
 from measured.mapped import MappedTensors
 from measured.network.loopback import OverNetwork
 from measured.network.namespaces import BetweenNetworks
+from measured.references.objects import References
 from measured.several_volumes import SeveralVolumes
 from measured.snapshots.access import SnapshotAccess
 from measured.snapshots.files import SnapshotFiles
@@ -36,6 +37,7 @@ def main(loop: str) -> None:
             "checkpoints": Checkpoints(dicts),
             "keys": ManyKeys(stores.run),
             "mapped": MappedTensors(stores.run),
+            "references": References(stores.run),
             "volumes": SeveralVolumes(stores.run),
             "network": OverNetwork(stores.run),
             "networks": BetweenNetworks(stores.run, dicts),

@@ -17,6 +17,7 @@ RAW, FLUSHED, CACHED = "raw parallel write", "raw write and fsync", "page cache 
 COPIES = ("streaming copy", "memmove")
 _LARGE = 8
 _BUDGET = 64 * MIB
+_CHANGED = 0.02
 _LAYOUTS = ((2, 4), (4, 2), (4, 1))
 
 _Rounds = list[dict[str, float]]
@@ -72,7 +73,8 @@ def _whole(bench: Bench, name: str, of: workload.Shapes, folder: str) -> list[Me
             metric.against(peer, rates(saves, peer, nbytes), 1.0, at_most=False)
         metrics.append(metric)
     copy = fastest(loads, COPIES)
-    for kind, target in (("restore", 0.8), ("restore, verify=False", 0.8)):
+    kinds = ("restore", 0.8), ("restore, streaming", 0.8), ("restore, verify=False", 0.8)
+    for kind, target in kinds:
         metric = Metric(f"{kind}, {name}", "snapshots", "GB/s", rates(loads, kind, nbytes))
         metric.against(copy, rates(loads, copy, nbytes), target, at_most=False)
         metric.against(CACHED, rates(loads, CACHED, nbytes), None, at_most=False)
@@ -93,6 +95,8 @@ def _trainer(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:
     worker.call("trainer.make", bench.patience, shapes=_listed(of), seed=bench.seed, folder=folder)
     peak = worker.call("trainer.peak", 10 * bench.patience, budget=_BUDGET)
     bench.check(peak, "async_take with a budget")
+    part = worker.call("trainer.incremental", 10 * bench.patience, share=_CHANGED)
+    bench.check(part, "incremental take")
     bench.workers.opened(worker.call("store.open", capacity=4 * workload.nbytes(of) + 64 * MIB))
     worker.call("store.settle")
     rounds = _Rounds()
@@ -112,9 +116,13 @@ def _trainer(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:
     )
     blocked.against("put_state_dict", _milliseconds(rounds, "put"), 1.2, at_most=True)
     blocked.against("dcp.async_save", _milliseconds(rounds, "dcp.async_save"), 1.0, at_most=True)
-    step = Metric("step while writing", "snapshots", "ms", _milliseconds(rounds, "step, writing"))
-    step.against("step alone", _milliseconds(rounds, "step alone"), 1.15, at_most=True)
-    step.against("step beside dcp", _milliseconds(rounds, "step, dcp writing"), None, at_most=True)
+    steps = []
+    for name, kind in (("step while writing", "step"), ("step on all processors", "wide step")):
+        step = Metric(name, "snapshots", "ms", _milliseconds(rounds, f"{kind}, writing"))
+        step.against(f"{kind} alone", _milliseconds(rounds, f"{kind}, alone"), 1.15, at_most=True)
+        beside = _milliseconds(rounds, f"{kind}, dcp writing")
+        step.against(f"{kind} beside dcp", beside, None, at_most=True)
+        steps.append(step)
     memory = Metric(
         "extra memory, budget 64 MiB",
         "snapshots",
@@ -122,7 +130,12 @@ def _trainer(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:
         [max(peak["nbytes"], 1) / 1e6],
         target=round(1.1 * _BUDGET / 1e6, 1),
     )
-    return [first, blocked, step, memory]
+    processes = Metric("writer and server, idle", "snapshots", "MB", [peak["processes"] / 1e6])
+    name = f"incremental take, {_CHANGED:.0%} changed"
+    written = Metric(f"written by {name}", "snapshots", "MB", [part["written"] / 1e6])
+    written.against("bytes of the tensors", [part["nbytes"] / 1e6], 0.03, at_most=True)
+    seconds = Metric(name, "snapshots", "ms", [part["seconds"] * 1e3])
+    return [first, blocked, *steps, memory, processes, written, seconds]
 
 
 def _layouts(bench: Bench, of: workload.Shapes, folder: str) -> list[Metric]:

@@ -14,6 +14,7 @@ import pytest
 import torchstore_core as ts
 from torchstore_cli import reports
 from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.reports.refs import HolderReport, RefReport
 from torchstore_core.wire import messages as m
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/json.md").read_text()
@@ -24,6 +25,9 @@ SECTIONS = {
     "Full memory": m.SpillStatus,
     "A session": m.SessionStatus,
     "A pending version": m.Pending,
+    "torchstore status --refs": reports.RefsReport,
+    "A held version": RefReport,
+    "A holder": HolderReport,
     "torchstore ls": reports.KeyReport,
     "A key": reports.KeyLine,
     "torchstore stat": reports.KeyDetails,

@@ -21,6 +21,7 @@ from torchstore_cli.bench.floors import Threads, interleave
 from torchstore_cli.bench.measuring import timed_call
 from torchstore_core.machine import copying
 from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot.restoring.restore import Verify
 
 RAW, FLUSHED, CACHED = "raw parallel write", "raw write and fsync", "page cache into memory"
 COPIES = ("streaming copy", "memmove")
@@ -130,7 +131,7 @@ class SnapshotFiles:
         snapshot = Snapshot(self._folder / "take")
         state = {"model": StateDict(**self._target)}
 
-        def restore(*, verify: bool) -> float:
+        def restore(*, verify: Verify) -> float:
             for tensor in self._target.values():
                 tensor.view(torch.int16).fill_(turn)
             seconds = timed_call(lambda: snapshot.restore(state, verify=verify))
@@ -149,6 +150,7 @@ class SnapshotFiles:
             for name, stream in zip(COPIES, (True, False), strict=True)
         }
         ways["restore"] = lambda: restore(verify=True)
+        ways["restore, streaming"] = lambda: restore(verify="streaming")
         ways["restore, verify=False"] = lambda: restore(verify=False)
         ways[CACHED] = lambda: timed_call(self._cached)
         ways |= {name: (lambda name=name: timed_call(self._loader(name))) for name in peers}

@@ -22,6 +22,7 @@ from torchstore_snapshot import (
     SnapshotNotFoundError,
     SnapshotWriterError,
     StateDict,
+    warm_up,
 )
 from torchstore_snapshot.aio import Snapshot as AsyncSnapshot
 from torchstore_snapshot.background import process
@@ -76,6 +77,16 @@ def test_batches_are_within_the_budget(tmp_path: Path) -> None:
     assert max(a + b for a, b in pairwise(sizes)) <= limit
 
 
+def test_the_program_comes_before_the_writer(tmp_path: Path) -> None:
+    Snapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False).wait(60)
+    pid = process.the_writer().pid
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) >= min(own + 10, 19)
+    # The kernel may divide processors between sessions; priorities count within one.
+    assert os.getsid(pid) == os.getsid(0)
+    assert os.getpgid(pid) != os.getpgid(0)  # Ctrl-C in a terminal is for the program's group
+
+
 async def test_in_an_event_loop(tmp_path: Path) -> None:
     pending: PendingSnapshot = await AsyncSnapshot.async_take(
         tmp_path / "s", {"m": state(2)}, fsync=False
@@ -128,13 +139,14 @@ async def test_the_store_of_the_process_is_used(store: ts.Client, tmp_path: Path
     os.kill(writer.pid, signal.SIGSTOP)
     try:
         pending = await AsyncSnapshot.async_take(tmp_path / "s", {"m": state(1)}, fsync=False)
-        assert any(key.startswith(PREFIX) for key in await ts.keys())
+        assert await ts.keys(PREFIX)
+        assert await ts.keys() == []  # the program's own keys
     finally:
         os.kill(writer.pid, signal.SIGCONT)
     assert holds(await asyncio.wait_for(asyncio.ensure_future(pending._result()), 60), state(1))
 
     async def empty() -> bool:
-        return not await ts.keys()
+        return not await ts.keys(PREFIX)
 
     await until(empty)
 
@@ -166,6 +178,25 @@ def zombie(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+async def test_a_program_may_warm_up(tmp_path: Path) -> None:
+    body = f"""
+    from tests.support import until
+    from torchstore_core.clients.stores import table
+    from torchstore_snapshot import Snapshot, StateDict, warm_up
+    from torchstore_snapshot.background import process, staging
+    warm_up(1 << 20)
+    writer = process._current.pid
+    await until(lambda: table.known(staging._own_name()) is not None, 60)
+    address = await ts.address(staging._own_name())
+    Snapshot.async_take({str(tmp_path / "s")!r}, {{"m": StateDict(w=torch.ones(3))}}).wait(60)
+    assert writer == process._current.pid and address == await ts.address(staging._own_name())
+    """
+    await run_script(body)
+    assert Snapshot(tmp_path / "s").read_object("m/w").tolist() == [1, 1, 1]
+    with pytest.raises(ts.ConfigurationError):
+        warm_up(0)
 
 
 async def test_a_program_that_ends_waits_for_its_snapshots(tmp_path: Path) -> None:

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import random
 import signal
+import socket
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +24,15 @@ from tests.support import SMALL, until
 
 import torchstore_core as ts
 from torchstore_snapshot import Snapshot, StateDict
-from torchstore_snapshot.background.staging import PREFIX
+from torchstore_snapshot.api.stateful import AppState
+from torchstore_snapshot.background import messages as m
+from torchstore_snapshot.background.process import Job
+from torchstore_snapshot.background.staging import PREFIX, _begin
+from torchstore_snapshot.background.writer import _Program, _serve
 from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.storage.opening import leavings, open_storage
+from torchstore_snapshot.taking.take import TakeOptions, prepare
 
 _MARK = "CRASH_TEST_OF_SNAPSHOTS"
 _TAKES = {
@@ -149,6 +159,32 @@ async def test_whoever_is_killed_hundreds_of_times(tmp_path: Path, mark: str) ->
     await crashes(tmp_path / "s", mark, 300)
 
 
+async def test_a_program_that_dies_when_its_snapshot_is_committed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    Snapshot.take(path, {"m": StateDict(w=torch.zeros(9))}, fsync=False)
+    state: AppState = {"m": StateDict(w=torch.ones(100_000))}
+    options = TakeOptions(overwrite=True, fsync=False)
+    prepared = prepare(str(path), state, Ranks.alone(), None, options)
+    client = await ts.initialize(**SMALL)
+    here, there = socket.socketpair()
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    try:
+        await client.put_state_dict({"0": state["m"].state_dict()["w"]}, "staged")
+        threading.Thread(target=_serve, args=(here, inbox, _Program()), daemon=True).start()
+        inbox.put(_begin(prepared, Job(1, lambda: None)))
+        inbox.put(m.Batch(1, client.address, "staged", [m.Chunk(0, 0, 0)]))
+        assert m.receive(there)  # the batch was written
+        there.close()  # from here on, nobody hears of it
+        inbox.put(m.Finish(1))
+        inbox.put(m.Finish(2))
+        await until(lambda: inbox.empty(), 30)
+    finally:
+        there.close()
+        await ts.shutdown()
+    assert Snapshot(path).manifest.take == prepared.take
+    assert torch.equal(Snapshot(path).read_object("m/w"), torch.ones(100_000))
+
+
 _RANK = """
 import os, signal
 import torch.distributed as dist
@@ -223,11 +259,11 @@ async def test_nothing_stays_in_a_store_that_outlives_the_program(
             writer = int(script._out.read())
             if victim == "program":
                 await until(lambda: script._process.wait(0.005) is not None, 60)
-                assert any(key.startswith(PREFIX) for key in await ts.keys())
+                assert await ts.keys(PREFIX)
                 os.kill(writer, signal.SIGCONT)
 
             async def empty() -> bool:
-                return not await ts.keys()
+                return not await ts.keys(PREFIX)
 
             await until(empty, 30)
     finally:

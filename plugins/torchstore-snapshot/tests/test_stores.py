@@ -52,6 +52,33 @@ async def test_a_store_comes_back_with_its_versions(store: ts.Client, tmp_path: 
     assert (await load_into_store(tmp_path / "s", prefix="w", keep_versions=False))["w"].version
 
 
+@pytest.mark.parametrize("keep_versions", [True, False])
+async def test_all_versions_come_back(
+    store: ts.Client, tmp_path: Path, keep_versions: bool
+) -> None:
+    for step in range(4):
+        state = {"w": torch.full((30_000,), float(step)), "n": step}
+        await store.put_state_dict(state, "policy", version=10 + step, keep=3)
+    await store.put("policy@11", "another")
+    await store.put_state_dict({"w": torch.ones(2)}, "z")
+    snapshot = await snapshot_store(tmp_path / "s")
+    assert snapshot.read_object("policy/n") == 3
+    await ts.shutdown()
+    again = await ts.initialize(**SMALL)
+    refs = await load_into_store(tmp_path / "s", keep_versions=keep_versions)
+    versions = [11, 12, 13] if keep_versions else [1, 2, 3]
+    assert await again.versions("policy") == versions
+    assert refs["policy"].version == versions[-1]
+    for step, version in enumerate(versions, 1):
+        back = await again.get(ts.Request("policy", version))
+        assert back["n"] == step
+        assert torch.equal(back["w"], torch.full((30_000,), float(step)))
+    assert await again.get("policy@11") == "another"
+    await again.put_state_dict({"w": torch.zeros(1)}, "policy")
+    assert len(await again.versions("policy")) == 3  # as many as before stay
+    assert await again.versions("z") == [1]
+
+
 async def test_a_prefix(store: ts.Client, tmp_path: Path) -> None:
     await store.put("a/x", 1)
     await store.put("b/x", 2)

@@ -136,6 +136,16 @@ async def test_keys_are_as_startswith_sorted(shared, prefix):
     assert await ts.keys(prefix=prefix) == await ts.keys(prefix)
 
 
+async def test_keys_of_the_library_are_hidden(shared):
+    hidden = [".torchstore-part/1", ".torchstore-part/2"]
+    names = [".torchstore", ".torchstore.x", "a", *hidden]
+    await ts.put_batch(dict.fromkeys(names, 0))
+    assert await ts.keys() == await ts.keys("") == [".torchstore", ".torchstore.x", "a"]
+    assert await ts.keys(".torchstore") == [".torchstore", ".torchstore.x"]
+    assert await ts.keys(".torchstore-") == hidden
+    assert await ts.get(hidden[0]) == 0
+
+
 async def test_all_keys(shared):
     assert await ts.keys() == []
     await ts.put_batch(dict.fromkeys(reversed(NAMES), 0))

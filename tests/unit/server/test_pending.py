@@ -157,6 +157,19 @@ def test_tools_are_told_a_page_at_a_time(store: Controller) -> None:
     assert keys == sorted(store.catalog.histories)
 
 
+def test_who_has_waited_longest_is_answered_first(store: Controller) -> None:
+    answered: list[int] = []
+
+    def wait(number: int) -> None:
+        waiter = store.waiting.add(["x"], 1, lambda _: answered.append(number))
+        assert waiter is not None
+
+    for number in range(100):
+        wait(number)
+    Rank(store).begin(obj("x"))
+    assert answered == list(range(100))
+
+
 def test_who_waits_is_woken_by_the_last_participant(store: Controller) -> None:
     first, second = ranks(store)
     told: dict[str, list[list[int]]] = {}

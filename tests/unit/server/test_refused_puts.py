@@ -194,3 +194,17 @@ def test_huge_shapes_are_taken_as_they_come(store: Controller) -> None:
     for _, offset, shape in state.missing:
         assert max(*offset, *shape) <= 1 << 40
     assert newest(store) == 0
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_the_number_of_a_version_that_was_dropped_is_not_used_again(deleted: bool) -> None:
+    """Whoever has put a part of it was told that number, and may have passed it on."""
+    with a_store(1024) as store:
+        first, second = ranks(store)
+        assert first.put(tensor("a", 320)) == 1
+        assert first.put(tensor("a", 320)) == 2
+        assert second.put(tensor("b", 640)) == 1  # there is room for it without version 2 only
+        assert (newest(store), pending(store)) == (1, [])
+        if deleted:
+            store.delete(["k"], strict=True)
+        assert -Rank(store).begin(obj("k")) == 3

@@ -13,8 +13,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchstore_core.clients.calls.reference_operations import R
 from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.client import Client
+from torchstore_core.clients.session.held_ref import HeldRef
 from torchstore_core.clients.stores import environment, lookup, starting, table
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.stores.joined import DEFAULT_TIMEOUT_S, JoinedStore
@@ -25,6 +27,7 @@ from torchstore_core.contracts.when_full import check_spill, check_when_full
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
+from torchstore_core.reports.refs import RefReport
 from torchstore_core.reports.stat import Found
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.values import ObjectRef, Request, TensorSlice
@@ -45,22 +48,27 @@ __all__ = [
     "delete_batch",
     "exists",
     "explain",
+    "free",
     "get",
     "get_batch",
     "get_state_dict",
+    "hold",
     "initialize",
     "initialize_spmd",
     "keys",
     "latest_version",
     "put",
     "put_batch",
+    "put_object",
     "put_state_dict",
+    "refs",
     "reset_client",
     "shutdown",
     "stat",
     "status",
     "versions",
     "wait",
+    "wait_any",
 ]
 
 _STOP_TIMEOUT_S = starting.STOP_TIMEOUT_S
@@ -505,6 +513,18 @@ async def put(
     )
 
 
+async def put_object(
+    value: Any,
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+    allow_pickle: bool | None = None,
+) -> HeldRef:
+    """See :meth:`Client.put_object`; raises the same."""
+    made = _client(store_name)
+    return await made.put_object(value, timeout=timeout, allow_pickle=allow_pickle)
+
+
 async def put_batch(
     items: Mapping[str, Any],
     *,
@@ -527,7 +547,7 @@ async def put_batch(
 
 
 async def get(
-    key_or_ref: str | ObjectRef | Request,
+    key_or_ref: str | ObjectRef | HeldRef | Request,
     inplace_tensor: torch.Tensor | None = None,
     tensor_slice_spec: TensorSlice | None = None,
     *,
@@ -542,7 +562,7 @@ async def get(
 
 
 async def get_batch(
-    keys: Iterable[str | ObjectRef | Request] | Mapping[str, Any],
+    keys: Iterable[str | ObjectRef | HeldRef | Request] | Mapping[str, Any],
     *,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
@@ -666,6 +686,42 @@ async def wait(
     """See :meth:`Client.wait`; raises the same."""
     made = _client(store_name)
     return await made.wait(keys, min_version=min_version, after=after, timeout=timeout)
+
+
+async def hold(
+    key_or_ref: str | ObjectRef | HeldRef,
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> HeldRef:
+    """See :meth:`Client.hold`; raises the same."""
+    return await _client(store_name).hold(key_or_ref, timeout=timeout)
+
+
+async def wait_any(
+    refs: Iterable[R],
+    *,
+    num_returns: int = 1,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> tuple[list[R], list[R]]:
+    """See :meth:`Client.wait_any`; raises the same."""
+    return await _client(store_name).wait_any(refs, num_returns=num_returns, timeout=timeout)
+
+
+async def free(
+    refs: Iterable[ObjectRef | HeldRef],
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> int:
+    """See :meth:`Client.free`; raises the same."""
+    return await _client(store_name).free(refs, timeout=timeout)
+
+
+async def refs(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> list[RefReport]:
+    """See :meth:`Client.refs`; raises the same."""
+    return await _client(store_name).refs(timeout=timeout)
 
 
 async def stat(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> Found:

@@ -122,7 +122,8 @@ class StoreFullError(TorchStoreError):
     ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes`` (of all ``copies``
     together), ``free_bytes``, ``largest_free_bytes`` (a value needs a single free range),
     ``largest_volume_bytes`` (no value can be larger), ``leased_bytes``, ``unfinished_bytes`` and
-    ``holders`` (a list of the sessions that hold memory, and how much). If enough memory is free,
+    ``holders`` (a list of the sessions that hold memory, and how much); ``held_bytes``, if some of
+    it is there only because references (``HeldRef``) hold it. If enough memory is free,
     but not in one piece, also ``pieces`` (the number of free ranges) and ``largest_value_bytes``
     (the largest value of the put).
     """

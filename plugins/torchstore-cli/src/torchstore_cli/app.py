@@ -154,12 +154,16 @@ def doctor(settings: _Settings, peer: str | None) -> int:
 
 
 @cli.command()
+@click.option("--refs", is_flag=True, help="Instead: which versions references hold, and who.")
 @_common
 @click.pass_obj
-def status(settings: _Settings) -> None:
+def status(settings: _Settings, refs: bool) -> None:
     """Memory, sessions and operations of a store."""
-    from torchstore_cli.queries import ask_status
+    from torchstore_cli.queries import ask_refs, ask_status
 
+    if refs:
+        _answer(settings, asyncio.run(ask_refs(settings.address, settings.timeout)))
+        return
     report = asyncio.run(ask_status(settings.address, settings.timeout))
     _answer(settings, report)
 

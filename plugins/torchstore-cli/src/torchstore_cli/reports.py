@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from torchstore_core.reports.refs import RefReport
 from torchstore_core.wire import messages as m
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Limits",
     "LinkReport",
     "PluginLine",
+    "RefsReport",
     "Removed",
     "Report",
     "Serving",
@@ -70,6 +72,13 @@ class StatusReport(msgspec.Struct, frozen=True):
     pending_bytes: int
     incarnation: int
     spill: m.SpillStatus
+
+
+class RefsReport(msgspec.Struct, frozen=True):
+    """``torchstore status --refs``: what ``ts.refs()`` returns, and the address."""
+
+    address: str
+    refs: list[RefReport]
 
 
 class KeyLine(msgspec.Struct, frozen=True):
@@ -374,6 +383,7 @@ class TransportsReport(msgspec.Struct, frozen=True):
 
 Report = (
     StatusReport
+    | RefsReport
     | KeyReport
     | KeyDetails
     | Removed

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchstore_snapshot.api.snapshot import Snapshot
     from torchstore_snapshot.api.stateful import AppState, RNGState, StateDict, Stateful
     from torchstore_snapshot.api.stores import load_into_store, snapshot_store
+    from torchstore_snapshot.background.staging import warm_up
     from torchstore_snapshot.series.gc import GcReport, gc
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "gc",
     "load_into_store",
     "snapshot_store",
+    "warm_up",
 ]
 
 _HOMES = {
@@ -68,6 +70,7 @@ _HOMES = {
     "gc": "series.gc",
     "load_into_store": "api.stores",
     "snapshot_store": "api.stores",
+    "warm_up": "background.staging",
 }
 
 

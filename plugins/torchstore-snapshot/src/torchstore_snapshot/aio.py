@@ -17,6 +17,7 @@ from torchstore_snapshot.api.pending import PendingSnapshot
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.api.stores import load_into_store, snapshot_store
 from torchstore_snapshot.format.manifest import Entry
+from torchstore_snapshot.restoring.restore import Verify
 
 __all__ = ["Snapshot", "load_into_store", "snapshot_store"]
 
@@ -60,7 +61,7 @@ class Snapshot:
         )
 
     async def restore(
-        self, app_state: AppState, strict: bool = True, *, verify: bool = True
+        self, app_state: AppState, strict: bool = True, *, verify: Verify = True
     ) -> StateDictReport:
         """See :meth:`torchstore_snapshot.Snapshot.restore`; raises the same."""
         return await in_thread(partial(self._snapshot.restore, app_state, strict, verify=verify))

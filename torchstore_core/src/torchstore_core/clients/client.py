@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 from torchstore_core.clients.calls.arguments import check_key, check_version
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, refs_of
-from torchstore_core.clients.calls.key_operations import KeyOperations, check_min_version
+from torchstore_core.clients.calls.key_operations import check_min_version
+from torchstore_core.clients.calls.reference_operations import ReferenceOperations
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.channel import Channel
+from torchstore_core.clients.session.held_ref import HeldRef, caller
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import getting
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
 from torchstore_core.clients.transfer.gets import ValueRequest, asks_of, get_asks
-from torchstore_core.clients.transfer.puts import Putting, put_sources
-from torchstore_core.clients.transfer.sources import Source, look_again, prepare_all
+from torchstore_core.clients.transfer.puts import Putting, put_object, put_sources
+from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
 from torchstore_core.clients.values.sharding import TensorShard
 from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 
-class Client(KeyOperations):
+class Client(ReferenceOperations):
     """A process's handle to one store, returned by ``initialize``, ``connect`` and ``client()``.
 
     It is safe to use from several event loops and threads, across repeated ``asyncio.run`` calls,
@@ -112,6 +114,53 @@ class Client(KeyOperations):
             return (
                 await self._put(((key, value),), version, clock, allow_pickle, rewind, when_full)
             )[0]
+
+    async def put_object(
+        self, value: Any, *, timeout: float | None = None, allow_pickle: bool | None = None
+    ) -> HeldRef:
+        """Store a value without a key; it lives as long as any process has a reference to it.
+
+        Objects are not listed by ``keys``, and only a reference leads to them.
+
+        Args:
+            value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached), or
+                any other Python object, as for ``put``.
+            timeout: seconds.
+            allow_pickle: False refuses objects that need pickle; None: the client's default.
+
+        Returns:
+            The only reference to it. Send it to other processes, or read it with ``get``.
+
+        Raises:
+            StoreFullError: the value does not fit; nothing was changed.
+            UnsupportedValueError: the value cannot be stored; or it is put by several processes
+                (DTensors, shards) or has entries (packed state dicts), which needs a key: put it,
+                and ``hold`` it.
+            UnsafeObjectError: the value needs pickle, which is not allowed.
+            TransportUnavailableError: no permitted transport reaches the volume.
+            PluginError: the store's strategy names no volume.
+        """
+        with self._watch("put_object", timeout) as clock:
+            pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+            if isinstance(value, TorchStoreStateDict):
+                raise UnsupportedValueError(
+                    "a packed state dict needs a key: put it with one, and hold that"
+                )
+            sources = prepare("object", value, allow_pickle=pickle_too)
+            if len(sources) != 1 or sources[0].part is not None:
+                raise UnsupportedValueError(
+                    "a tensor that several processes put in parts needs a key: put it with one, "
+                    "and hold that"
+                )
+            here = self._here(clock)
+            if here is None:
+                here = await self._join(clock)
+                look_again(sources)
+            session, channel = here
+            with HeldRef.beginning(session.holder) as ref:
+                held_as = ref.ident, caller()
+                number = await put_object(session, channel, sources[0], clock, held_as)
+                return ref.refers(ObjectRef("", number, session.welcome.incarnation))
 
     async def put_batch(
         self,
@@ -210,7 +259,7 @@ class Client(KeyOperations):
 
     async def get(
         self,
-        key_or_ref: str | ObjectRef | Request,
+        key_or_ref: str | ObjectRef | HeldRef | Request,
         inplace_tensor: torch.Tensor | None = None,
         tensor_slice_spec: TensorSlice | None = None,
         *,
@@ -224,8 +273,8 @@ class Client(KeyOperations):
         not reused while the tensor is alive.
 
         Args:
-            key_or_ref: a key (newest version), an ``ObjectRef`` (exactly that version) or a
-                ``Request``.
+            key_or_ref: a key (newest version), an ``ObjectRef`` or a ``HeldRef`` (exactly that
+                version) or a ``Request``.
             inplace_tensor: a tensor to fill and return; same shape and dtype, any strides. For a
                 DTensor or :class:`TensorShard` only the local piece is fetched, whatever the layout
                 that the value was put in.
@@ -249,7 +298,7 @@ class Client(KeyOperations):
 
     async def get_batch(
         self,
-        keys: Iterable[str | ObjectRef | Request] | Mapping[str, Any],
+        keys: Iterable[str | ObjectRef | HeldRef | Request] | Mapping[str, Any],
         *,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
@@ -261,7 +310,8 @@ class Client(KeyOperations):
                 a destination tensor, a ``TensorSlice``, or None.
 
         Returns:
-            The values by key, in the order of the request.
+            The values by key, in the order of the request; those of objects without a key by their
+            reference.
 
         Raises:
             KeyNotFoundError: ``details["missing"]`` lists all missing keys.
@@ -269,13 +319,17 @@ class Client(KeyOperations):
             Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:
-            wants = [*_wants(keys)]
+            asked = keys if isinstance(keys, Mapping | str) else list(keys)
+            wants = [*_wants(asked)]
             clock.entries = len(wants)
             if not wants:
                 return {}
-            if len({want.key for want in wants}) < len(wants):
+            names = {want.key for want in wants}
+            if len(names) < len(wants):
                 _refuse_ambiguous(wants)
             values = await self._get(wants, clock, allow_pickle)
+            if "" in names:
+                return dict(zip(map(_label, asked), values, strict=True))
             return {want.key: value for want, value in zip(wants, values, strict=True)}
 
     async def _get(
@@ -537,11 +591,18 @@ def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[ValueRequest]:
         yield ValueRequest.make(what)
 
 
+def _label(what: Any) -> Any:
+    """What a value is found by in the result of a batch."""
+    if isinstance(what, ObjectRef | HeldRef | Request):
+        return what.key or what
+    return what
+
+
 def _refuse_ambiguous(wants: Iterable[ValueRequest]) -> None:
     """The result has one value per key: a key may be repeated only with the same request."""
     by_key: dict[str, ValueRequest] = {}
     for want in wants:
-        other = by_key.setdefault(want.key, want)
+        other = by_key.setdefault(want.key or f"object {want.version}", want)
         if (other.version, other.part) != (want.version, want.part):
             raise ConfigurationError(
                 f"{want.key!r} is asked for twice, at different versions or slices; "

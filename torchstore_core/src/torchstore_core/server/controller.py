@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from bisect import bisect_left
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import (
@@ -26,6 +29,7 @@ from torchstore_core.server.index.items import grants_of
 from torchstore_core.server.index.key_history import PutTarget
 from torchstore_core.server.index.records import (
     Change,
+    HeldVersion,
     Manifest,
     SessionRecord,
     Stored,
@@ -35,6 +39,7 @@ from torchstore_core.server.index.records import (
     release,
     values_in,
 )
+from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
 from torchstore_core.server.index.waiting import Waiting
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.memory.leases import Leases
@@ -54,8 +59,6 @@ from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]
 
-_MAX_GIVEN_BACK = 100_000
-
 
 class Controller:
     """The state of one store.
@@ -71,6 +74,7 @@ class Controller:
             ``messages.Put``.
         mover: moves values to disk and back; None: the store does not spill.
         later: calls something after so many seconds.
+        grace_s: see ``index.references.holds.Holds``.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Controller:
         when_full: int = 0,
         mover: Mover | None = None,
         later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
+        grace_s: float = DEFAULT_GRACE_S,
     ) -> None:
         # 53 bits: JSON's numbers carry no more everywhere.
         self.incarnation = incarnation or secrets.randbits(53) | 1
@@ -103,6 +108,7 @@ class Controller:
         self.waiting = Waiting(self.catalog, self.lost_volumes.is_lost)
         self._leases = Leases(self.volumes, strategy)
         self.spilling = Spilling(self.volumes, self.catalog, self._free, when_full, mover, later)
+        self.holds = Holds(self.catalog, self._free, later, grace_s)
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -127,6 +133,7 @@ class Controller:
         """End a session, and undo everything that it has open: unfinished puts and leases."""
         if self.sessions.pop(session.token, None) is None:
             return
+        self.holds.session_ended(session)
         self.end_session(session)
         self.release(session, list(session.leases), [])
 
@@ -135,6 +142,7 @@ class Controller:
         because a forked child may still read memory that it has mapped.
         """
         session.end()
+        self.holds.process_died(session)
         self.abort(session, list(session.txns))
         self._apply(*self.catalog.settle(all_keys=True))
 
@@ -186,6 +194,31 @@ class Controller:
         if len(granted) == 1:
             return [], [m.Grant(v.volume, 0, v.offset) for v in values if v.data is None]
         return [], grants_of([v for v in values if v.data is None])
+
+    def put_object(
+        self, session: SessionRecord, request: m.PutObject
+    ) -> tuple[list[int], list[m.Grant | None] | None]:
+        """Begin to put an object without a key; returns and raises as :meth:`put`."""
+        if session.closed is not None:
+            raise StoreClosedError("the process of this session has ended")
+        if request.txn in session.txns or request.hold in session.holds:
+            raise ProtocolError(f"put id {request.txn} or hold id {request.hold} is in use")
+        if request.txn in session.given_back:
+            session.given_back.discard(request.txn)
+            raise ProtocolError(f"put id {request.txn} was aborted before it began")
+        if request.item.part is not None:
+            raise ProtocolError("an object without a key has no parts")
+        number = self.holds.next_number()
+        items = [msgspec.structs.replace(request.item, key=f"object {number:x}")]
+        placed, inline, sizes = checked_items(items)
+        values, granted = self._make(session, items, None, placed, inline, sizes)
+        values[0].version = number
+        txn = Txn(values, granted, values, [], values, held_as=(request.hold, request.where))
+        if not sizes:
+            self.holds.publish(session, request.hold, values[0], request.where)
+            return [number], None
+        self._begin(session, request.txn, txn)
+        return [], grants_of(values)
 
     def _put_joined(
         self, session: SessionRecord, request: m.Put
@@ -270,7 +303,8 @@ class Controller:
                 break
             self._free(freed)
         there = self.catalog.newest.values(), self.catalog.waiting_bytes(), self.strategy, items
-        error = full_error(placed + inline, self.volumes, self._holders.values(), *there)
+        asked, sessions = placed + inline, self._holders.values()
+        error = full_error(asked, self.volumes, sessions, *there, held=self.holds.nbytes)
         raise spilling.noted(error)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
@@ -293,7 +327,12 @@ class Controller:
                 raise
         del session.txns[txn_id]
         self._written(txn)
-        versions = self._finish(txn)
+        if txn.held_as is None:
+            versions = self._finish(txn)
+        else:
+            value = txn.values[0]
+            self.holds.publish(session, txn.held_as[0], value, txn.held_as[1])
+            versions = [value.version]
         if self._prefault:
             for index, nbytes in txn.granted.items():
                 self.volumes[index].look_ahead(nbytes, self._warmed)
@@ -355,7 +394,7 @@ class Controller:
             txn = session.txns.pop(txn_id, None)
             if txn is None:
                 if remember:
-                    self._remember(session, txn_id)
+                    session.give_back(txn_id)
                 continue
             self._written(txn)
             changes = [self.catalog.abort(target, one) for target, one in txn.contributions]
@@ -407,10 +446,15 @@ class Controller:
             ProtocolError: the lease id is in use.
             Delayed, StoreFullError: see ``Spilling.use``.
         """
+        by_ref: dict[int, Stored] = {}  # what references hold, by the id() of the want
         if type(request) is m.LocateRefs:
             for want, timeline in zip(request.wants, request.timelines, strict=False):
                 if timeline >= 0:
-                    self.catalog.check_timeline(want.key, want.version, timeline)
+                    held = self.catalog.held_version(want.key, want.version, timeline)
+                    if held is None:
+                        self.catalog.check_timeline(want.key, want.version, timeline)
+                    else:
+                        by_ref[id(want)] = held.stored
         find, newest = self.catalog.find, self.catalog.newest
         found: list[tuple[Stored, int]] = []
         missing: list[str] = []
@@ -418,6 +462,9 @@ class Controller:
             there = newest.get(want.key)
             if there is not None and not want.version:  # the usual case, very often
                 found.append((there, there.version))
+                continue
+            if by_ref and id(want) in by_ref:
+                found.append((by_ref[id(want)], want.version))
                 continue
             stored = find(want.key, want.version)
             if stored is None:
@@ -448,12 +495,19 @@ class Controller:
             LayoutMismatchError: the key is not a state dict.
             ProtocolError: as for :meth:`locate`.
         """
-        found = self.catalog.find(request.key, request.version)
-        if found is None:
-            raise self.catalog.missing_error([request.key])
-        manifest, version = found
+        held: HeldVersion | None = None
         if type(request) is m.FetchRef:
-            self.catalog.check_timeline(request.key, version, request.timeline)
+            held = self.catalog.held_version(request.key, request.version, request.timeline)
+        manifest: Stored
+        if held is not None:
+            manifest, version = held.stored, held.version
+        else:
+            found = self.catalog.find(request.key, request.version)
+            if found is None:
+                raise self.catalog.missing_error([request.key])
+            manifest, version = found
+            if type(request) is m.FetchRef:
+                self.catalog.check_timeline(request.key, version, request.timeline)
         if type(manifest) is not Manifest:
             raise LayoutMismatchError(
                 f"{request.key!r} is no state dict (it was put by itself); get it with `get`",
@@ -504,7 +558,7 @@ class Controller:
             paths,
             same_as,
             leased,
-            timeline=self.catalog.timeline(request.key, version),
+            timeline=held.timeline if held else self.catalog.timeline(request.key, version),
         )
 
     def release(
@@ -528,7 +582,7 @@ class Controller:
             if held is not None:
                 returned += held
             elif remember:
-                self._remember(session, lease)
+                session.give_back(lease)
         for lease, positions in parts:
             held = session.leases.get(lease)
             if held is None:
@@ -559,9 +613,15 @@ class Controller:
 
     def keys(self, prefix: str) -> list[str]:
         """Return the keys and state dict entries that start with ``prefix``, sorted, including lost
-        ones.
+        ones. Hidden ones are left out, unless the prefix is a hidden one.
         """
-        return self.catalog.names.page(prefix)
+        names = self.catalog.names.page(prefix)
+        if not prefix.startswith(m.HIDDEN):
+            begin = end = bisect_left(names, m.HIDDEN)
+            while end < len(names) and names[end].startswith(m.HIDDEN):
+                end += 1
+            del names[begin:end]
+        return names
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return, for each key or entry, whether it has a complete version with no part lost."""
@@ -601,7 +661,3 @@ class Controller:
             return
         self._apply(*self.lost_volumes.lose(index, why, self.catalog, self._holders.values()))
         self.detached.volume_lost()
-
-    def _remember(self, session: SessionRecord, given_back: int) -> None:
-        if len(session.given_back) < _MAX_GIVEN_BACK:
-            session.given_back.add(given_back)

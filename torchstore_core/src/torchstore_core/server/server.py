@@ -36,6 +36,7 @@ from torchstore_core.server.serving import inspection, journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.serving.handshakes import Handshakes
+from torchstore_core.server.serving.holding import grace_s, is_holder
 from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.server.serving.members import Members, is_member
@@ -229,6 +230,7 @@ class Server:
             when_full=0 if self.options.when_full is None else WHEN_FULL[self.options.when_full],
             mover=mover,
             later=self._loop.call_later,
+            grace_s=grace_s(os.environ),
         )
         self._start_prefault()
         self._loop.call_later(1.0, self._sample_rate)
@@ -422,7 +424,7 @@ class Server:
 
     def _to_liveness_connections(self, message: m.Message) -> None:
         for conversation in self.conversations:
-            if conversation.is_liveness and not conversation.is_member:
+            if conversation.is_liveness and not conversation.is_deaf:
                 conversation.send(message)
 
     def disconnected(self, connection: Connection) -> None:
@@ -466,7 +468,7 @@ class Server:
         sessions = [
             inspection.session_status(s, s.facts.role)
             for s in controller.sessions.values()
-            if not is_member(s)
+            if not (is_member(s) or is_holder(s))
         ]
         sessions += [
             inspection.session_status(s, "orphan") for s in controller.detached.sessions.values()

@@ -28,6 +28,16 @@ from torchstore_core.reports.status import VolumeStatus as VolumeStatus
 from torchstore_core.values import TensorSlice, ValueMeta
 from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
+from torchstore_core.wire.holds import Adopt as Adopt
+from torchstore_core.wire.holds import Claim as Claim
+from torchstore_core.wire.holds import Free as Free
+from torchstore_core.wire.holds import Hold as Hold
+from torchstore_core.wire.holds import Lend as Lend
+from torchstore_core.wire.holds import LendAll as LendAll
+from torchstore_core.wire.holds import Refs as Refs
+from torchstore_core.wire.holds import RefsReply as RefsReply
+from torchstore_core.wire.holds import Unhold as Unhold
+from torchstore_core.wire.holds import WaitAny as WaitAny
 from torchstore_core.wire.memory import Attach as Attach
 from torchstore_core.wire.memory import Lost as Lost
 from torchstore_core.wire.memory import PeerGone as PeerGone
@@ -49,6 +59,9 @@ MAX_FRAME = 64 << 20
 MAX_HELLO_FRAME = 64 << 10
 #: Longest key, in characters.
 MAX_KEY = 4096
+#: Keys that begin with this belong to parts of the library. Only a prefix that begins with it, too,
+#: lists them.
+HIDDEN = ".torchstore-"
 #: Most bytes of values that one message carries inline.
 MAX_INLINE = 1 << 20
 #: Most bytes in one handshake of a transport, and in its answer.
@@ -58,6 +71,8 @@ MAX_REASON = 1 << 14
 #: Most entries in one Listing, and most characters of their keys: limits a reply to a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
+#: The role of a session that exists for holds alone, see ``server.serving.holding``.
+HOLDER_ROLE = "references"
 #: Most unfinished versions in one StatusReply.
 MAX_PENDING = 100
 #: What is done with the values of a put when memory is full. 0 in a Put: as the store does by
@@ -135,6 +150,18 @@ class Rewind(Put, frozen=True, tag="rewind"):
     """A put that goes back to ``version``: when that is whole, all that was as new or newer of
     these keys is gone.
     """
+
+
+class PutObject(Message, frozen=True, tag="put-object"):
+    """Begin to put a value without a key, which the session holds as ``hold`` from its commit on;
+    see :mod:`.holds`. Replies as to a :class:`Put` of one item; the version is the object's number.
+    """
+
+    id: int
+    txn: int
+    item: PutItem
+    hold: int
+    where: str = ""
 
 
 class Commit(Message, frozen=True, tag="commit"):
@@ -350,6 +377,16 @@ Request = (
     Hello
     | Put
     | Rewind
+    | PutObject
+    | Hold
+    | Unhold
+    | Lend
+    | LendAll
+    | Adopt
+    | Claim
+    | Free
+    | WaitAny
+    | Refs
     | Commit
     | Abort
     | Locate
@@ -611,6 +648,7 @@ Reply = (
     | UnmetKeys
     | Listing
     | StatusReply
+    | RefsReply
     | Done
     | Warmed
     | Prefault

@@ -16,6 +16,7 @@ from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring import restore as restoring
+from torchstore_snapshot.restoring.restore import Verify
 from torchstore_snapshot.restoring.verifying import verify_all
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.taking.take import TakeOptions, prepare, take
@@ -162,7 +163,7 @@ class Snapshot:
         app_state: AppState,
         strict: bool = True,
         *,
-        verify: bool = True,
+        verify: Verify = True,
         progress: Progress = False,
     ) -> StateDictReport:
         """Restore objects: read what this rank needs straight into the tensors of their state
@@ -174,8 +175,12 @@ class Snapshot:
             app_state: the objects, or some of them, by the keys that they were taken with.
             strict: raise if something does not match, before anything is written; otherwise
                 restore what does.
-            verify: compare hashes before anything is written. The hash of a piece can be checked
-                only where the whole piece is read, so not always when resharding.
+            verify: True: compare hashes before anything is written, so that a damaged snapshot
+                changes nothing; everything is read twice for that. ``"streaming"``: compare them
+                on the way, which is almost as fast as not at all; after SnapshotCorruptError, the
+                contents of the tensors are then undefined. Hashed are blocks of 4 MiB, and tensors
+                (or their shards) that are smaller: when resharding, blocks of which only a part is
+                read are not checked. False: compare nothing.
             progress: show a bar, if standard error is a terminal; or a function that is called with
                 the bytes that are done, of both passes, and with all of them.
 
@@ -188,6 +193,7 @@ class Snapshot:
             SnapshotCorruptError: a file is missing, too short or changed.
             SnapshotFormatError: a newer version wrote the snapshot.
             UnsafeObjectError: a value was pickled.
+            ConfigurationError: ``verify`` is none of these.
         """
         return restoring.restore(
             self._storage,
@@ -214,9 +220,12 @@ class Snapshot:
         Args:
             path: ``"key/name"``, or ``"rank/key/name"``.
             obj_out: a tensor or DTensor to read into; None: a new tensor on the host.
-            memory_budget_bytes: bytes of memory that may be used in addition to the result.
+            memory_budget_bytes: bytes of memory that may be used in addition to the tensor that is
+                returned (at least 64 KiB are); None: what is fastest. Files are not mapped then,
+                so that their pages do not count as memory of this process either.
             tensor_slice: the part of a tensor to read; None: all of it.
-            verify: compare the hash of each piece that is read as a whole.
+            verify: compare the hashes of all blocks of 4 MiB, and of all smaller pieces, that are
+                read as a whole; those of which only a part is read are not checked.
 
         Returns:
             ``obj_out`` if it is a tensor, otherwise the object.
@@ -232,6 +241,7 @@ class Snapshot:
             path,
             obj_out,
             tensor_slice,
+            budget=memory_budget_bytes,
             rank=Ranks(self.pg).rank,
             verify=verify,
             allow_pickle=self._allow_pickle,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,10 @@ from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.values import nesting
-from torchstore_core.values import ObjectRef, Request, StateDictMeta
+from torchstore_core.values import ObjectRef, Request
 from torchstore_snapshot.api.snapshot import Snapshot
-from torchstore_snapshot.background.staging import PREFIX
 from torchstore_snapshot.errors import SnapshotNotFoundError
-from torchstore_snapshot.format.manifest import StoredKey
+from torchstore_snapshot.format.manifest import Manifest, StoredKey
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.taking.take import TakeOptions, take_values
 
@@ -35,9 +35,10 @@ async def snapshot_store(
 ) -> Snapshot:
     """Take a snapshot of what is in a store.
 
-    Each key has the newest version that it had during the call; a state dict is consistent in
-    itself. Tensors are written straight from the store's memory, and stay leased until they are.
-    Values that are sharded in the store are whole in the snapshot.
+    Each key has the newest version that it had during the call, and a state dict of which the store
+    keeps several versions has all of them; each is consistent in itself. Tensors are written
+    straight from the store's memory, and stay leased until they are. Values that are sharded in the
+    store are whole in the snapshot.
 
     Args:
         path: where to.
@@ -47,6 +48,8 @@ async def snapshot_store(
 
     Returns:
         The snapshot. A key's state dict has its entries; any other value is its entry ``"value"``.
+        Older versions have names of their own, such as ``"policy@3"``; ``manifest.store`` says
+        which is which.
 
     Raises:
         StoreClosedError: there is no such store.
@@ -56,8 +59,9 @@ async def snapshot_store(
     states: dict[str, Any] = {}
     stored: dict[str, StoredKey] = {}
     entries: set[str] = set()
-    for key in await client.keys(prefix):
-        if key.startswith(PREFIX) or key in entries:
+    keys = await client.keys(prefix)
+    for key in keys:
+        if key in entries:
             continue
         try:
             found = await client.stat(key)
@@ -68,19 +72,33 @@ async def snapshot_store(
                 value = await client.get(Request(key, found.version))
             except ts.KeyNotFoundError:
                 continue
-        if isinstance(value, TorchStoreStateDict):
-            value = value.to_state_dict()
-        packed = isinstance(found.meta, StateDictMeta) and found.meta.packed
-        stored[key] = StoredKey(found.kind, found.version, packed)
-        if found.kind == "state dict":
-            states[key] = value
-            entries |= {f"{key}/{leaf.name}" for leaf in nesting.flatten(key, value)}
-        else:
+        if found.kind != "state dict":
+            stored[key] = StoredKey(found.kind, found.version)
             states[key] = {_VALUE: value}
+            continue
+        stored[key], states[key] = _state_dict(value, found.version)
+        entries |= {f"{key}/{leaf.name}" for leaf in nesting.flatten(key, states[key])}
+        for version in found.versions:
+            if version == found.version:
+                continue
+            try:
+                value = await client.get(Request(key, version))
+            except (ts.KeyNotFoundError, ts.VersionGoneError):
+                continue  # newer versions have taken its place
+            name = f"{key}@{version}"
+            while name in states or name in keys:
+                name += "@"
+            stored[name], states[name] = _state_dict(value, version, key)
     options = TakeOptions(overwrite=overwrite, fsync=fsync, allow_pickle=allow_pickle)
     call = partial(take_values, os.fspath(path), states, stored, options)
     url = await thread_loops.in_thread(call)
     return Snapshot(url, allow_pickle=allow_pickle)
+
+
+def _state_dict(value: Any, version: int, key: str = "") -> tuple[StoredKey, dict[str, Any]]:
+    packed = isinstance(value, TorchStoreStateDict)
+    state = value.to_state_dict() if packed else value
+    return StoredKey("state dict", version, packed, key), state
 
 
 async def load_into_store(
@@ -92,7 +110,8 @@ async def load_into_store(
     allow_pickle: bool = False,
     verify: bool = True,
 ) -> dict[str, ObjectRef]:
-    """Put what is in a snapshot into a store, one key after the other.
+    """Put what is in a snapshot into a store, one key after the other, with all versions that it
+    has of them; the store then keeps as many.
 
     Args:
         path: the snapshot: of a store, or one that was taken of objects (their state dicts are then
@@ -106,7 +125,7 @@ async def load_into_store(
         verify: compare hashes.
 
     Returns:
-        What was put, by key.
+        What was put last, by key.
 
     Raises:
         SnapshotNotFoundError, SnapshotCorruptError, SnapshotFormatError, UnsafeObjectError: the
@@ -118,12 +137,19 @@ async def load_into_store(
     manifest = await thread_loops.in_thread(partial(read_manifest, storage))
     snapshot = Snapshot(path, allow_pickle=allow_pickle)
     refs: dict[str, ObjectRef] = {}
-    for key in manifest.of_rank(0):
+    found = [(_key_of(manifest, name), name) for name in manifest.of_rank(0)]
+    counts = Counter(key for key, _ in found)
+
+    def order(each: tuple[str, str]) -> tuple[str, int]:
+        stored = manifest.store.get(each[1])
+        return each[0], 0 if stored is None else stored.version
+
+    for key, name in sorted(found, key=order):
         if not key.startswith(prefix):
             continue
-        read = partial(snapshot.get_state_dict_for_key, key, verify=verify)
+        read = partial(snapshot.get_state_dict_for_key, name, verify=verify)
         state = await thread_loops.in_thread(read)
-        known = manifest.store.get(key)
+        known = manifest.store.get(name)
         version = known.version if known is not None and keep_versions else None
         if known is not None and known.kind != "state dict":
             if _VALUE not in state:
@@ -133,6 +159,15 @@ async def load_into_store(
             )
             continue
         value = TorchStoreStateDict.from_state_dict(state) if known and known.packed else state
-        put = await client.put_state_dict(value, key, version=version, allow_pickle=allow_pickle)
+        keep = counts[key] if counts[key] > 1 else None
+        put = await client.put_state_dict(
+            value, key, version=version, keep=keep, allow_pickle=allow_pickle
+        )
         refs[key] = await put if not isinstance(put, ObjectRef) else put
     return refs
+
+
+def _key_of(manifest: Manifest, name: str) -> str:
+    """The key in the store of what has a name in the snapshot."""
+    known = manifest.store.get(name)
+    return (known.key if known is not None else "") or name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -39,19 +40,26 @@ class WriterProcess:
     def __init__(self) -> None:
         here, there = socket.socketpair()
         self._connection = here
-        with there:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "torchstore_snapshot.background.writer",
-                    str(there.fileno()),
-                ],
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is meant for the program
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            )
+        # The kernel hangs a process group up that is stopped when its parent dies.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # is inherited
+        try:
+            with there:
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "torchstore_snapshot.background.writer",
+                        str(there.fileno()),
+                    ],
+                    pass_fds=[there.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C is meant for the program. Not a session of its own: where the kernel
+                    # divides processors between sessions, priorities count only within one.
+                    process_group=0,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._jobs: dict[int, Job] = {}
         self._next = 0
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ and none of them takes part in the program's collectives.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
@@ -20,7 +21,9 @@ from torchstore_snapshot.storage.opening import read_manifest
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions, commit
 
-__all__ = ["commit_together", "report_failure"]
+__all__ = ["commit_together", "rank_0_was_late", "report_failure"]
+
+_LATE = "timeout"
 
 _PAUSE_S = 0.02
 _PAUSE_MAX_S = 1.0
@@ -40,6 +43,13 @@ def report_failure(storage: Storage, take: str, rank: int, error: str) -> None:
     _publish(storage, take, _Report(rank, error=error))
 
 
+def rank_0_was_late(error: BaseException) -> bool:
+    """Whether this rank gave a take up because rank 0 took too long to commit it, which it may
+    still do.
+    """
+    return isinstance(error, RankFailedError) and error.details["ranks"].get("0") == _LATE
+
+
 def commit_together(
     storage: Storage,
     take: str,
@@ -48,11 +58,13 @@ def commit_together(
     options: TakeOptions,
     timeout: float,
     claim: Claim | None = None,
+    committing: AbstractContextManager[object] | None = None,
 ) -> None:
     """Commit a take when all ranks have written their parts; return when it is committed.
 
     Args:
         timeout: seconds to wait for the other ranks.
+        committing: entered while rank 0 makes the snapshot visible.
 
     Raises:
         RankFailedError: another rank failed, or took too long.
@@ -60,7 +72,8 @@ def commit_together(
             :func:`~torchstore_snapshot.taking.take.commit`.
     """
     if size == 1:
-        commit(storage, take, [part], options, claim=claim)
+        with committing or nullcontext():
+            commit(storage, take, [part], options, claim=claim)
         return
     _publish(storage, take, _Report(part.rank, part))
     waiting = _Waiting(storage, take, size, timeout)
@@ -69,7 +82,8 @@ def commit_together(
         return
     parts = waiting.for_parts()
     try:
-        commit(storage, take, parts, options, claim=claim)
+        with committing or nullcontext():
+            commit(storage, take, parts, options, claim=claim)
     except Exception as error:
         report_failure(storage, take, part.rank, f"{type(error).__name__}: {error}")
         raise
@@ -149,7 +163,7 @@ class _Waiting:
             raise RankFailedError(
                 f"given up, because rank {which} had not written its part "
                 f"{self._timeout:.0f} s after this one",
-                details={"ranks": {str(rank): "timeout" for rank in ranks}},
+                details={"ranks": {str(rank): _LATE for rank in ranks}},
             )
         time.sleep(self._pause)
         self._pause = min(self._pause * 1.3, _PAUSE_MAX_S)

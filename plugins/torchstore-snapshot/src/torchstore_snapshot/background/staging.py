@@ -26,12 +26,12 @@ from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.process import Job, WriterProcess, the_writer
 from torchstore_snapshot.background.rendezvous import report_failure
 from torchstore_snapshot.errors import SnapshotWriterError
-from torchstore_snapshot.format.hashes import BLOCK
+from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.storage.remote import RemoteStorage, environment
 from torchstore_snapshot.taking.merging import part_of
 from torchstore_snapshot.taking.take import Prepared
 
-__all__ = ["PREFIX", "available_memory", "begin"]
+__all__ = ["PREFIX", "available_memory", "begin", "warm_up"]
 
 #: Under this prefix lies what is being written, for as long as it is.
 PREFIX = ".torchstore-snapshot/"
@@ -54,6 +54,25 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def warm_up(nbytes: int | None = None) -> None:
+    """Start what ``Snapshot.async_take`` needs, in the background, so that the first one blocks the
+    program no longer than later ones do: the process that writes and, if this process has no store,
+    the one that tensors are staged in. Returns at once. If it fails, the first take tries again.
+
+    Args:
+        nbytes: bytes that this rank will stage; that much memory is made ready. None: up to 1 GiB.
+
+    Raises:
+        ConfigurationError: ``nbytes`` is not a positive number.
+    """
+    number: object = nbytes
+    if number is not None and (type(number) is not int or number < 1):
+        raise ConfigurationError(f"nbytes is an int above 0, not {nbytes!r}")
+    the_writer()
+    if table.known(DEFAULT_NAME) is None:
+        asyncio.run_coroutine_threadsafe(_own_store(nbytes), thread_loops.background())
 
 
 def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
@@ -91,13 +110,19 @@ def begin(prepared: Prepared, memory_budget: int | None) -> Future[None]:
         raise
     if prepared.claim is not None:
         prepared.claim.stop()  # the writer takes it over
-    stage = _stage(prepared, limit, writer)
+    # A store of its own has as much memory ready as takes need, but none beyond a budget.
+    prefault = None if memory_budget is None else 0
+    stage = _stage(prepared, limit, writer, prefault)
     return asyncio.run_coroutine_threadsafe(stage, thread_loops.background()).result()
 
 
-async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Future[None]:
+async def _stage(
+    prepared: Prepared, limit: int, writer: WriterProcess, prefault: int | None
+) -> Future[None]:
     loop = asyncio.get_running_loop()
     batches = list(_batches(prepared, limit))
+    if prefault is None:
+        prefault = sum(staged.tensor.nbytes for batch in batches[:2] for staged in batch)
     credit = asyncio.Semaphore(2 if len(batches) > 1 else 1)
 
     def released() -> None:
@@ -131,7 +156,7 @@ async def _stage(prepared: Prepared, limit: int, writer: WriterProcess) -> Futur
             where = f"{key}/{number}"
             keys.append(where)
             values = {str(i): staged.tensor for i, staged in enumerate(batch)}
-            address = await _put(where, values)
+            address = await _put(where, values, prefault)
             writer.send(m.Batch(job.number, address, where, [staged.chunk for staged in batch]))
         writer.send(m.Finish(job.number))
     except BaseException as error:
@@ -157,7 +182,7 @@ async def _lost(prepared: Prepared, staged: list[str], error: str) -> None:
 
 def _begin(prepared: Prepared, job: Job) -> m.Begin:
     files = prepared.files
-    blank = [[""] * len(file.units) for file in files]
+    blank = [[Digest("")] * len(file.units) for file in files]
     part = part_of(
         prepared.ranks.rank, prepared.keys, prepared.items, files, blank, prepared.reused
     )
@@ -224,8 +249,11 @@ def _cut(staged: _Staged, size: int) -> Iterator[_Staged]:
         yield _Staged(chunk, flat[begin : begin + size])
 
 
-async def _put(key: str, values: dict[str, torch.Tensor]) -> str:
+async def _put(key: str, values: dict[str, torch.Tensor], prefault: int) -> str:
     """Put into the store of this process if there is one with room; otherwise, into one of its own.
+
+    Args:
+        prefault: bytes of memory that a store of its own keeps ready.
 
     Returns:
         The address of the store.
@@ -238,9 +266,14 @@ async def _put(key: str, values: dict[str, torch.Tensor]) -> str:
             return await ts.address(DEFAULT_NAME)
         except (StoreClosedError, StoreFullError):
             pass  # a store of its own it is
-    client = await ts.connect_or_initialize(store_name=_own_name(), runtime="local")
+    client = await _own_store(prefault)
     await client.put_state_dict(values, key)
     return await ts.address(_own_name())
+
+
+async def _own_store(prefault: int | None = None) -> Any:
+    name = _own_name()
+    return await ts.connect_or_initialize(store_name=name, runtime="local", prefault=prefault)
 
 
 def _own_name() -> str:

@@ -20,12 +20,17 @@ import msgspec
 import torchstore_core.blocking as ts
 from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.background import messages as m
-from torchstore_snapshot.background.rendezvous import commit_together, report_failure
-from torchstore_snapshot.format.hashes import digest_of
+from torchstore_snapshot.background.rendezvous import (
+    commit_together,
+    rank_0_was_late,
+    report_failure,
+)
+from torchstore_snapshot.errors import SnapshotNotFoundError
+from torchstore_snapshot.format.hashes import Digest, digest_of
 from torchstore_snapshot.format.manifest import Entry, ObjectEntry, Piece
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.series.claims import Claim
-from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.storage.remote import set_environment
 from torchstore_snapshot.taking.merging import Part
 from torchstore_snapshot.taking.take import TakeOptions
@@ -34,7 +39,8 @@ from torchstore_snapshot.taking.writing import OpenFiles, Source, bytes_of
 __all__ = ["main"]
 
 _STORE = "staged"
-_NICE = 10
+# While the program keeps all processors busy, the writer gets a twentieth of them.
+_NICE = 13
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _BEST_EFFORT_LOWEST = 2 << 13 | 7
 
@@ -45,6 +51,7 @@ class _Program:
     """What the program has begun and not finished: the takes, and what is staged for them."""
 
     def __init__(self) -> None:
+        self.committing = threading.Lock()
         self._takes: dict[int, m.Begin] = {}
         self._staged: dict[str, m.Batch] = {}
 
@@ -75,6 +82,7 @@ class _Program:
         """The program has ended. Tell the other ranks of its takes, and take what it staged out of
         the store, which may be there for longer.
         """
+        self.committing.acquire()  # for good: nothing is committed after others have been told
         for begin in [*self._takes.values()]:
             if begin.size > 1:
                 with contextlib.suppress(TorchStoreError, OSError):
@@ -94,6 +102,7 @@ class _Job:
         if begin.environment:
             set_environment(begin.environment)
         self._storage = open_storage(begin.url)
+        self._committing = False
         self._claim = Claim.adopt(self._storage, begin.take) if begin.claimed else None
         files = [(f.name, Layout(f.header, f.starts, f.nbytes)) for f in begin.files]
         try:
@@ -136,37 +145,61 @@ class _Job:
         digests = self._files.close(durable=begin.fsync)
         options = TakeOptions(overwrite=begin.overwrite, fsync=begin.fsync)
         part = _with_digests(begin.part, begin.files, digests)
+        self._committing = True
         commit_together(
-            self._storage, begin.take, part, begin.size, options, begin.timeout, self._claim
+            self._storage,
+            begin.take,
+            part,
+            begin.size,
+            options,
+            begin.timeout,
+            self._claim,
+            self._program.committing,
         )
 
-    def fail(self, error: str) -> None:
-        """Remove what was written, and tell the other ranks."""
-        self._files.abort()
+    def fail(self, error: str, *, undecided: bool = False) -> None:
+        """Remove what was written, and tell the other ranks.
+
+        Args:
+            undecided: another rank may still commit the take, so what was written stays.
+        """
+        if not undecided and not (self._committing and self._visible()):
+            self._files.abort()
         self._release()
         if self._begin.size > 1:
             with contextlib.suppress(OSError):
                 report_failure(self._storage, self._begin.take, self._begin.rank, error)
+
+    def _visible(self) -> bool:
+        """Whether the snapshot is there, or may be: something failed after it was committed. The
+        program may have been killed at that moment, so that it cannot be told.
+        """
+        try:
+            return read_manifest(self._storage).take == self._begin.take
+        except SnapshotNotFoundError:
+            return False
+        except (TorchStoreError, OSError):
+            return True
 
     def _release(self) -> None:
         if self._claim is not None:
             self._claim.release()
 
 
-def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[str]]) -> Part:
+def _with_digests(part: Part, files: list[m.NewFile], digests: list[list[Digest]]) -> Part:
     """Fill in the hashes of what was written."""
     known = {
         (index, start): digest
         for index, (file, found) in enumerate(zip(files, digests, strict=True))
         for start, digest in sorted(zip(file.starts, found, strict=True))
     }
-    empty = digest_of(b"")
+    empty = Digest(digest_of(b""))
 
     def filled(piece: Piece) -> Piece:
         if piece.digest:
             return piece  # in a file of an earlier snapshot
         digest = known[piece.file, piece.start] if piece.nbytes else empty
-        return msgspec.structs.replace(piece, digest=digest)
+        return msgspec.structs.replace(piece, digest=digest.whole, blocks=digest.blocks)
 
     def complete(entry: Entry) -> Entry:
         if isinstance(entry, ObjectEntry):
@@ -202,9 +235,10 @@ def _serve(
         except (TorchStoreError, OSError, ValueError, RuntimeError, MemoryError) as error:
             failed = jobs.pop(message.job, None)
             if failed is not None:
-                failed.fail(f"{type(error).__name__}: {error}")
+                failed.fail(f"{type(error).__name__}: {error}", undecided=rank_0_was_late(error))
             program.ended(message.job)
-            m.send(connection, m.Failed.of(message.job, error))
+            with contextlib.suppress(OSError):  # the program has ended
+                m.send(connection, m.Failed.of(message.job, error))
 
 
 def _lower_priority() -> None:

@@ -194,7 +194,7 @@ class _Giver(DefaultSavePlanner):
             return saved(load_values(self._files, name, value))
         box = boxes.Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         made = empty_for(value.path, value.entry, box.shape)
-        execute(self._files, plan_reads(value.path, value.entry, made, box), verify=True, new=True)
+        execute(self._files, plan_reads(value.path, value.entry, made, box), check="during")
         return made
 
 

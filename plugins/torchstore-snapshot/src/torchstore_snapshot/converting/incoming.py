@@ -15,6 +15,7 @@ from torchstore_core.values import TensorMeta, TensorSlice
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.series.claims import Claim
 from torchstore_snapshot.storage.local import LocalReader
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
@@ -101,6 +102,7 @@ class Take(NamedTuple):
     url: str
     take: str
     options: TakeOptions
+    claim: Claim
 
     @staticmethod
     def begin(destination: str, options: TakeOptions) -> Take:
@@ -113,13 +115,17 @@ class Take(NamedTuple):
         storage = open_storage(destination)
         refuse_existing(storage, options)
         storage.prepare()
-        return Take(storage.url, new_take_id(), options)
+        take = new_take_id()
+        return Take(storage.url, take, options, Claim(storage, take))
 
     def discard(self, files: Sequence[str]) -> None:
         """Remove files of a take that failed."""
         storage = open_storage(self.url)
-        for name in files:
-            storage.delete(name)
+        try:
+            for name in files:
+                storage.delete(name)
+        finally:
+            self.claim.release()
 
 
 def write_parts(
@@ -154,7 +160,10 @@ def write_parts(
     except BaseException:
         begun.discard(written)
         raise
-    publish(open_storage(begun.url), manifest, options)
+    try:
+        publish(open_storage(begun.url), manifest, options, begun.claim)
+    finally:
+        begun.claim.release()
     return manifest
 
 

@@ -189,7 +189,7 @@ def to_safetensors(
                 entry = entries[names[number]]
                 made = empty_for(names[number], entry, entry.shape)
                 reads = plan_reads(names[number], entry, made, boxes.whole(entry.shape))
-                execute(files, reads, verify=True, new=True)
+                execute(files, reads, check="during")
                 yield Source(index, position, 0, bytes_of(names[number], made), made)
 
     try:

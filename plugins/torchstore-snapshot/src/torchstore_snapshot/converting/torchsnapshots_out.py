@@ -165,7 +165,7 @@ class _Folder:
         for number, box in enumerate(entry.boxes() or [boxes.whole(entry.shape)]):
             made = empty_for(value.path, entry, box.shape)
             reads = plan_reads(value.path, entry, made, box)
-            execute(self._files, reads, verify=True, new=True)
+            execute(self._files, reads, check="during")
             where = path if len(entry.pieces) < 2 else f"{path}.{number}"
             data = bytes_of(value.path, made) if plain else saved(made).getbuffer()
             self.write(where, [data])

@@ -15,6 +15,7 @@ from torchstore_core import boxes
 from torchstore_core.clients.values.tensors import dtype_name, storable
 from torchstore_core.errors import LayoutMismatchError
 from torchstore_core.values import TensorSlice
+from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.format.manifest import DataFile, Entry, ObjectEntry, Piece, TensorEntry
 from torchstore_snapshot.taking.collecting import Item, LocalPiece
 from torchstore_snapshot.taking.planning import PlannedFile
@@ -111,19 +112,20 @@ def results_of(
     items: Sequence[Item],
     members: Sequence[WriteItem],
     files: Sequence[PlannedFile],
-    digests: Sequence[Sequence[str]],
+    digests: Sequence[Sequence[Digest]],
     rank: int,
 ) -> Iterator[WriteResult]:
     for file, hashes in zip(files, digests, strict=True):
-        described = DataFile(file.name, file.layout.nbytes, rank)
+        described = DataFile(file.name, file.layout.nbytes, rank, block=BLOCK)
         columns = zip(file.units, file.layout.starts, hashes, strict=True)
         for unit, start, digest in columns:
             item = items[unit.item]
             if item.is_tensor:
                 local = item.pieces[0]
-                piece = Piece(0, start, local.tensor.nbytes, digest, local.slice)
+                nbytes, where = local.tensor.nbytes, local.slice
             else:
-                piece = Piece(0, start, len(item.data), digest)
+                nbytes, where = len(item.data), None
+            piece = Piece(0, start, nbytes, digest.whole, where, digest.blocks)
             written = Written(described, piece, item.dtype, item.shape, item.codec)
             yield WriteResult(members[unit.item].index, piece.nbytes, written)
 

@@ -139,12 +139,16 @@ class SnapshotStorageReader(AtPath, StorageReader):
                     direct.append((item, target, _reads(stored, item, target)))
                 else:
                     through.append((item, target, stored))
-            execute(files, [read for *_, reads in direct for read in reads], verify=self._verify)
+            execute(
+                files,
+                [read for *_, reads in direct for read in reads],
+                check="before" if self._verify else None,
+            )
             for item, target, _ in direct:
                 planner.commit_tensor(item, target)
             for item, target, stored in through:  # one by one: each needs memory of its own
                 made = empty_for(stored.path, stored.entry, item.lengths)
-                execute(files, _reads(stored, item, made), verify=self._verify, new=True)
+                execute(files, _reads(stored, item, made), check="during" if self._verify else None)
                 with torch.no_grad():
                     target.copy_(made)
                 planner.commit_tensor(item, target)
@@ -232,7 +236,7 @@ def load_values(files: Files, name: str, value: Any) -> Any:
         return made
 
     made = nesting.replace(dict(held), nesting.flatten(name, held), read)
-    execute(files, reads, verify=True, new=True)
+    execute(files, reads, check="during")
     return made[name]
 
 

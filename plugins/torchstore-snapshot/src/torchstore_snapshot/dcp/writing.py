@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -27,7 +28,9 @@ from torchstore_snapshot.format.manifest import (
     Entry,
     Manifest,
 )
-from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of
+from torchstore_snapshot.series.claims import Claim, require
+from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
@@ -82,6 +85,12 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         self._path = None if path is None else os.fspath(path)
         self._take = new_take_id()
         self._rank = 0
+        self._claim: Claim | None = None
+        self._abandon: weakref.finalize[..., Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Sent to the process of an async_save, which makes claims of its own.
+        return {**self.__dict__, "_claim": None, "_abandon": None}
 
     def storage_meta(self) -> StorageMeta:
         """What planners are told of this checkpoint."""
@@ -106,12 +115,14 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
                 "use_collectives=False saves a checkpoint for each rank alone; a snapshot is that "
                 "of all ranks: leave it out, or give each rank a path and no_dist=True"
             )
+        self._end_claim()
         self._take = new_take_id()
         self._rank = int(kwargs.get("rank") or 0)
         if is_coordinator:
             storage = open_storage(self.checkpoint_id)
             storage.prepare()
             refuse_existing(storage, self._options)
+            self._begin_claim(storage)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing has to be changed."""
@@ -152,12 +163,16 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
             units.append(Unit(len(items) - 1, 0))
         files = plan_files(items, units, self._take, self._rank, self._options.file_max)
         layouts = [(file.name, file.layout) for file in files]
-        opened = OpenFiles(open_storage(self.checkpoint_id), layouts, self._options.threads)
+        storage = open_storage(self.checkpoint_id)
+        if files and self._claim is None:
+            self._begin_claim(storage)
+        opened = OpenFiles(storage, layouts, self._options.threads)
         try:
             opened.write(sources_of(items, members, files, planner))
             digests = opened.close(durable=self._options.fsync)
         except BaseException:
             opened.abort()
+            self._end_claim()
             raise
         done += results_of(items, members, files, digests, self._rank)
         future: Future[list[WriteResult]] = Future()
@@ -169,6 +184,7 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
 
         Raises:
             SnapshotExistsError: another save was faster.
+            TakeLostError: a garbage collection has given the save up.
             LayoutMismatchError: no rank has some part of a tensor.
             OSError: the storage failed.
         """
@@ -190,8 +206,31 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
             shared,
             checkpoint=checkpoint,
         )
-        publish(open_storage(self.checkpoint_id), manifest, self._options)
+        storage = open_storage(self.checkpoint_id)
+        # The file of each rank has a take of its own, with a claim that is no longer needed then.
+        others = {take for name in files if (take := take_of(name)) and take != self._take}
+        try:
+            for take in others:
+                require(storage, take)
+            publish(storage, manifest, self._options, self._claim)
+        finally:
+            self._end_claim()
+        for take in others:
+            storage.delete(claim_file(take))
         metadata.storage_meta = self.storage_meta()
+
+    def _begin_claim(self, storage: Storage) -> None:
+        """Protect what this rank writes from garbage collections, until the save has ended or this
+        object is gone.
+        """
+        self._claim = Claim(storage, self._take)
+        self._abandon = weakref.finalize(self, self._claim.abandon)
+
+    def _end_claim(self) -> None:
+        """End the claim of the save before, unless that was committed."""
+        if self._abandon is not None:
+            self._abandon()
+        self._claim = self._abandon = None
 
     def _place(self, name: str, places: Any) -> tuple[str, str]:
         """The key and the name that a file shows; the manifest decides them in the end."""

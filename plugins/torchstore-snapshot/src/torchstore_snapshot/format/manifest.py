@@ -13,7 +13,7 @@ import msgspec
 from torchstore_core import boxes
 from torchstore_core.values import TensorSlice
 from torchstore_snapshot.errors import SnapshotCorruptError, SnapshotFormatError
-from torchstore_snapshot.format.hashes import digest_of
+from torchstore_snapshot.format.hashes import BLOCK, BLOCK_OF_V1, HASH, digest_of
 from torchstore_snapshot.format.paths import MANIFEST, check_file_name
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 
 FORMAT = "torchstore-snapshot"
 #: The version that this package writes, and the newest that it reads.
-VERSION = 1
+VERSION = 2
 
 
 class DataFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -46,12 +46,14 @@ class DataFile(msgspec.Struct, frozen=True, omit_defaults=True):
         rank: the rank that wrote it.
         snapshot: empty if this snapshot wrote the file; otherwise the name of the folder beside
             this one, whose snapshot did.
+        block: bytes of a block of the hashes of its pieces; see :mod:`.hashes`.
     """
 
     name: str
     nbytes: int
     rank: int
     snapshot: str = ""
+    block: int = BLOCK_OF_V1
 
 
 class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,6 +65,8 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
         nbytes: the number of bytes.
         digest: their hash; see :mod:`.hashes`.
         slice: the position of the box in the tensor; None if the piece is the whole tensor.
+        blocks: the hashes of its blocks, one after the other (base64 in JSON); empty if it has only
+            one, or if version 1 of the format wrote it.
     """
 
     file: int
@@ -70,6 +74,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     nbytes: int
     digest: str
     slice: TensorSlice | None = None
+    blocks: bytes = b""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True, tag="tensor"):
@@ -131,11 +136,14 @@ class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True):
         kind: ``"tensor"``, ``"object"`` or ``"state dict"``.
         version: its version.
         packed: a state dict was put as a ``TorchStoreStateDict``.
+        key: the key in the store, if the snapshot has the version under another name, because it
+            is not the newest one; otherwise empty.
     """
 
     kind: str
     version: int
     packed: bool = False
+    key: str = ""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -239,7 +247,7 @@ def decode(data: bytes, path: str) -> Manifest:
     try:
         document = _documents.decode(data)
         body = bytes(document.body)
-        if digest_of(body) != document.digest:
+        if digest_of(body, BLOCK_OF_V1 if outer.version == 1 else BLOCK) != document.digest:
             raise SnapshotCorruptError(
                 f"the manifest of {path!r} was damaged: its hash is wrong", details=details
             )
@@ -257,6 +265,11 @@ def _check(manifest: Manifest, path: str) -> None:
         check_file_name(file.name, path)
         if file.snapshot:
             check_file_name(file.snapshot, path)
+        if file.block < 1:
+            raise SnapshotFormatError(
+                f"the manifest of {path!r} contradicts itself about {file.name!r}",
+                details={"path": path, "file": MANIFEST},
+            )
     for entries in (manifest.shared, *manifest.own):
         for key, named in entries.items():
             for name, entry in named.items():
@@ -273,11 +286,14 @@ def _check(manifest: Manifest, path: str) -> None:
 
 
 def _inside(piece: Piece, manifest: Manifest) -> bool:
+    if not 0 <= piece.file < len(manifest.files):
+        return False
+    file = manifest.files[piece.file]
     return (
-        0 <= piece.file < len(manifest.files)
-        and piece.start >= 0
+        piece.start >= 0
         and piece.nbytes >= 0
-        and piece.start + piece.nbytes <= manifest.files[piece.file].nbytes
+        and piece.start + piece.nbytes <= file.nbytes
+        and len(piece.blocks) in (0, HASH * -(-piece.nbytes // file.block))
     )
 
 

@@ -3,33 +3,115 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import xxhash
 
-from torchstore_snapshot.format.hashes import block_hash, blocks, combined
+from torchstore_snapshot.format.hashes import HASH, block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import Piece
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.restoring.fetching import REQUESTS, WINDOW, Fetched, Span, windows
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["check_pieces"]
+__all__ = ["UNLIMITED", "Limits", "Range", "check_ranges", "checkable", "holds", "whole_piece"]
 
 # Bytes that are hashed at a time where a file cannot be mapped: they stay in the cache.
 _SCRATCH = 256 << 10
-# Pieces are checked in groups of about this size, so that small ones cost no task each.
+# Blocks are checked in groups of about this size, so that small pieces cost no task each.
 _GROUP = 1 << 20
 
-_Block = tuple[str, Piece, int, int, list[bytes], int]
+
+class Limits(NamedTuple):
+    """What reading may use.
+
+    Args:
+        threads: how many threads; None: as many as suit the storage.
+        nbytes: of the memory that each of them may use for itself; None: no matter.
+    """
+
+    threads: int | None = None
+    nbytes: int | None = None
 
 
-def check_pieces(
+UNLIMITED = Limits()
+
+
+class Range(NamedTuple):
+    """A range of bytes of a piece.
+
+    Args:
+        path: of the tensor, for errors.
+        begin, end: the first byte, and the end, from the beginning of the piece.
+    """
+
+    path: str
+    piece: Piece
+    begin: int
+    end: int
+
+    @property
+    def span(self) -> Span:
+        """Where it is in its file."""
+        start = self.piece.start
+        return Span(self.piece.file, start + self.begin, start + self.end)
+
+
+class _Block(NamedTuple):
+    """A block to be hashed, and where its hash goes."""
+
+    of: Range
+    begin: int
+    end: int
+    found: dict[int, bytes]
+    number: int
+
+
+def whole_piece(path: str, piece: Piece) -> Range:
+    """Return all of a piece."""
+    return Range(path, piece, 0, piece.nbytes)
+
+
+def checkable(of: Range, size: int) -> Iterator[tuple[int, int, int]]:
+    """Return the blocks that can be checked when a range is read, those that lie inside of it: the
+    number of each, its first byte and its end, from the beginning of the piece. Version 1 of the
+    format has no hashes of blocks, so that there a piece is checked as a whole, or not at all.
+
+    Args:
+        size: bytes of a block.
+
+    >>> piece = Piece(0, 0, 25, "", blocks=bytes(3 * HASH))
+    >>> list(checkable(Range("m/w", piece, 5, 25), size=10))
+    [(1, 10, 20), (2, 20, 25)]
+    """
+    piece = of.piece
+    whole = of.begin == 0 and of.end == piece.nbytes
+    if not whole and not piece.blocks:
+        return
+    first = -(-of.begin // size)
+    for number, (begin, end) in enumerate(blocks(piece.nbytes, size)):
+        if end > of.end:
+            return
+        if number >= first:
+            yield number, begin, end
+
+
+def holds(of: Range, found: Mapping[int, bytes]) -> bool:
+    """Whether the hashes of blocks, by number, are those that are stored."""
+    stored = of.piece.blocks
+    if stored:
+        return all(stored[HASH * n : HASH * (n + 1)] == found[n] for n in found)
+    return not found or combined(found[n] for n in sorted(found)) == of.piece.digest
+
+
+def check_ranges(
     files: Files | Fetched,
-    pieces: Sequence[tuple[str, Piece]],
+    ranges: Sequence[Range],
     advance: Advance | None = None,
+    limits: Limits = UNLIMITED,
 ) -> None:
-    """Compare the hashes of pieces, given with the paths of their tensors.
+    """Compare the hashes of all blocks that lie in the ranges.
 
     Args:
         advance: called with numbers of bytes that were checked, by several threads.
@@ -37,69 +119,72 @@ def check_pieces(
     Raises:
         SnapshotCorruptError: the bytes of a piece have changed.
     """
-    distinct = list({(piece.file, piece.start): (path, piece) for path, piece in pieces}.values())
-    if not (isinstance(files, Files) and files.remote):
-        _check(files, distinct, advance, None)
+    known = {(of.piece.file, of.piece.start, of.begin, of.end): of for of in ranges}
+    distinct = list(known.values())
+    if limits.nbytes is not None or not (isinstance(files, Files) and files.remote):
+        _check(files, distinct, advance, limits)
         return
-    spans = [Span(p.file, p.start, p.start + p.nbytes) for _, p in distinct]
+    spans = [of.span for of in distinct]
     for group in windows(spans, WINDOW):
         mine = [distinct[i] for i in group]
-        if sum(piece.nbytes for _, piece in mine) <= WINDOW:
-            _check(Fetched(files, [spans[i] for i in group]), mine, advance, None)
+        if sum(of.end - of.begin for of in mine) <= WINDOW:
+            _check(Fetched(files, [spans[i] for i in group]), mine, advance, limits)
         else:  # a large piece, block by block
-            _check(files, mine, advance, REQUESTS)
+            _check(files, mine, advance, Limits(REQUESTS))
 
 
 def _check(
-    files: Files | Fetched,
-    distinct: Sequence[tuple[str, Piece]],
-    advance: Advance | None,
-    threads: int | None,
+    files: Files | Fetched, distinct: Sequence[Range], advance: Advance | None, limits: Limits
 ) -> None:
-    hashes = [[b""] * len(list(blocks(piece.nbytes))) for _, piece in distinct]
+    hashes: list[dict[int, bytes]] = [{} for _ in distinct]
 
     def tasks() -> Iterator[Callable[[], None]]:
         group: list[_Block] = []
         room = _GROUP
-        for (path, piece), found in zip(distinct, hashes, strict=True):
-            for number, (begin, end) in enumerate(blocks(piece.nbytes)):
-                group.append((path, piece, begin, end, found, number))
+        for of, found in zip(distinct, hashes, strict=True):
+            for number, begin, end in checkable(of, files.block(of.piece.file)):
+                group.append(_Block(of, begin, end, found, number))
                 room -= end - begin
                 if room <= 0:
-                    yield functools.partial(_hash_blocks, files, group, advance)
+                    yield functools.partial(_hash_blocks, files, group, advance, limits)
                     group, room = [], _GROUP
         if group:
-            yield functools.partial(_hash_blocks, files, group, advance)
+            yield functools.partial(_hash_blocks, files, group, advance, limits)
 
-    run_tasks(tasks(), threads)
-    for (path, piece), found in zip(distinct, hashes, strict=True):
-        if combined(found) != piece.digest:
-            raise files.damaged(piece, path)
+    run_tasks(tasks(), limits.threads)
+    for of, found in zip(distinct, hashes, strict=True):
+        if not holds(of, found):
+            raise files.damaged(of.piece, of.path)
 
 
-def _hash_blocks(files: Files | Fetched, group: Sequence[_Block], advance: Advance | None) -> None:
-    for path, piece, begin, end, found, number in group:
-        start, nbytes = piece.start + begin, end - begin
+def _hash_blocks(
+    files: Files | Fetched, group: Sequence[_Block], advance: Advance | None, limits: Limits
+) -> None:
+    for block in group:
+        piece = block.of.piece
+        start, nbytes = piece.start + block.begin, block.end - block.begin
         window = files.window(piece.file, start, nbytes)
         if window is not None:
-            found[number] = block_hash(window)
+            block.found[block.number] = block_hash(window)
         else:
-            found[number] = _hash_read(files, path, piece, start, nbytes)
+            block.found[block.number] = _hash_read(files, block.of, start, nbytes, limits)
         if advance is not None:
             advance(nbytes)
 
 
-def _hash_read(files: Files | Fetched, path: str, piece: Piece, start: int, nbytes: int) -> bytes:
+def _hash_read(files: Files | Fetched, of: Range, start: int, nbytes: int, limits: Limits) -> bytes:
     """Hash a range through a buffer that stays in the cache: the bytes are not needed."""
-    reader = files.reader(piece.file)
+    reader = files.reader(of.piece.file)
     hasher = xxhash.xxh3_128()
-    size = max(_SCRATCH, files.request_size(piece.file))
+    size = max(_SCRATCH, files.request_size(of.piece.file))
+    if limits.nbytes is not None:
+        size = min(size, limits.nbytes)
     scratch = memoryview(bytearray(min(size, nbytes)))
     for at in range(0, nbytes, max(len(scratch), 1)):
         part = scratch[: min(len(scratch), nbytes - at)]
         try:
             reader.read_into(start + at, part)
         except EOFError as error:
-            raise files.corrupt(piece.file, "became shorter", path) from error
+            raise files.corrupt(of.piece.file, "became shorter", of.path) from error
         hasher.update(part)
     return hasher.digest()

@@ -156,6 +156,9 @@ class Fetched:
     def request_size(self, index: int) -> int:
         return self._files.request_size(index)
 
+    def block(self, index: int) -> int:
+        return self._files.block(index)
+
     def map(self, index: int, nbytes: int | None = None) -> None:
         """What is needed is in memory already."""
 

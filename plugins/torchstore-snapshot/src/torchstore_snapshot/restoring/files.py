@@ -77,6 +77,10 @@ class Files:
         """Return how many bytes one request for a part of a file should have at least."""
         return self._storage_of(index).request_size
 
+    def block(self, index: int) -> int:
+        """Return the bytes of a block of the hashes of a file's pieces."""
+        return self._manifest.files[index].block
+
     def _storage_of(self, index: int) -> Storage:
         folder = self._manifest.files[index].snapshot
         return self._storage.sibling(folder) if folder else self._storage

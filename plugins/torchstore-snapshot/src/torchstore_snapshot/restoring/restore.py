@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,7 +13,7 @@ from torchstore_core.clients.values import nesting
 from torchstore_core.clients.values.codec import decode_object
 from torchstore_core.clients.values.sharding import is_sharded
 from torchstore_core.clients.values.tensors import slice_box
-from torchstore_core.errors import LayoutMismatchError
+from torchstore_core.errors import ConfigurationError, LayoutMismatchError
 from torchstore_core.values import ObjectMeta, TensorSlice
 from torchstore_snapshot.api.stateful import AppState, RNGState, Stateful, checked
 from torchstore_snapshot.errors import SnapshotNotFoundError
@@ -23,6 +23,7 @@ from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring.destinations import Filled, match, tensor_reads
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.restoring.reading import (
+    Check,
     Read,
     empty_for,
     execute,
@@ -31,7 +32,10 @@ from torchstore_snapshot.restoring.reading import (
 )
 from torchstore_snapshot.storage.base import Storage
 
-__all__ = ["find", "read_object", "restore", "state_dict_of"]
+__all__ = ["Verify", "find", "read_object", "restore", "state_dict_of"]
+
+#: Whether hashes are compared, and when: True: before anything is written to.
+Verify = bool | Literal["streaming"]
 
 
 def restore(
@@ -41,7 +45,7 @@ def restore(
     ranks: Ranks,
     *,
     strict: bool,
-    verify: bool,
+    verify: Verify,
     allow_pickle: bool,
     progress: Progress = False,
 ) -> StateDictReport:
@@ -49,9 +53,11 @@ def restore(
 
     Raises:
         LayoutMismatchError: ``strict`` is set and something does not match; nothing was written.
-        SnapshotCorruptError: the snapshot is damaged; nothing was written.
+        SnapshotCorruptError: the snapshot is damaged; nothing was written, unless ``verify`` is
+            ``"streaming"``.
         UnsafeObjectError: a value was pickled, and ``allow_pickle`` is False.
     """
+    check = _when(verify)
     available = manifest.of_rank(ranks.rank)
     report = StateDictReport()
     planned: list[tuple[str, Stateful, Filled]] = []
@@ -83,11 +89,19 @@ def restore(
             ordered = ((name, filled.steps[name], values[name]) for name in filled.steps)
             loads.append((stateful, nesting.unflatten(key, ordered)))
         reads = [read for _, _, filled in planned for read in filled.reads]
-        execute(files, reads, verify=verify, progress=progress)
+        execute(files, reads, check=check, progress=progress)
     # The state of the random number generator last, because others may draw from it.
     for stateful, state in sorted(loads, key=lambda load: isinstance(load[0], RNGState)):
         _load(stateful, state, strict=strict)
     return report
+
+
+def _when(verify: Verify) -> Check | None:
+    if verify == "streaming":
+        return "during"
+    if not isinstance(verify, bool):
+        raise ConfigurationError(f"verify is True, False or 'streaming', not {verify!r}")
+    return "before" if verify else None
 
 
 def _load(stateful: Stateful, state: dict[str, Any], *, strict: bool) -> None:
@@ -140,11 +154,15 @@ def read_object(
     obj_out: Any,
     tensor_slice: TensorSlice | None,
     *,
+    budget: int | None,
     rank: int,
     verify: bool,
     allow_pickle: bool,
 ) -> Any:
     """Read one object, or a slice of a tensor. See ``Snapshot.read_object``."""
+    number: object = budget
+    if number is not None and (type(number) is not int or number < 1):
+        raise ConfigurationError(f"memory_budget_bytes is an int above 0, not {budget!r}")
     where, entry = find(manifest, path, storage.url, rank)
     with Files(storage, manifest) as files:
         if isinstance(entry, ObjectEntry):
@@ -162,7 +180,7 @@ def read_object(
             part = TensorEntry(entry.dtype, box.shape, ())
             tensor_reads(where, part, made)  # checks the destination
             reads = plan_reads(where, entry, made, box)
-        execute(files, reads, verify=verify, new=True)
+        execute(files, reads, check="during" if verify else None, budget=budget)
         return made
 
 
@@ -200,5 +218,5 @@ def state_dict_of(
                     value = made[identity] = empty_for(path, entry, entry.shape)
                     reads += plan_reads(path, entry, value, boxes.whole(entry.shape))
             values.append((name, entry.steps, value))
-        execute(files, reads, verify=verify, new=True)
+        execute(files, reads, check="during" if verify else None)
     return nesting.unflatten(key, iter(values))

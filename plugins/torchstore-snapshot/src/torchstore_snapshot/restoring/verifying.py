@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torchstore_snapshot.errors import SnapshotCorruptError
 from torchstore_snapshot.format.manifest import Manifest, ObjectEntry, Piece
 from torchstore_snapshot.progress import Progress, metered
-from torchstore_snapshot.restoring.checking import check_pieces
+from torchstore_snapshot.restoring.checking import check_ranges, whole_piece
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.storage.base import Storage
 
@@ -45,14 +45,14 @@ def verify_all(
             try:
                 files.reader(index)
                 files.map(index)
-                check_pieces(files, mine, advance)
+                check_ranges(files, [whole_piece(*each) for each in mine], advance)
             except SnapshotCorruptError as error:
                 if error.key is None:  # the file as a whole
                     damaged |= dict.fromkeys((path for path, _ in mine), error)
                     continue
                 for path, piece in mine:
                     try:
-                        check_pieces(files, [(path, piece)])
+                        check_ranges(files, [whole_piece(path, piece)])
                     except SnapshotCorruptError as own:
                         damaged[path] = own
     return damaged

@@ -23,7 +23,7 @@ from torchstore_snapshot.errors import TakeLostError
 from torchstore_snapshot.format.paths import claim_file
 from torchstore_snapshot.storage.base import Storage
 
-__all__ = ["GRACE_S", "Claim", "Record", "alive", "decode"]
+__all__ = ["GRACE_S", "Claim", "Record", "alive", "decode", "require"]
 
 #: Seconds without a sign of life after which a take on another host counts as dead.
 GRACE_S = 900.0
@@ -73,6 +73,24 @@ def alive(record: Record, modified: float, grace: float) -> bool:
     if record.host == _host():
         return _started(record.pid) == record.started
     return time.time() - modified < grace
+
+
+def require(storage: Storage, take: str) -> Record:
+    """Return what the claim of a take that is running says.
+
+    Raises:
+        TakeLostError: others have given the take up.
+    """
+    record: Record | None = None
+    with contextlib.suppress(FileNotFoundError):
+        record = decode(storage.read(claim_file(take)))
+    if record is None or record.lost:
+        raise TakeLostError(
+            f"the take {take} at {storage.url!r} was given up by a garbage collection, because it "
+            "showed no sign of life; take the snapshot again",
+            details={"path": storage.url, "take": take},
+        )
+    return record
 
 
 class Claim:
@@ -135,18 +153,18 @@ class Claim:
         with contextlib.suppress(OSError, TorchStoreError):
             self._storage.delete(claim_file(self._record.take))
 
+    def abandon(self) -> None:
+        """Say that the take has failed, so that a garbage collection may remove its files at once;
+        if the claim is gone, do nothing. Never raises.
+        """
+        self.stop()
+        with contextlib.suppress(OSError, TorchStoreError):
+            self._found()
+            self._record = msgspec.structs.replace(self._record, lost=True)
+            self._publish()
+
     def _found(self) -> Record:
-        take = self._record.take
-        record: Record | None = None
-        with contextlib.suppress(FileNotFoundError):
-            record = decode(self._storage.read(claim_file(take)))
-        if record is None or record.lost:
-            raise TakeLostError(
-                f"the take {take} at {self._storage.url!r} was given up by a garbage collection, "
-                "because it showed no sign of life; take the snapshot again",
-                details={"path": self._storage.url, "take": take},
-            )
-        return record
+        return require(self._storage, self._record.take)
 
     def _publish(self) -> None:
         data = msgspec.json.encode(self._record)

@@ -86,8 +86,8 @@ def gc(
         keep_last: how many snapshots remain: those that were committed last; None: all.
         dry_run: only report.
         grace: seconds without a sign of life after which a take on another host counts as dead, and
-            after which files count as left behind whose take has no claim, as those of checkpoints
-            and conversions; None: 15 minutes, and a day.
+            after which files count as left behind whose take has no claim; None: 15 minutes, and a
+            day.
 
     Raises:
         ConfigurationError: an argument is invalid.

@@ -8,6 +8,7 @@ import msgspec
 
 from torchstore_core import boxes
 from torchstore_core.errors import LayoutMismatchError
+from torchstore_snapshot.format.hashes import BLOCK, Digest
 from torchstore_snapshot.format.manifest import (
     DataFile,
     Entries,
@@ -46,22 +47,23 @@ def part_of(
     keys: Sequence[str],
     items: Sequence[Item],
     files: Sequence[PlannedFile],
-    digests: Sequence[Sequence[str]],
+    digests: Sequence[Sequence[Digest]],
     reused: Sequence[Reused] = (),
 ) -> Part:
     """Describe what this rank has written, and what it refers to in files of earlier snapshots."""
     pieces: dict[int, list[Piece]] = {}
     described: list[DataFile] = []
     for index, (file, hashes) in enumerate(zip(files, digests, strict=True)):
-        described.append(DataFile(file.name, file.layout.nbytes, rank))
+        described.append(DataFile(file.name, file.layout.nbytes, rank, block=BLOCK))
         columns = zip(file.units, file.layout.starts, hashes, strict=True)
         for unit, start, digest in columns:
             item = items[unit.item]
             if item.is_tensor:
                 source = item.pieces[unit.piece]
-                piece = Piece(index, start, source.tensor.nbytes, digest, source.slice)
+                nbytes, where = source.tensor.nbytes, source.slice
             else:
-                piece = Piece(index, start, len(item.data), digest)
+                nbytes, where = len(item.data), None
+            piece = Piece(index, start, nbytes, digest.whole, where, digest.blocks)
             pieces.setdefault(unit.item, []).append(piece)
     index_of: dict[DataFile, int] = {}
     for unit, home, piece in reused:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from torchstore_snapshot.format.hashes import block_hash, blocks, combined
+from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import DataFile, Manifest, ObjectEntry, Piece
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import Unit
@@ -50,7 +50,9 @@ def find_unchanged(
                 if isinstance(entry, ObjectEntry):
                     continue
                 for piece in entry.pieces:
-                    if piece.nbytes >= _MIN:
+                    # Version 1 of the format hashed large pieces in another way.
+                    comparable = piece.nbytes <= BLOCK or base.files[piece.file].block == BLOCK
+                    if piece.nbytes >= _MIN and comparable:
                         file = _as_seen(base.files[piece.file], base_name, own_name)
                         known.setdefault((piece.nbytes, piece.digest), (file, piece))
     sizes = {nbytes for nbytes, _ in known}

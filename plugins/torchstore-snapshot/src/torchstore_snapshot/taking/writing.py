@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from torchstore_core.clients.values.tensors import address_of, byte_like
-from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
+from torchstore_snapshot.format.hashes import BLOCK, Digest, block_hash, blocks, summed
 from torchstore_snapshot.format.safetensors_files import Layout
 from torchstore_snapshot.progress import Advance
 from torchstore_snapshot.storage.base import Storage, Writer
@@ -115,7 +115,7 @@ class OpenFiles:
         if self._advance is not None:
             self._advance(part.nbytes)
 
-    def close(self, *, durable: bool) -> list[list[str]]:
+    def close(self, *, durable: bool) -> list[list[Digest]]:
         """Finish all files. Returns, for each file, the hashes of its tensors, in order.
 
         Args:
@@ -127,7 +127,7 @@ class OpenFiles:
         self.write([])
         tasks = [functools.partial(writer.close, durable=durable) for writer in self._writers]
         run_tasks(tasks, self._threads)
-        return [[combined(unit) for unit in file] for file in self._hashes]
+        return [[summed(unit) for unit in file] for file in self._hashes]
 
     def abort(self) -> None:
         """Remove all files, whatever has been written. Never raises."""
@@ -193,7 +193,7 @@ def write_files(
     durable: bool,
     threads: int | None = None,
     advance: Advance | None = None,
-) -> list[list[str]]:
+) -> list[list[Digest]]:
     """Write all files straight from the memory of ``items``. If that fails, none of them is left.
 
     Returns and raises what :meth:`OpenFiles.close` and :meth:`OpenFiles.write` do.

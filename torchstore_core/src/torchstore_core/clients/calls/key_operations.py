@@ -64,7 +64,8 @@ class KeyOperations(ClientBase):
         """Return the keys that start with ``prefix`` (as ``str.startswith``), sorted.
 
         A state dict is listed with its own key, and with each entry as ``<key>/<name>``. Keys whose
-        value is lost are listed, too.
+        value is lost are listed, too. Keys that begin with ``.torchstore-`` belong to parts of the
+        library, and are listed only if the prefix begins with that.
 
         Raises:
             UnsupportedValueError: the prefix is not a str.

@@ -31,6 +31,7 @@ from torchstore_core.server.index.key_names import KeyNames, splits
 from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Change,
+    HeldVersion,
     Manifest,
     SessionRecord,
     Stored,
@@ -58,6 +59,8 @@ class Catalog:
         newest: the newest complete version of every key.
         histories: the other versions of keys that are put by several participants or that keep
             old versions.
+        held: versions that references hold, whatever becomes of their keys; see
+            ``index.references``.
         unsettled: keys that have lost an unfinished version, for example to make way for a put;
             :meth:`settle` finishes the partial versions that waited for it.
     """
@@ -67,6 +70,7 @@ class Catalog:
         self.newest: dict[str, Stored] = {}
         self.names = KeyNames(self.newest)
         self.histories: dict[str, KeyHistory] = {}
+        self.held: dict[tuple[str, int, int], HeldVersion] = {}  # by key, version, timeline
         self.unsettled: set[str] = set()
         self.evictions = Evictions(self)
         self.timelines = Timelines()
@@ -88,6 +92,8 @@ class Catalog:
         """
         stored = self.newest.get(key)
         if stored is None:
+            if version and (held := self.held_version(key, version)) is not None:
+                return held.stored, version
             entry = self._entry(key, version)
             if entry is None and version:
                 raise self._gone_error(key, version)
@@ -97,12 +103,30 @@ class Catalog:
         history = self.histories.get(key)
         old = None if history is None else history.kept.get(version)
         if old is None:
+            if (held := self.held_version(key, version)) is not None:
+                return held.stored, version
             raise self._gone_error(key, version)
         return old, version
 
     def _gone_error(self, key: str, version: int) -> VersionGoneError:
         there = self.versions(key)
         return self.evictions.gone_error(key, version, there) or gone_error(key, version, there)
+
+    def held_version(
+        self, key: str, version: int, timeline: int | None = None
+    ) -> HeldVersion | None:
+        """What references hold of a key at that version. ``timeline`` None: that of the version
+        with this number now.
+        """
+        if not self.held:
+            return None
+        if timeline is None:
+            timeline = self.timeline(key, version)
+        return self.held.get((key, version, timeline))
+
+    def is_kept(self, key: str, version: int, timeline: int) -> bool:
+        """Whether a version of a key, or of an entry, stays although nothing holds it."""
+        return version in self.versions(key) and self.timeline(key, version) == timeline
 
     def timeline(self, key: str, version: int) -> int:
         """The timeline of a version of a key, or of an entry of a state dict."""
@@ -133,6 +157,8 @@ class Catalog:
             if version and stored is not None and stored.version != version:
                 history = self.histories.get(base)
                 stored = None if history is None else history.kept.get(version)
+            if version and stored is None and (held := self.held_version(base, version)):
+                stored = held.stored
             if type(stored) is Manifest and name in stored.entries:
                 return stored.entries[name], stored.version
         return None
@@ -222,8 +248,8 @@ class Catalog:
     def _next_version(self, key: str) -> int:
         """Return the lowest version of a key above all present, past and unfinished ones."""
         history = self.histories.get(key)
-        pending = 0 if history is None else max(history.pending, default=0)
-        return max(pending + 1, self._lowest_version(key))
+        known = 0 if history is None else max([history.dropped, *history.pending])
+        return max(known + 1, self._lowest_version(key))
 
     def _lowest_version(self, key: str) -> int:
         """Return the lowest version of a key that a put may name."""
@@ -492,7 +518,7 @@ class Catalog:
         used = max(
             [newest.version if newest is not None else self._lowest_version(key) - 1, version]
         )
-        used = max([used, *old.pending])
+        used = max([used, old.dropped, *old.pending])
         before, freed = branch.take_over(old, newest)
         if before is not None:
             self.newest[key] = before
@@ -541,15 +567,14 @@ class Catalog:
         """
         for key, history in self.histories.items():
             for branch in (None, *history.branches.values()):
-                pending = history.pending if branch is None else branch.history.pending
-                for version, old in pending.items():
+                there = history if branch is None else branch.history
+                for version, old in there.pending.items():
                     if old in kept or old.is_written or (old.is_alive and key not in keys):
                         continue
                     if old.is_complete and self._has_base(key, version, branch):
                         continue  # it will become visible
-                    del pending[version]
                     self.unsettled.add(key)
-                    return old.discard() + history.drop_empty()
+                    return there.drop(old) + history.drop_empty()
         return None
 
     def lose(self, reason: Callable[[Iterable[Value]], str]) -> Change:
@@ -562,11 +587,10 @@ class Catalog:
         freed: list[Value] = []
         for key, history in self.histories.items():
             for branch in (None, *history.branches.values()):
-                pending = history.pending if branch is None else branch.history.pending
-                for version, generation in list(pending.items()):
+                there = history if branch is None else branch.history
+                for version, generation in list(there.pending.items()):
                     if why := reason(generation.stored_values()):
-                        del pending[version]
-                        freed += generation.discard()
+                        freed += there.drop(generation)
                         generation.lost = generation.sequence.lost[version] = why
                         self.unsettled.add(key)
             freed += history.drop_empty()
@@ -602,7 +626,8 @@ class Catalog:
             target.sequence.versions.remove(generation.version)
             generation.dropped = True
             freed += history.drop_empty()
-            if target.key not in self.newest and not (history.pending or history.branches):
+            known = history.pending or history.branches or history.dropped
+            if target.key not in self.newest and not known:
                 del self.histories[target.key]
         return Change.of([Change(freed), *self._settle(target.key)])
 
@@ -625,7 +650,7 @@ class Catalog:
             freed += release(all_values(stored))
         if history is not None:
             del self.histories[key]
-            last = max([last, *history.pending, self.timelines.forget(key)])
+            last = max([last, history.dropped, *history.pending, self.timelines.forget(key)])
             for branch in list(history.branches.values()):
                 freed += branch.drop_from(history)
             for generation in history.pending.values():

@@ -71,6 +71,8 @@ class KeyHistory(msgspec.Struct, eq=False):
         keep: how many of its versions stay readable, the newest included.
         branches: the runs that are about to go back, by the version that they go back to.
         fenced: processes that put to the key before it was rewound, and had no part in that.
+        dropped: the highest unfinished version that was ever dropped. Participants may have been
+            told its number, so no other value is given it.
     """
 
     sequences: dict[Hashable, PutSequence] = {}
@@ -79,6 +81,7 @@ class KeyHistory(msgspec.Struct, eq=False):
     keep: int = 1
     branches: dict[int, Branch] = {}
     fenced: set[SessionRecord] = set()
+    dropped: int = 0
 
     def generations(self) -> Iterable[Generation]:
         """All versions that are on their way."""
@@ -214,15 +217,20 @@ class KeyHistory(msgspec.Struct, eq=False):
         """Drop the generations and contributions that must make way for a put."""
         freed: list[Value] = []
         for generation in target.left_over:  # as if they had never begun
-            freed += generation.discard()
-            del self.pending[generation.version]
+            freed += self.drop(generation)
             generation.sequence.versions.remove(generation.version)
         for generation in target.behind:
-            freed += self.pending.pop(generation.version).discard()
+            freed += self.drop(generation)
         if target.generation is not None:
             for contribution in target.replaced:
                 freed += target.generation.remove(contribution)
         return freed
+
+    def drop(self, generation: Generation) -> list[Value]:
+        """Drop a generation, and never give its number to another value."""
+        del self.pending[generation.version]
+        self.dropped = max(self.dropped, generation.version)
+        return generation.discard()
 
     def join(self, target: PutTarget, session: SessionRecord) -> Contribution:
         """Begin the contribution of a put, and its generation if it is new."""

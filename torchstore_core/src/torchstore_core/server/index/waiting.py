@@ -30,7 +30,8 @@ class Waiting:
     def __init__(self, catalog: Catalog, is_lost: Callable[[Stored], bool]) -> None:
         self._catalog = catalog
         self._is_lost = is_lost
-        self._by_key: dict[str, set[Waiter]] = {}
+        # Those who have waited longest come first, and are answered first.
+        self._by_key: dict[str, dict[Waiter, None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_key)
@@ -61,15 +62,45 @@ class Waiting:
             reply(versions)
             return None
         for key in keys:
+            self._by_key.setdefault(key, {})[waiter] = None
+        return waiter
+
+    def add_any(
+        self, refs: list[tuple[str, int]], count: int, reply: Callable[[list[bool]], None]
+    ) -> Waiter | None:
+        """Call ``reply`` with a flag for each key and its lowest version, once ``count`` of them
+        are there; None if they are already.
+        """
+
+        def look() -> bool:
+            flags = [self._is_there(key, version) for key, version in refs]
+            if sum(flags) < count:
+                return False
+            reply(flags)
+            return True
+
+        if look():
+            return None
+        waiter = Waiter([key for key, _ in refs], 0, lambda versions: None, look=look)
+        for key in waiter.keys:
             self._by_key.setdefault(key, set()).add(waiter)
         return waiter
+
+    def _is_there(self, key: str, version: int) -> bool:
+        """Whether there is no need to wait for a version: it, or a newer one, can be read. An
+        object without a key is there, or is gone for good.
+        """
+        if not key:
+            return True
+        found = self._catalog.find(key)
+        return found is not None and found[1] >= version and not self._is_lost(found[0])
 
     def forget(self, waiter: Waiter) -> None:
         """Drop a waiter without answering it."""
         for key in waiter.keys:
             waiting = self._by_key.get(key)
             if waiting is not None:
-                waiting.discard(waiter)
+                waiting.pop(waiter, None)
                 if not waiting:
                     del self._by_key[key]
 
@@ -77,14 +108,18 @@ class Waiting:
         """Check the waiters again that wait for one of ``keys``, or for one of ``state_dicts`` or
         an entry of one, and answer those whose condition is met.
         """
-        woken: set[Waiter] = set()
+        woken: dict[Waiter, None] = {}
         for key in keys:
-            woken |= self._by_key.get(key, set())
+            woken |= self._by_key.get(key, {})
         for base in state_dicts:
             for key, waiting in self._by_key.items():
                 if key == base or key.startswith(f"{base}/"):
                     woken |= waiting
         for waiter in woken:
+            if waiter.look is not None:
+                if waiter.look():
+                    self.forget(waiter)
+                continue
             versions = self._satisfied(waiter)
             if versions is not None:
                 self.forget(waiter)

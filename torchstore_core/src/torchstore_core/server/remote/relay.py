@@ -42,6 +42,7 @@ class Relay:
         before_close: see ``serving.frames.Host``.
         expire_s: the same value as that of the server's ``RelayServer``. If a poll is not answered
             for two thirds of it, the server is taken for dead.
+        clock: the clock of the event loop, in seconds.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Relay:
         before_close: Callable[[int], Awaitable[None]] | None = None,
         *,
         expire_s: float = EXPIRE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._uplink = uplink
         self._directory = directory
@@ -63,7 +65,8 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._outbox: list[RelayRequest] = []
         self._patience_s = expire_s * _GIVE_UP
-        self._alive_until = time.monotonic() + self._patience_s
+        self._clock = clock
+        self._alive_until = clock() + self._patience_s
         self._closed = False
 
     async def start(self) -> str:
@@ -76,7 +79,7 @@ class Relay:
     @property
     def valid(self) -> bool:
         """Whether the server is certain to still keep what the clients of this host hold."""
-        return not self._closed and time.monotonic() < self._alive_until
+        return not self._closed and self._clock() < self._alive_until
 
     def close(self) -> None:
         """Stop listening, and close every connection. Idempotent."""
@@ -117,7 +120,7 @@ class Relay:
     def _flush(self) -> None:
         requests, self._outbox = self._outbox, []
         if requests and not self._closed:
-            started = time.monotonic()
+            started = self._clock()
             answer = self._uplink.exchange(msgspec.msgpack.encode(requests))
             self._spawn(self._receive(answer, started))
 
@@ -125,7 +128,7 @@ class Relay:
         while not self._closed:
             try:
                 async with asyncio.timeout(self._patience_s):
-                    await self._receive(self._uplink.poll(), time.monotonic())
+                    await self._receive(self._uplink.poll(), self._clock())
             except TimeoutError:  # an engine may wait for a dead process for ever
                 self._give_up(TimeoutError(f"it was silent for {self._patience_s} s"))
 

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -73,19 +74,22 @@ RelayReplies = msgspec.msgpack.Decoder(list[RelayReply])
 class _RemoteRelay:
     """The server's side of one relay, with a conversation for each of its connections."""
 
-    def __init__(self, server: Server, topology: Topology, expire_s: float) -> None:
+    def __init__(
+        self, server: Server, topology: Topology, expire_s: float, clock: Callable[[], float]
+    ) -> None:
         self._server = server
+        self._clock = clock
         self.expire_s = expire_s
         self._poll_s = expire_s * _POLL
         self.topology = topology
-        self.last_heard = time.monotonic()
+        self.last_heard = self._clock()
         self._conversations: dict[int, Conversation] = {}
         self._outbox: list[RelayReply] = []
         self._filled = asyncio.Event()
         self._exchanging = False
 
     def exchange(self, requests: list[RelayRequest]) -> list[RelayReply]:
-        self.last_heard = time.monotonic()
+        self.last_heard = self._clock()
         self._exchanging = True
         try:
             for one in requests:
@@ -112,7 +116,7 @@ class _RemoteRelay:
             conversation.handle(one.body)
 
     async def poll(self) -> list[RelayReply]:
-        self.last_heard = time.monotonic()
+        self.last_heard = self._clock()
         try:
             await asyncio.wait_for(self._filled.wait(), self._poll_s)
         except TimeoutError:
@@ -159,10 +163,18 @@ class RelayServer:
     Args:
         server: the server that handles the messages.
         expire_s: see :data:`EXPIRE_S`.
+        clock: the clock of the event loop, in seconds.
     """
 
-    def __init__(self, server: Server, *, expire_s: float = EXPIRE_S) -> None:
+    def __init__(
+        self,
+        server: Server,
+        *,
+        expire_s: float = EXPIRE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._server = server
+        self._clock = clock
         self._expire_s = expire_s
         self._relays: dict[bytes, _RemoteRelay] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -179,7 +191,7 @@ class RelayServer:
         """
         there = msgspec.msgpack.decode(topology, type=Topology)
         token = secrets.token_bytes(16)
-        self._relays[token] = _RemoteRelay(self._server, there, self._expire_s)
+        self._relays[token] = _RemoteRelay(self._server, there, self._expire_s, self._clock)
         return token
 
     def exchange(self, token: bytes, requests: bytes) -> bytes:
@@ -210,7 +222,7 @@ class RelayServer:
 
     def close_silent(self, part: float = 1.0) -> None:
         """Give up all relays that have been silent for more than ``part`` of their limit."""
-        now = time.monotonic()
+        now = self._clock()
         for token, relay in list(self._relays.items()):
             silent = now - relay.last_heard
             if silent > part * relay.expire_s:

@@ -1,0 +1,215 @@
+"""Moves the bytes of reads from files into tensors, and hashes them on the way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from torchstore_core import boxes
+from torchstore_core.clients.values.tensors import byte_like, from_buffer, strided_copy
+from torchstore_core.machine import copying
+from torchstore_snapshot.format.hashes import blocks
+from torchstore_snapshot.format.manifest import Piece
+from torchstore_snapshot.progress import Advance
+from torchstore_snapshot.restoring.checking import Limits, Range, checkable
+from torchstore_snapshot.restoring.fetching import Fetched
+from torchstore_snapshot.restoring.files import Files
+from torchstore_snapshot.restoring.mappings import address_of
+from torchstore_snapshot.taking.writing import bytes_of
+
+__all__ = ["Read", "fills", "strides_of", "tasks"]
+
+# Bytes that one task moves.
+_PART = 16 << 20
+# Bytes that are hashed and then copied at a time: what was hashed is still in the cache when it is
+# copied, so that memory is read once for both.
+_STEP = 1 << 20
+
+
+class Read(NamedTuple):
+    """A box to be read from a piece.
+
+    Args:
+        path: of the tensor, for errors.
+        piece: where it comes from.
+        source: the box of the piece, in the whole tensor.
+        box: what is read of it.
+        target: where it goes: a tensor of the shape of ``box``, with any strides, on any device.
+    """
+
+    path: str
+    piece: Piece
+    source: boxes.Box
+    box: boxes.Box
+    target: torch.Tensor
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte and the end, in the file, of what contains the box."""
+        itemsize = self.target.itemsize
+        inner = boxes.relative(self.box, self.source)
+        strides = strides_of(self.source.shape)
+        first = sum(o * s for o, s in zip(inner.offset, strides, strict=True))
+        last = sum((e - 1) * s for e, s in zip(inner.end, strides, strict=True))
+        return self.piece.start + first * itemsize, self.piece.start + (last + 1) * itemsize
+
+    @property
+    def range(self) -> Range | None:
+        """What is read of the piece; None if its bytes are not contiguous."""
+        begin, end = self.span
+        if end - begin != self.target.nbytes:
+            return None
+        return Range(self.path, self.piece, begin - self.piece.start, end - self.piece.start)
+
+
+def strides_of(shape: tuple[int, ...]) -> list[int]:
+    """Return the strides, in elements, of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides
+
+
+def fills(read: Read) -> bool:
+    """Whether the bytes of a read lie in its target as they do in the file."""
+    begin, end = read.span
+    target = read.target
+    return target.is_cpu and target.is_contiguous() and end - begin == target.nbytes
+
+
+def tasks(
+    files: Files | Fetched,
+    reads: Mapping[int, Read],
+    hashes: Mapping[int, dict[int, bytes]],
+    advance: Advance | None,
+    limits: Limits,
+) -> Iterator[Callable[[], None]]:
+    """Return tasks that carry reads out, for several threads.
+
+    Args:
+        hashes: by the number of each read that is to be hashed on the way (:func:`fills` holds for
+            it), where the hashes of its blocks go, by their numbers.
+    """
+    for index, read in reads.items():
+        target = read.target.detach()
+        if not fills(read):
+            yield functools.partial(_scatter, files, read, target, advance, limits)
+            continue
+        begin, _ = read.span
+        found = hashes.get(index)
+        for start, stop, number in _parts(files, read, hashed=found is not None):
+            memory = bytes_of(read.path, target)[start - begin : stop - begin]
+            keep = found if number >= 0 else None
+            yield functools.partial(
+                _fill, files, read, start, memory, keep, number, advance, limits
+            )
+
+
+def _parts(files: Files | Fetched, read: Read, *, hashed: bool) -> Iterator[tuple[int, int, int]]:
+    """The parts of a read for one task each: first byte and end in the file, and the number of the
+    block that it is; -1 if it is not hashed.
+    """
+    begin, end = read.span
+    first, at = read.piece.start, begin
+    of = read.range
+    if hashed and of is not None:
+        for number, start, stop in checkable(of, files.block(read.piece.file)):
+            for a, b in blocks(first + start - at, _PART) if first + start > at else ():
+                yield at + a, at + b, -1
+            yield first + start, first + stop, number
+            at = first + stop
+    for a, b in blocks(end - at, _PART) if end > at else ():
+        yield at + a, at + b, -1
+
+
+def _fill(
+    files: Files | Fetched,
+    read: Read,
+    start: int,
+    memory: memoryview,
+    found: dict[int, bytes] | None,
+    number: int,
+    advance: Advance | None,
+    limits: Limits,
+) -> None:
+    hasher = None if found is None else xxhash.xxh3_128()
+    window = files.window(read.piece.file, start, len(memory))
+    step = len(memory) if window is not None and hasher is None else _STEP
+    if window is None and files.request_size(read.piece.file) > 1:
+        step = limits.nbytes or len(memory)
+    for at in range(0, len(memory), max(step, 1)):
+        part = memory[at : at + step]
+        if window is None:
+            _read(files, read, start + at, part)
+            if hasher is not None:
+                hasher.update(part)
+            continue
+        source = window[at : at + step]
+        if hasher is not None:
+            hasher.update(source)
+        # Faster than reading: with stores that bypass the cache.
+        copying.copy_pieces([(address_of(part), address_of(source), len(part))], stream=True)
+    if found is not None and hasher is not None:
+        found[number] = hasher.digest()
+    if advance is not None:
+        advance(len(memory))
+
+
+def _read(files: Files | Fetched, read: Read, start: int, buffer: memoryview | bytearray) -> None:
+    try:
+        files.reader(read.piece.file).read_into(start, buffer)
+    except EOFError as error:
+        raise files.corrupt(read.piece.file, "became shorter", read.path) from error
+
+
+def _scatter(
+    files: Files | Fetched,
+    read: Read,
+    target: torch.Tensor,
+    advance: Advance | None,
+    limits: Limits,
+) -> None:
+    """Read a box whose bytes are not contiguous, in the file or in its target."""
+    for part in _cut(read._replace(target=target), limits.nbytes):
+        view = part.target
+        begin, end = part.span
+        buffer: Any = files.window(read.piece.file, begin, end - begin, sparse=True)
+        if buffer is None:
+            buffer = bytearray(end - begin)
+            _read(files, read, begin, buffer)
+        flat = from_buffer(buffer, 0, ((end - begin) // view.itemsize,), view.dtype)
+        source = flat.as_strided(tuple(view.shape), strides_of(read.source.shape))
+        if view.is_cpu:
+            strided_copy(byte_like(view), byte_like(source), stream=False)()
+        else:
+            with torch.inference_mode():
+                view.copy_(source)
+        if advance is not None:
+            advance(view.nbytes)
+
+
+def _cut(read: Read, limit: int | None) -> Iterator[Read]:
+    """Cut a read into parts of about ``_PART`` bytes; with a limit, of which each needs at most as
+    many bytes of its file, in one range, unless a single element has more.
+    """
+    begin, end = read.span
+    size = read.target.nbytes if limit is None else end - begin
+    most = _PART if limit is None else limit
+    box = read.box
+    dim = next((d for d, extent in enumerate(box.shape) if extent > 1), None)
+    if size <= most or dim is None:
+        yield read
+        return
+    rows = max(1, most * box.shape[dim] // size)
+    for start in range(0, box.shape[dim], rows):
+        count = min(rows, box.shape[dim] - start)
+        offset = (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :])
+        shape = (*box.shape[:dim], count, *box.shape[dim + 1 :])
+        part = read._replace(
+            box=boxes.Box(offset, shape), target=read.target.narrow(dim, start, count)
+        )
+        yield from _cut(part, limit)

@@ -1,0 +1,174 @@
+"""What is checked when a snapshot is read, when, and with how much memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+import torchstore_core as ts
+from torchstore_core.values import TensorSlice
+from torchstore_snapshot import Snapshot, SnapshotCorruptError, StateDict
+from torchstore_snapshot.format.hashes import BLOCK, BLOCK_OF_V1, digest_of
+from torchstore_snapshot.format.paths import MANIFEST
+
+_COLUMNS = 1024
+_ROWS_OF_BLOCK = BLOCK // (4 * _COLUMNS)
+_BLOCKS = 5
+
+
+def state(fill: float = 0.0) -> StateDict:
+    large = torch.arange(_BLOCKS * BLOCK // 4, dtype=torch.float32).view(-1, _COLUMNS)
+    return StateDict(large=large + fill, small=torch.full((5,), fill))
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checks") / "s"
+    Snapshot.take(folder, {"m": state()}, fsync=False)
+    return folder
+
+
+@pytest.fixture
+def folder(taken: Path, tmp_path: Path) -> Path:
+    """A snapshot that the test may damage."""
+    (tmp_path / "s").mkdir()
+    for path in taken.iterdir():
+        (tmp_path / "s" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "s"
+
+
+def damage(folder: Path, name: str, at: int) -> None:
+    """Flip a bit of a tensor; ``at`` is the position of its byte."""
+    manifest = Snapshot(folder).manifest
+    piece = manifest.shared["m"][name].pieces[0]
+    with (folder / manifest.files[piece.file].name).open("r+b") as file:
+        file.seek(piece.start + at)
+        byte = file.read(1)[0]
+        file.seek(piece.start + at)
+        file.write(bytes([byte ^ 1]))
+
+
+def strided(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.shape[::-1]).t()
+
+
+@pytest.mark.parametrize("verify", [True, "streaming"])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_damage_is_found(
+    folder: Path, verify: bool | Literal["streaming"], contiguous: bool
+) -> None:
+    expected = state()
+    own = state(1.0)
+    if not contiguous:
+        own["large"] = strided(own["large"])
+    Snapshot(folder).restore({"m": own}, verify=verify)
+    assert all(torch.equal(own[name], expected[name]) for name in expected)
+    damage(folder, "large", 3 * BLOCK + 5)
+    own["large"].fill_(-1)
+    with pytest.raises(SnapshotCorruptError, match="m/large"):
+        Snapshot(folder).restore({"m": own}, verify=verify)
+    if verify is True or not contiguous:
+        assert bool((own["large"] == -1).all())
+    Snapshot(folder).restore({"m": own}, verify=False)
+
+
+def test_another_way_to_verify(taken: Path) -> None:
+    with pytest.raises(ts.ConfigurationError):
+        Snapshot(taken).restore({"m": state()}, verify="later")  # type: ignore[arg-type]
+
+
+def rows(begin: int, end: int) -> TensorSlice:
+    shape = (_BLOCKS * _ROWS_OF_BLOCK, _COLUMNS)
+    return TensorSlice((begin, 0), (end - begin, _COLUMNS), shape)
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_a_part_of_a_tensor_is_checked_by_blocks(folder: Path, budget: int | None) -> None:
+    damage(folder, "large", 2 * BLOCK)  # the first byte of the third block
+    snapshot, one = Snapshot(folder), _ROWS_OF_BLOCK
+
+    def read(begin: int, end: int) -> torch.Tensor:
+        where = rows(begin, end)
+        return snapshot.read_object("m/large", None, budget, tensor_slice=where)
+
+    assert torch.equal(read(0, 2 * one), state()["large"][: 2 * one])
+    assert torch.equal(read(3 * one - 5, 5 * one), state()["large"][3 * one - 5 :])
+    with pytest.raises(SnapshotCorruptError):
+        read(2 * one, 3 * one)
+    with pytest.raises(SnapshotCorruptError):
+        read(one + 3, 4 * one - 1)
+    read(2 * one, 3 * one - 1)  # not all of the block: that is not checked
+
+
+def older(folder: Path) -> None:
+    """Make a snapshot what version 1 of the format would have written."""
+    manifest = Snapshot(folder).manifest
+    (file,) = manifest.files
+    data = (folder / file.name).read_bytes()
+    body = json.loads((folder / MANIFEST).read_bytes())["body"]
+    for described in body["files"]:
+        described.pop("block")
+    for entry in body["shared"]["m"].values():
+        for piece in entry["pieces"]:
+            piece.pop("blocks", None)
+            of = data[piece["start"] : piece["start"] + piece["nbytes"]]
+            piece["digest"] = digest_of(of, BLOCK_OF_V1)
+    text = json.dumps(body)
+    digest = digest_of(text.encode(), BLOCK_OF_V1)
+    outer = f'{{"format":"torchstore-snapshot","version":1,"digest":"{digest}","body":{text}}}'
+    (folder / MANIFEST).write_text(outer)
+
+
+def test_a_snapshot_of_version_1(folder: Path, tmp_path: Path) -> None:
+    older(folder)
+    own = state(1.0)
+    Snapshot(folder).restore({"m": own})
+    assert torch.equal(own["large"], state()["large"])
+    assert Snapshot(folder).verify() == {}
+    again = Snapshot.take(tmp_path / "t", {"m": own}, base=folder, fsync=False)
+    assert again.verify() == {}
+    damage(folder, "large", 4 * BLOCK)
+    assert [*Snapshot(folder).verify()] == ["m/large"]
+    with pytest.raises(SnapshotCorruptError):
+        Snapshot(folder).restore({"m": own})
+    last = rows(4 * _ROWS_OF_BLOCK, 5 * _ROWS_OF_BLOCK)
+    Snapshot(folder).read_object("m/large", tensor_slice=last)  # it has no hashes of blocks
+    assert Snapshot(tmp_path / "t").verify() == {}
+
+
+def peak() -> int:
+    """The most bytes of memory that this process has had since :func:`forget`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def forget() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_memory_budget_holds(taken: Path, turned: bool) -> None:
+    budget, slack = 1 << 20, 1 << 20
+    shape = (_BLOCKS * _ROWS_OF_BLOCK, _COLUMNS)
+    where = TensorSlice((0, 0), shape, shape)
+    if not turned:  # every page of the file has some of it
+        where = TensorSlice((0, 7), (shape[0], 16), shape)
+    out = torch.zeros(where.local_shape[::-1]).t() if turned else torch.zeros(where.local_shape)
+    Snapshot(taken).read_object("m/small", None, budget)  # imports are done
+    snapshot = Snapshot(taken)
+    snapshot.get_manifest()
+    before = forget()
+    snapshot.read_object("m/large", out, budget, tensor_slice=where)
+    assert peak() - before < budget + slack
+    expected = state()["large"]
+    assert torch.equal(out, expected if turned else expected[:, 7:23])
+
+
+def test_a_budget_that_is_none(taken: Path) -> None:
+    with pytest.raises(ts.ConfigurationError):
+        Snapshot(taken).read_object("m/small", None, 0)

@@ -1,0 +1,314 @@
+"""Simulated client processes: they send what real ones send, and crash as real ones do."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from tests.simulation.acting.operations import Cancelled, Closed, steps_of
+from tests.simulation.machine.halves import Packet
+from tests.simulation.machine.memory import Range
+from tests.simulation.machine.network import Connection, Direct
+from tests.simulation.machine.relays import Relayed
+from tests.simulation.machine.scheduling import Action
+from tests.simulation.plans import Operation
+from tests.simulation.promises.histories import Call
+from tests.simulation.promises.violations import Violation
+
+from torchstore_core.contracts.strategy import ClientFacts
+from torchstore_core.wire import messages as m
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+__all__ = ["Client", "Task"]
+
+_LIVES = 1000
+
+
+class Task:
+    """One operation that is under way."""
+
+    def __init__(self, client: Client, operation: Operation, connection: Connection) -> None:
+        self.world = client.world
+        self.client = client
+        self.operation = operation
+        self.connection = connection
+        self.liveness = client.lanes[0]
+        self.call = Call(operation, client.index, self.world.step)
+        self.world.history.calls.append(self.call)
+        self.over = False
+        self._asked = 0  # the number of the request whose answer it waits for
+        self._sent = 0  # the number of the packet whose landing it waits for
+        self._go = Action(("task", client.index, operation.number), self._step)
+        self._steps = steps_of(self)
+
+    def start(self) -> None:
+        """Begin."""
+        if self.world.telling:
+            self.world.tell(f"client {self.client.index} begins {self.operation}")
+        self._take(next(self._steps))
+
+    def _step(self) -> None:
+        self.world.schedule.disable(self._go)
+        self._resume(None)
+
+    def answered(self, reply: m.Message, point: int) -> None:
+        """What it has asked for is there."""
+        self.call.answered_at(point)
+        if not self.over and self._asked == getattr(reply, "id", 0):
+            self._resume(reply)
+        elif not self.call.known:
+            self.call.never_heard(reply, point)
+
+    def _came(self, number: int, landed: bool) -> None:
+        """What was sent to a volume has landed, or will not."""
+        if not self.over and number == self._sent:
+            self._resume(landed)
+
+    def interrupt(self, error: Exception) -> None:
+        """Raise an error where it is."""
+        self._asked = 0
+        self._sent += 1
+        self.world.schedule.disable(self._go)
+        try:
+            self._take(self._steps.throw(error))
+        except StopIteration:
+            self._end()
+
+    def _resume(self, reply: m.Message | bool | None) -> None:
+        try:
+            self._take(self._steps.send(reply))
+        except StopIteration:
+            self._end()
+
+    def _take(self, wanted: m.Message | Packet | None) -> None:
+        if wanted is None:
+            self.world.schedule.enable(self._go)
+        elif isinstance(wanted, Packet):
+            self._sent += 1
+            number = self._sent
+            self.world.halves[wanted.volume].send(wanted, lambda landed: self._came(number, landed))
+        elif self.connection.closed:
+            self.interrupt(Closed())
+        else:
+            self._asked = number = wanted.id  # type: ignore[attr-defined]
+            self.connection.ask(wanted, number, self, self.call)
+
+    def _end(self) -> None:
+        self.over = True
+        self.client.task_ended(self)
+
+    def stop(self) -> None:
+        """Its process is dead."""
+        self.over = True
+        self.world.schedule.disable(self._go)
+
+    # ---- what becomes of the call ---------------------------------------------------------
+
+    def conclude(self, reply: m.Message) -> None:
+        """The call ends with this answer."""
+        conclude(self.call, reply, self.world.step)
+
+    def give_up(self, error: Exception) -> None:
+        """The call ends with an error of the client's own, unless it has ended."""
+        call = self.call
+        if call.ended is None and not call.sent:
+            call.failed(type(error).__name__, self.world.step)
+
+
+def conclude(call: Call, reply: m.Message, step: int) -> None:
+    """A call has its last answer."""
+    match reply:
+        case m.Failure():
+            call.failed(reply.code, step)
+        case m.Committed():
+            call.returned(reply.versions, step)
+        case m.Deleted():
+            call.returned(reply.count, step)
+        case m.Flags():
+            call.returned(reply.flags, step)
+
+
+class Client:
+    """One process after the other, which do what one script says."""
+
+    def __init__(self, world: World, index: int, script: tuple[Operation, ...]) -> None:
+        self.world = world
+        self.index = index
+        self.life = 0
+        self.lanes: list[Connection] = []
+        self.tasks: dict[int, Task] = {}
+        self.kept: list[tuple[list[Range], list[bytes]]] = []  # what it has got, and keeps
+        self.links: dict[int, bytes] = {}  # tickets of the volumes that it has met
+        self._script = deque(script)
+        self._token = b""
+        self._serial = 0
+        self.relayed = index in world.plan.relayed  # where it would like to connect
+        self._relayed = False  # where it is connected
+        self._numbers = 0
+        self._start: Action | None = None
+        self._next: Operation | None = None
+
+    def number(self) -> int:
+        """A number that nothing else of this process has."""
+        self._numbers += 1
+        return self._numbers
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A process starts, and opens a session; but not if it has nothing to do."""
+        if not (self._script or self._next):
+            return
+        self.life += 1
+        self.world.tell(f"client {self.index} starts")
+        self._numbers = 100
+        self._token = b""
+        self.links = {}
+        self.lanes = [self._open(0)]
+
+    @property
+    def pid(self) -> int:
+        """Of the process that it is now."""
+        return _LIVES * self.index + self.life
+
+    def _connection(self, lane: int, name: tuple[int, ...]) -> Connection:
+        uplink = self.world.uplink
+        if lane == 0:
+            self._relayed = uplink is not None and self.relayed and uplink.usable
+        if self._relayed and uplink is not None:
+            return Relayed(self.world, self, lane, name, uplink)
+        return Direct(self.world, self, lane, name)
+
+    def _open(self, lane: int) -> Connection:
+        self._serial += 1
+        connection = self._connection(lane, (self.index, self._serial))
+        here = self.world.here
+        facts = ClientFacts(self.pid, here.host_id, "host", self.index)
+        number = self.number()
+        hello = m.Hello(number, m.PROTOCOL_VERSION, self._token, here, facts)
+        connection.ask(hello, number, None, None)
+        return connection
+
+    def answered(self, connection: Connection, reply: m.Message) -> None:
+        """A connection was welcomed, or not."""
+        if not isinstance(reply, m.Welcome):
+            return
+        connection.opened = True
+        if connection.lane == 0:
+            self._token = reply.session
+            self.lanes += [self._open(at + 1) for at in range(self.world.plan.channels)]
+        self._offer()
+
+    def crash(self, keep: int, *, broken: bool = False) -> None:
+        """The process is killed, and another one starts some time later."""
+        if not self.lanes:
+            return
+        liveness = self.lanes[0]
+        self.leave(keep, broken=broken)
+        self.world.once(("died", self.index, self.life), liveness.died)
+        self.world.once(("restart", self.index, self.life), self.begin)
+
+    def leave(self, keep: int = 99, *, broken: bool = False) -> None:
+        """The process ends."""
+        lanes, self.lanes = self.lanes, []
+        read = self.world.owners.read
+        for ranges, seen in self.kept:
+            if seen != [read(volume, start, end - start) for volume, start, end in ranges]:
+                raise Violation("lease", f"what client {self.index} keeps has changed")
+        self.kept = []
+        for task in self.tasks.values():
+            task.stop()
+        self.tasks.clear()
+        self.world.owners.forget(self.index)
+        self.world.process_ended(self.pid)
+        for connection in lanes:
+            connection.cut(keep, broken=broken)
+        self._offer()
+
+    def cut(self, keep: int, *, broken: bool = False) -> None:
+        """A channel breaks, and is opened again."""
+        for connection in self.lanes[1:]:
+            if connection.opened and not connection.closed:
+                connection.cut(keep, broken=broken)
+                self.connection_lost(connection)
+                return
+
+    def connection_lost(self, connection: Connection) -> None:
+        """A connection has closed, at this end or at the other one."""
+        if connection not in self.lanes:
+            return
+        if connection.lane == 0:
+            self._orphaned()
+            return
+        if not self.lanes[0].closed:
+            self.lanes[connection.lane] = self._open(connection.lane)
+        for task in list(self.tasks.values()):
+            if task.connection is connection and task.call.ended is None:
+                task.interrupt(Closed())
+        self._offer()
+
+    def _orphaned(self) -> None:
+        """The session is over, though the process lives: it gives up everything but what it has
+        got already, which it may still look at, until it ends, too.
+        """
+        lanes, self.lanes = self.lanes, []
+        for task in list(self.tasks.values()):
+            if task.call.ended is None:
+                task.interrupt(Closed())
+        for connection in lanes:
+            connection.close()
+        self._token = b""
+        if self.index % 2:
+            self._may_exit()
+        else:  # it lives for as long as the others do anything
+            self.world.at_rest.append(self._may_exit)
+
+    def _may_exit(self) -> None:
+        self.world.once(("exit", self.index, self.life), self._exit)
+
+    def _exit(self) -> None:
+        self.leave()
+        self.begin()
+
+    def cancel(self) -> None:
+        """The user gives up the oldest operation under way."""
+        for task in self.tasks.values():
+            task.interrupt(Cancelled())
+            return
+
+    # ---- operations -----------------------------------------------------------------------
+
+    def _channel(self, number: int) -> Connection | None:
+        usable = [one for one in self.lanes[1:] if one.opened and not one.closed]
+        return usable[number % len(usable)] if usable else None
+
+    def _offer(self) -> None:
+        """Let the next operation begin, if one can."""
+        if self._next is None and self._script:
+            self._next = self._script.popleft()
+            self._start = Action(("start", self.index, self._next.number), self._begin_next)
+        if self._start is None or self._next is None:
+            return
+        if len(self.tasks) < self.world.plan.slots and self._channel(0) is not None:
+            self.world.schedule.enable(self._start)
+        else:
+            self.world.schedule.disable(self._start)
+
+    def _begin_next(self) -> None:
+        operation, start = self._next, self._start
+        if operation is None or start is None:
+            return
+        self.world.schedule.disable(start)
+        self._next = self._start = None
+        channel = self._channel(operation.number)
+        if channel is not None:
+            task = self.tasks[operation.number] = Task(self, operation, channel)
+            task.start()
+        self._offer()
+
+    def task_ended(self, task: Task) -> None:
+        """There is room for another one."""
+        self.tasks.pop(task.operation.number, None)
+        self._offer()

@@ -1,0 +1,115 @@
+"""An event loop without time and without I/O: the simulation decides when its callbacks run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+__all__ = ["SimulatedLoop"]
+
+
+class SimulatedLoop(asyncio.AbstractEventLoop):
+    """What the server's asyncio code needs of a loop. Nothing here looks at a clock.
+
+    Attributes:
+        now: simulated time in seconds; only :meth:`advance` moves it.
+        ready: the callbacks that wait to be run.
+        failed: what callbacks and tasks have raised that nobody has caught.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.failed: list[dict[str, Any]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._order = itertools.count()
+
+    def run_one(self) -> None:
+        """Run the callback that has waited longest."""
+        handle = self.ready.popleft()
+        if not handle.cancelled():
+            handle._run()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; timers that are due become ready, in order."""
+        self.now += seconds
+        while self._timers and self._timers[0][0] <= self.now:
+            self.ready.append(heapq.heappop(self._timers)[2])
+
+    def end(self) -> None:
+        """Cancel all tasks, so that nothing is left of them."""
+        for task in self._tasks:
+            task.cancel()
+        while self.ready:
+            self.run_one()
+        self._tasks.clear()
+
+    # ---- asyncio --------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.now
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon(  # type: ignore[override]
+        self,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self.ready.append(handle)
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._order), handle))
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Coroutine[Any, Any, Any],
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._tasks.append(task)
+        return task
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self.failed.append(context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Cancelled timers stay in the heap and do nothing when they are due."""

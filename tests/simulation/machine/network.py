@@ -1,0 +1,226 @@
+"""Connections whose messages arrive when the simulation says so: in order on each of them, and in
+any order across several.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+from tests.simulation.machine.scheduling import Action
+from tests.simulation.machine.telling import brief
+
+from torchstore_core.server.serving.conversation import Conversation
+from torchstore_core.wire import messages as m
+from torchstore_core.wire.framing import HEADER, decode_reply, decode_request
+
+if TYPE_CHECKING:
+    from tests.simulation.acting.clients import Client, Task
+    from tests.simulation.promises.histories import Call
+    from tests.simulation.world import World
+
+__all__ = ["Connection", "Direct"]
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Connection(ABC):
+    """One connection of a client, at its own end.
+
+    Args:
+        lane: 0 is the liveness connection, the others are channels.
+        name: who it is, for the schedule.
+    """
+
+    def __init__(self, world: World, client: Client, lane: int, name: tuple[int, ...]) -> None:
+        self._world = world
+        self.client = client
+        self.lane = lane
+        self.opened = False  # the server has welcomed it
+        self.closed = False  # the client does not use it any more
+        self._ended = False  # whoever is at the other end does not
+        self._broken = False
+        self.waiting: dict[int, Task | None] = {}
+        self._up: deque[tuple[bytes, Call | None]] = deque()
+        self._down: deque[tuple[bytearray, int]] = deque()
+        self._arrive = Action(("up", *name), self._up_arrives)
+        self._answer = Action(("down", *name), self._down_arrives)
+
+    def __repr__(self) -> str:
+        lane = f"channel {self.lane}" if self.lane else "liveness"
+        return f"client {self.client.index} ({lane})"
+
+    def _tell(self, how: str, message: m.Message) -> None:
+        if self._world.telling and not isinstance(message, m.Hello | m.Welcome):
+            self._world.tell(f"{how} {brief(message)}")
+
+    # ---- the client's end -----------------------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is on its way to the client."""
+        return not self._down
+
+    def send(self, message: m.Message, call: Call | None = None) -> None:
+        """Send a message that belongs to a call."""
+        if not self.closed:
+            self._up.append((_encode(message), call))
+            self._world.schedule.enable(self._arrive)
+
+    def ask(self, message: m.Message, number: int, task: Task | None, call: Call | None) -> None:
+        """Send a request, for whose answer a task waits."""
+        self.waiting[number] = task
+        self.send(message, call)
+
+    def close(self) -> None:
+        """The client closes it, or is dead. What it has sent arrives before the end does."""
+        if self.closed:
+            return
+        self.closed = True
+        self._up.append((b"", None))
+        self._world.schedule.enable(self._arrive)
+        self._forget()
+
+    def cut(self, keep: int, *, broken: bool = False) -> None:
+        """As :meth:`close`, but only the first ``keep`` of the messages under way arrive.
+
+        ``broken``: the other end learns of it when it writes, and what has not been read by then
+        are last words.
+        """
+        while len(self._up) > keep:
+            self._up.pop()
+        self._broken = broken
+        self.close()
+
+    def _forget(self) -> None:
+        """Nobody reads the answers that are under way; the calls have taken effect, though."""
+        while self._down:
+            frame, point = self._down.popleft()
+            if frame:
+                self.unread(decode_reply(memoryview(frame)[HEADER:]), point)
+        self._world.schedule.disable(self._answer)
+
+    def unread(self, reply: m.Message, point: int) -> None:
+        """The client will never hear this."""
+        task = self.waiting.pop(getattr(reply, "id", 0), None)
+        if task is not None:
+            task.call.never_heard(reply, point)
+
+    def _down_arrives(self) -> None:
+        frame, point = self._down.popleft()
+        if not self._down:
+            self._world.schedule.disable(self._answer)
+        if not frame:
+            self.closed = True
+            self._forget()
+            self.client.connection_lost(self)
+            return
+        reply = decode_reply(memoryview(frame)[HEADER:])
+        if self._world.telling:
+            self._tell(f"{self} hears", reply)
+        number = getattr(reply, "id", 0)
+        if number in self.waiting:
+            task = self.waiting.pop(number)
+            if task is None:
+                self.client.answered(self, reply)
+            else:
+                task.answered(reply, self.point_of(number, point))
+
+    def point_of(self, number: int, point: int) -> int:
+        """The point at which the server has sent the answer to a request."""
+        return point
+
+    # ---- the other end --------------------------------------------------------------------
+
+    def _up_arrives(self) -> None:
+        body, call = self._up.popleft()
+        if not self._up:
+            self._world.schedule.disable(self._arrive)
+        self._world.touched = True
+        if self._ended:
+            return
+        if self._broken:
+            self._ended = True
+            self._breaks([(body, call), *self._up])
+        elif body:
+            self._receive(body, call)
+        else:
+            self._ended = True
+            if self._world.telling:
+                self._world.tell(f"server <- {self} closes")
+            self._end()
+
+    @abstractmethod
+    def _receive(self, body: bytes, call: Call | None) -> None:
+        """A message has arrived."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Everything has arrived, and the connection is closed."""
+
+    @abstractmethod
+    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
+        """The connection is closed, and these were not read."""
+
+    @abstractmethod
+    def died(self) -> None:
+        """The process at the client's end is dead."""
+
+    def write(self, frame: bytes | bytearray) -> None:
+        """The other end sends an answer."""
+        if not self.closed:
+            self._down.append((bytearray(frame), self._world.point))
+            self._world.schedule.enable(self._answer)
+        elif frame:
+            self.unread(decode_reply(memoryview(frame)[HEADER:]), self._world.point)
+
+    def hang_up(self) -> None:
+        """The other end closes it."""
+        self.write(b"")
+        self._world.loop.call_soon(self._lost)
+
+    def _lost(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._end()
+
+
+class Direct(Connection):
+    """A connection to the server's own socket: the server's real conversation is at its end."""
+
+    def __init__(self, world: World, client: Client, lane: int, name: tuple[int, ...]) -> None:
+        super().__init__(world, client, lane, name)
+        self._conversation = Conversation(world.server, self._answers, self.hang_up)
+
+    def _receive(self, body: bytes, call: Call | None) -> None:
+        self._world.point += 1
+        if call is not None:
+            call.reached(self._world.point)
+        if self._world.telling:
+            self._tell(f"server <- {self}", decode_request(body))
+        self._conversation.handle(body)
+
+    def _answers(self, frame: bytearray) -> None:
+        if self._world.telling:
+            self._tell(f"server -> {self}", decode_reply(memoryview(frame)[HEADER:]))
+        self.write(frame)
+
+    def _end(self) -> None:
+        self._conversation.ended()
+
+    def _breaks(self, left: list[tuple[bytes, Call | None]]) -> None:
+        for body, _ in left:
+            if body:
+                self._world.point += 1
+                if self._world.telling:
+                    self._tell(f"server <- {self}, as last words,", decode_request(body))
+                self._conversation.hear_last(body)
+        self._conversation.ended()
+
+    def died(self) -> None:
+        if not self._ended:
+            self._world.touched = True
+            self._world.point += 1
+            self._conversation.process_died()

@@ -1,0 +1,113 @@
+"""Bugs that are put into the store while it runs, to see that the simulator finds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.generations import Generation
+from torchstore_core.server.index.records import Manifest, SessionRecord, Txn
+from torchstore_core.server.memory.detached_sessions import DetachedSessions
+from torchstore_core.server.serving.conversation import Conversation
+from torchstore_core.wire import messages as m
+
+__all__ = ["MUTANTS"]
+
+
+def _drops_a_lease_early(patch: pytest.MonkeyPatch) -> None:
+    """A lease ends with the message before the one that gives it back."""
+    answer = Conversation._answer
+
+    def too_early(self: Conversation, request: m.Request, session: SessionRecord) -> object:
+        if session.leases and not isinstance(request, m.Release):
+            self._server.controller.release(session, [next(iter(session.leases))], [])
+        return answer(self, request, session)
+
+    patch.setattr(Conversation, "_answer", too_early)
+
+
+def _flips_in_two_steps(patch: pytest.MonkeyPatch) -> None:
+    """The first key of a batch becomes visible, and in the loop's next turn the others."""
+    commit = Controller.commit
+
+    def in_two(self: Controller, session: SessionRecord, txn_id: int) -> list[int]:
+        txn = session.txns.get(txn_id)
+        if txn is None or len(txn.plain) < 2 or txn.contributions:
+            return commit(self, session, txn_id)
+        rest = txn.plain[1:]
+        txn.plain = txn.plain[:1]
+        for value in rest:
+            value.version = self.catalog._next_version(value.key)  # what the reply says
+        versions = commit(self, session, txn_id)
+        session.txns[-txn_id] = Txn(rest, {}, rest, [], rest)
+
+        def later() -> None:
+            if session.txns.pop(-txn_id, None) is not None:
+                self._apply(self.catalog.flip(rest), plain=rest)
+
+        asyncio.get_running_loop().call_soon(later)
+        return versions
+
+    patch.setattr(Controller, "commit", in_two)
+
+
+def _forgets_puts_on_resuming(patch: pytest.MonkeyPatch) -> None:
+    """A session whose channel is opened again has lost its unfinished puts."""
+    join = Controller.join_session
+
+    def forgetful(self: Controller, token: bytes) -> SessionRecord:
+        session = join(self, token)
+        self.abort(session, list(session.txns))
+        return session
+
+    patch.setattr(Controller, "join_session", forgetful)
+
+
+def _reuses_versions(patch: pytest.MonkeyPatch) -> None:
+    """After a delete a key begins at version 1 again."""
+    patch.setattr(Catalog, "_bury", lambda self, key, version: None)
+
+
+def _settles_before_the_base(patch: pytest.MonkeyPatch) -> None:
+    """A partial version does not wait for older ones that are on their way."""
+
+    def hasty(self: Catalog, key: str, generation: Generation) -> bool:
+        if not generation.is_complete:
+            return False
+        return not generation.is_partial or type(self.newest.get(key)) is Manifest
+
+    patch.setattr(Catalog, "_is_ready", hasty)
+
+
+def _frees_what_may_still_be_written(patch: pytest.MonkeyPatch) -> None:
+    """The memory of a put that was given up is free before its bytes have stopped travelling."""
+
+    def at_once(self: Conversation, session: SessionRecord, request: m.Abort) -> None:
+        self._server.controller.abort(session, request.txns, remember=self._liveness)
+
+    patch.setattr(Conversation, "_abort", at_once)
+
+
+def _forgets_leases_of_a_lost_relay(patch: pytest.MonkeyPatch) -> None:
+    """When a relay is gone, so is what the clients beyond it have mapped."""
+
+    def detach(self: DetachedSessions, session: SessionRecord, process: object) -> None:
+        self._controller.close_session(session)
+
+    patch.setattr(DetachedSessions, "detach", detach)
+
+
+#: By what it does wrong.
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "drops a lease one message early": _drops_a_lease_early,
+    "flips a batch in two steps": _flips_in_two_steps,
+    "forgets the puts of a session that resumes": _forgets_puts_on_resuming,
+    "reuses a version number after a delete": _reuses_versions,
+    "settles a partial version before its base": _settles_before_the_base,
+    "frees memory that may still be written": _frees_what_may_still_be_written,
+    "forgets the leases of a lost relay": _forgets_leases_of_a_lost_relay,
+}

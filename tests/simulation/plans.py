@@ -1,0 +1,248 @@
+"""What a seed makes clients do, and what it makes go wrong."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+__all__ = ["KEPT", "ROOMY", "Fault", "Operation", "Plan", "plan_of"]
+
+KEYS = ("a", "b", "c")
+#: So many cache lines that no plan fills them.
+ROOMY = 2000
+#: What is got stays until the process ends.
+KEPT = -1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operation:
+    """One call of one client.
+
+    Args:
+        number: of the operation, in its plan. What it puts is marked with it.
+        kind: put, get, delete, wait, versions, exists; of state dicts publish and fetch; shard
+            puts one of the boxes of a tensor.
+        keys: what it is about.
+        lines: how many cache lines each value has; 0: it is small and travels inside messages.
+        version: to get, to put, or to wait for; 0: the newest, or the next.
+        inline: whether a get wants small values inside the answer.
+        hold: how many times a reader looks at what it has got again, before it gives it back; or
+            ``KEPT``, if it never does while its process lives.
+        spare: gives back over the liveness connection.
+        strict: of a delete.
+        names: the entries that a participant puts of a state dict; "all" is one that all put.
+        participants: how many of them make a version together.
+        partial, keep: see ``messages.Publication``.
+    """
+
+    number: int
+    kind: str
+    keys: tuple[str, ...]
+    lines: tuple[int, ...] = ()
+    version: int = 0
+    inline: bool = False
+    hold: int = 0
+    spare: bool = False
+    strict: bool = False
+    names: tuple[str, ...] = ()
+    participants: int = 0
+    partial: bool = False
+    keep: int = 0
+
+    def __str__(self) -> str:
+        more = f" version {self.version}" if self.version else ""
+        more += " partial" if self.partial else ""
+        more += f" names={','.join(self.names)} of {self.participants}" if self.names else ""
+        sizes = f" lines={list(self.lines)}" if self.lines else ""
+        return f"#{self.number} {self.kind} {','.join(self.keys)}{more}{sizes}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fault:
+    """Something that goes wrong once.
+
+    Args:
+        number: of the fault, in its plan.
+        kind: crash, cut, cancel, sever; lose is of a volume.
+        client: to whom; or to which volume.
+        after: at which step, unless a recorded schedule says when.
+        keep: how many messages under way still arrive.
+        broken: whether those count as last words, see ``Conversation.hear_last``.
+    """
+
+    number: int
+    kind: str
+    client: int
+    after: int
+    keep: int = 99
+    broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run.
+
+    Attributes:
+        capacities: of the volumes, in cache lines.
+        scripts: the operations of each client, in order.
+        channels: how many each client has besides its liveness connection.
+        travels: whether bytes that are put travel for themselves, see :mod:`.halves`.
+        relayed: the clients that come over a relay, as long as it works.
+        copies: how many of each value there are, on volumes of their own.
+        slots: how many operations of one client run at the same time.
+    """
+
+    capacities: tuple[int, ...]
+    scripts: tuple[tuple[Operation, ...], ...]
+    faults: tuple[Fault, ...] = ()
+    channels: int = 1
+    slots: int = 1
+    travels: bool = False
+    relayed: tuple[int, ...] = ()
+    copies: int = 1
+    keys: tuple[str, ...] = field(default=KEYS)
+
+    @property
+    def size(self) -> int:
+        """How many operations and faults there are."""
+        return sum(map(len, self.scripts)) + len(self.faults)
+
+
+def plan_of(source: random.Random) -> Plan:
+    """What a seed makes happen."""
+    pick, chance = source.choice, source.random
+    clients = pick((2, 2, 3, 4))
+    total = pick((12, 20, 30, 45))
+    scripts: list[list[Operation]] = [[] for _ in range(clients)]
+    flavour = pick(("keys", "keys", "dicts", "shards"))
+    keys = KEYS[: pick((1, 1, 2, 3))] if flavour == "keys" else (flavour,)
+    make = _keys if flavour == "keys" else _joint
+    inline = pick((0.0, 0.3, 0.9))
+    relayed = tuple([at for at in range(clients) if chance() < 0.6]) if chance() < 0.2 else ()
+    holds = (0, KEPT) if relayed else (0, 0, 1, 3)
+    make(source, keys, scripts, total, inline, holds)
+    faults: list[Fault] = []
+    travels = chance() < 0.3
+    for number in range(1, 1 + pick((0, 2, 6, 12) if travels else (0, 0, 1, 3, 6))):
+        kind = pick(("crash", "cut", "cancel", "cancel", "cancel", "cancel"))
+        at = source.randint(5, total * 6)
+        faults.append(
+            Fault(number, kind, int(chance() * clients), at, pick((0, 1, 99, 99)), chance() < 0.3)
+        )
+    if relayed and chance() < 0.6:
+        faults.append(Fault(len(faults) + 1, "sever", relayed[0], source.randint(total, total * 7)))
+    capacity = pick((6, 10, 16, 40)) if flavour == "keys" else pick((8, 30, ROOMY, ROOMY))
+    capacities = (capacity,) if chance() < 0.6 else (capacity, capacity)
+    copies = pick((1, 2)) if len(capacities) > 1 else 1
+    if len(capacities) > 1 and chance() < 0.5:
+        faults.append(Fault(len(faults) + 1, "lose", pick((0, 1)), source.randint(5, total * 6)))
+    return Plan(
+        capacities,
+        tuple([tuple(script) for script in scripts]),
+        tuple(sorted(faults, key=_after)),
+        pick((1, 1, 2)),
+        pick((1, 2, 3)),
+        travels,
+        relayed,
+        copies,
+        keys,
+    )
+
+
+def _after(fault: Fault) -> int:
+    return fault.after
+
+
+def _keys(
+    source: random.Random,
+    keys: tuple[str, ...],
+    scripts: list[list[Operation]],
+    total: int,
+    inline: float,
+    holds: tuple[int, ...],
+) -> None:
+    """Puts and gets of some keys, alone or together."""
+    pick, chance = source.choice, source.random
+    kinds = ["put"] * 5 + ["get"] * 6 + pick(([], ["delete"], ["delete"] * 3))
+    kinds += pick(([], ["wait", "versions", "exists"]))
+    for number in range(1, total + 1):
+        kind = pick(kinds)
+        count = 1 if len(keys) == 1 or chance() < 0.4 else source.randint(2, len(keys))
+        some = tuple(source.sample(keys, count))
+        version = hold = 0
+        sizes: tuple[int, ...] = ()
+        if kind == "put":
+            sizes = tuple([0 if chance() < inline else pick((1, 1, 2, 3)) for _ in some])
+        elif kind == "get":
+            if chance() < 0.2:
+                some, version = some[:1], source.randint(1, 6)
+            hold = pick(holds)
+        elif kind == "wait":
+            version = source.randint(1, 5)
+        elif kind == "versions":
+            some = some[:1]
+        operation = Operation(
+            number,
+            kind,
+            some,
+            sizes,
+            version,
+            hold != KEPT and chance() < inline,
+            hold,
+            chance() < 0.3,
+            chance() < 0.2,
+        )
+        scripts[int(chance() * len(scripts))].append(operation)
+
+
+def _joint(
+    source: random.Random,
+    keys: tuple[str, ...],
+    scripts: list[list[Operation]],
+    total: int,
+    inline: float,
+    holds: tuple[int, ...],
+) -> None:
+    """Rounds in which several participants put versions of one key together, and readers of it."""
+    pick, chance = source.choice, source.random
+    dicts = keys[0] == "dicts"
+    participants = source.randint(1, len(scripts))
+    explicit, keep = chance() < 0.3, pick((0, 0, 1, 2))
+    partial = pick((0.0, 0.3, 0.6)) if dicts else 0.0
+    others = ["fetch" if dicts else "get"] * 4 + pick(([], ["wait", "versions", "exists"]))
+    others += pick(([], [], ["delete"]))
+    number = version = 0
+    while number < total:
+        version += 1
+        is_partial = version > 1 and chance() < partial
+        for who in range(participants):
+            number += 1
+            names = [f"own{who}"] + (["all"] if chance() < 0.5 else [])
+            if is_partial and chance() < 0.5:
+                names = names[:1]
+            if not dicts:
+                names = [str(who)]
+            sizes = tuple([0 if dicts and chance() < inline else pick((1, 1, 2)) for _ in names])
+            if not dicts:
+                sizes = (1,)
+            operation = Operation(
+                number,
+                "publish" if dicts else "shard",
+                keys,
+                sizes,
+                version if explicit else 0,
+                names=tuple(names),
+                participants=participants,
+                partial=is_partial,
+                keep=keep if dicts else 0,
+                spare=chance() < 0.3,
+            )
+            scripts[who].append(operation)
+        for _ in range(source.randint(0, 3)):
+            number += 1
+            kind = pick(others)
+            wanted = source.randint(1, 5) if kind == "wait" or chance() < 0.1 else 0
+            hold, spare = pick(holds), chance() < 0.3
+            small = hold != KEPT and chance() < inline
+            operation = Operation(number, kind, keys, (), wanted, small, hold, spare)
+            scripts[int(chance() * len(scripts))].append(operation)

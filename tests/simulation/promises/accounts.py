@@ -1,0 +1,104 @@
+"""The accounts of a store, counted again from nothing."""
+
+from __future__ import annotations
+
+from tests.simulation.promises.violations import Violation
+
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.index.records import SessionRecord, Value, all_values
+from torchstore_core.server.memory.allocator import ALIGNMENT
+
+__all__ = ["check_accounts"]
+
+
+def check_accounts(controller: Controller) -> None:
+    """Every byte of every volume is held by exactly one value or is free, and the volumes, leases
+    and unfinished puts add up.
+
+    Raises:
+        Violation: of the kind ``accounts``.
+    """
+    values: dict[int, Value] = {}
+    pins: dict[int, int] = {}
+    unfinished = [0] * len(controller.volumes)
+    catalog = controller.catalog
+    for stored in catalog.newest.values():
+        if type(stored) is Value:
+            values[id(stored)] = stored
+        else:
+            for value in all_values(stored):
+                values[id(value)] = value
+    for history in catalog.histories.values():
+        for stored in history.kept.values():
+            for value in all_values(stored):
+                values[id(value)] = value
+        for generation in history.pending.values():
+            for contribution in generation.contributions.values():
+                for _, value in contribution.items:
+                    values[id(value)] = value
+    sessions: list[SessionRecord] = list(controller.sessions.values())
+    if controller.detached.sessions:
+        sessions += controller.detached.sessions.values()
+    for session in sessions:
+        for txn in session.txns.values():
+            for value in txn.values:
+                values[id(value)] = value
+            for index, nbytes in txn.granted.items():
+                unfinished[index] += nbytes
+        for held in session.leases.values():
+            for leased in held:
+                if leased is not None:
+                    values[id(leased)] = leased
+                    pins[id(leased)] = pins.get(id(leased), 0) + 1
+    for volume in controller.volumes:
+        if not volume.lost:
+            _check_volume(controller, volume.index, values, pins, unfinished[volume.index])
+
+
+def _check_volume(
+    controller: Controller,
+    index: int,
+    values: dict[int, Value],
+    pins: dict[int, int],
+    unfinished: int,
+) -> None:
+    volume = controller.volumes[index]
+    allocator = volume.allocator
+    inline = leased = used = 0
+    ranges = allocator.free_ranges()
+    for number, value in values.items():
+        if value.pins != pins.get(number, 0):
+            raise Violation("accounts", f"{value} has {pins.get(number, 0)} leases")
+        if value.data is not None:
+            if value.volume == index:
+                inline += value.nbytes
+            continue
+        size = (value.nbytes + ALIGNMENT - 1) & -ALIGNMENT
+        if value.volume == index:
+            ranges.append((value.offset, size))
+        elif not value.more:
+            continue
+        else:
+            at = [offset for at, offset in value.more if at == index]
+            if not at:
+                continue
+            ranges.append((at[0], size))
+        used += size
+        if value.pins:
+            leased += size
+    end = 0
+    ranges.sort()
+    for start, size in ranges:
+        if start != end:
+            text = "nobody has" if start > end else "two have"
+            raise Violation(
+                "accounts", f"{text} what lies from {min(start, end)} to {max(start, end)}"
+            )
+        end += size
+    said = (volume.inline, volume.leased, volume.unfinished, allocator.used)
+    if end != allocator.capacity or said != (inline, leased, unfinished, used):
+        raise Violation(
+            "accounts",
+            f"volume {index} says inline, leased, unfinished, used = {said}, but they are "
+            f"{(inline, leased, unfinished, used)}",
+        )

@@ -1,0 +1,51 @@
+"""Whether a history can be explained by a store that does one thing after the other."""
+
+from __future__ import annotations
+
+from tests.simulation.plans import ROOMY, Plan
+from tests.simulation.promises.histories import Call, History
+from tests.simulation.promises.model import Model
+from tests.simulation.promises.violations import Violation
+
+__all__ = ["check"]
+
+_GIVEN_UP = {"Closed", "Cancelled", "store-closed", "protocol"}
+
+# With these the store may drop versions on their way.
+_FORGETS = {"crash", "lose"}
+
+
+def check(history: History, plan: Plan) -> None:
+    """Explain a history by doing its calls one by one, in the order in which the server did.
+
+    Raises:
+        Violation: some call cannot be explained.
+    """
+    puts: dict[str, list[Call]] = {}
+    for call in history.calls:
+        if call.operation.participants:
+            puts.setdefault(call.operation.keys[0], []).append(call)
+    exact = {key for key in plan.keys if key not in puts}
+    if min(plan.capacities) >= ROOMY and not any(f.kind in _FORGETS for f in plan.faults):
+        for key, contributions in puts.items():
+            if all(call.known and call.code not in _GIVEN_UP for call in contributions):
+                exact.add(key)
+    lost = history.lost if plan.copies == 1 else 0
+    model = Model(puts, exact, lost)
+    waits = sorted((c for c in history.calls if c.unanswered and not c.known), key=_quiet)
+    for call in history.in_order():
+        while waits and waits[0].unanswered < call.at:
+            _check_wait(model, waits.pop(0))
+        if wrong := model.apply(call):
+            raise Violation("history", f"{call}: {wrong}")
+    for wait in waits:
+        _check_wait(model, wait)
+
+
+def _check_wait(model: Model, wait: Call) -> None:
+    if model.satisfies(wait):
+        raise Violation("stuck", f"{wait} was never answered")
+
+
+def _quiet(call: Call) -> int:
+    return call.unanswered

@@ -1,0 +1,275 @@
+"""One run: a real server, simulated clients, and a schedule that decides what happens next."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections.abc import Callable
+
+from tests.simulation.acting.clients import Client
+from tests.simulation.acting.operations import Cancelled
+from tests.simulation.machine.halves import TravellingHalves
+from tests.simulation.machine.loop import SimulatedLoop
+from tests.simulation.machine.memory import LINE, Memory, Owners
+from tests.simulation.machine.relays import Uplink
+from tests.simulation.machine.scheduling import Action, Name, Schedule
+from tests.simulation.machine.servers import running, server_on
+from tests.simulation.plans import Fault, Operation, Plan, plan_of
+from tests.simulation.promises.accounts import check_accounts
+from tests.simulation.promises.checking import check
+from tests.simulation.promises.histories import History
+from tests.simulation.promises.violations import Violation
+
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.wire import messages as m
+
+__all__ = ["World", "run_seed"]
+
+_MOST_STEPS = 20_000
+_AUDIT = 1_000_000
+
+
+class World:
+    """All that there is in one run.
+
+    Args:
+        recorded: faults happen when the schedule says so, not at the steps that are planned.
+        say: is told what happens, in lines for people.
+
+    Attributes:
+        telling: whether anybody wants to be told what happens.
+        step: how many actions have happened.
+        point: how many messages the server has handled.
+        touched: whether the last action changed anything at the server.
+        names: of the actions, in order.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        *,
+        recorded: bool = False,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._say = say
+        self.telling = say is not None
+        self.plan = plan
+        self.schedule = schedule
+        self.step = 0
+        self.point = 0
+        self.touched = False
+        self.names: list[Name] = []
+        self.history = History()
+        self.loop = SimulatedLoop()  # type: ignore[abstract]  # nothing else of a loop is used
+        memories = [Memory(lines * LINE) for lines in plan.capacities]
+        self.owners = Owners(memories)
+        self.halves = [TravellingHalves(self, at) for at in range(len(memories))]
+        self.server = server_on(self.loop, memories, self.halves, plan.copies)
+        self.here = self.server.topology
+        self.uplink: Uplink | None = None
+        self.at_rest: list[Callable[[], None]] = []  # what happens when all is quiet
+        self._dead: set[int] = set()
+        self._asked: set[int] = set()
+        self._watched: dict[int, list[m.WatchProcess]] = {}
+        self.server._watch = self._watch  # type: ignore[method-assign]
+        self._timed = () if recorded else plan.faults
+        self._callback = Action(("loop",), self._turn)
+        self.clients = [Client(self, at, script) for at, script in enumerate(plan.scripts)]
+        if recorded:
+            for fault in plan.faults:
+                self.once(("fault", fault.number), functools.partial(self._fail, fault))
+
+    def tell(self, what: str) -> None:
+        """Something has happened."""
+        if self._say is not None:
+            self._say(f"{self.step:5}  {what}")
+
+    def _watch(self, volume: VolumeRecord, wanted: m.WatchProcess) -> None:
+        """A volume is to say when a process has ended."""
+        self._asked.add(wanted.pid)
+        self._watched.setdefault(wanted.pid, []).append(wanted)
+        if wanted.pid in self._dead:
+            self.process_ended(wanted.pid)
+
+    def process_ended(self, pid: int) -> None:
+        """A process is no more."""
+        self._dead.add(pid)
+        for wanted in self._watched.pop(pid, ()):
+            message = m.ProcessDied(wanted.session)
+            self.once(("ended", pid), functools.partial(self.server.process_ended, message))
+
+    def once(self, name: Name, run: Callable[[], None]) -> None:
+        """Let something happen once, some time."""
+
+        def happen() -> None:
+            self.schedule.disable(action)
+            run()
+
+        action = Action(name, happen)
+        self.schedule.enable(action)
+
+    def run(self) -> None:
+        """Until nothing can happen any more.
+
+        Raises:
+            Violation: the store has broken a promise.
+        """
+        try:
+            with running(self.loop):
+                if self.plan.relayed:
+                    self.uplink = Uplink(self)
+                for client in self.clients:
+                    client.begin()
+                self._rest()
+                self._audit()
+                self._leave()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation("failure", f"{type(error).__name__}: {error}") from error
+        check(self.history, self.plan)
+
+    def _rest(self) -> None:
+        """Go on until all is quiet: then only waits are left, for what nobody has put."""
+        self._go()
+        while any(client.tasks for client in self.clients):
+            for client in self.clients:
+                for task in list(client.tasks.values()):
+                    if task.operation.kind != "wait":
+                        raise Violation("stuck", f"{task.call} at the end")
+                    task.call.unanswered = self.point
+                    task.interrupt(Cancelled())
+            self._go()
+
+    def _audit(self) -> None:
+        """Somebody looks at everything, and replaces it."""
+        self.tell("all is quiet; somebody looks at what there is")
+        looks: list[Operation] = []
+        for key in self.plan.keys:
+            get = "fetch" if key == "dicts" else "get"
+            looks.append(Operation(_AUDIT + len(looks), get, (key,)))
+            looks.append(Operation(_AUDIT + len(looks), "versions", (key,)))
+            for _ in range(3):
+                looks.append(Operation(_AUDIT + len(looks), "put", (key,), (2,)))
+            last = "exists" if key == "dicts" else "get"
+            looks.append(Operation(_AUDIT + len(looks), last, (key,)))
+        auditor = Client(self, len(self.clients), tuple(looks))
+        auditor.begin()
+        self.clients.append(auditor)
+        self._go()
+        exits, self.at_rest = self.at_rest, []
+        for leave in exits:
+            leave()
+        self._rest()
+
+    def _leave(self) -> None:
+        """Everybody leaves, and nothing is left of them."""
+        self.tell("everybody leaves")
+        self.telling = False
+        for client in self.clients:
+            client.leave()
+        self._go()
+        controller = self._controller
+        for token, left in list(controller.detached.sessions.items()):
+            # The server knew of the death of its process, and then its relay was lost. A forked
+            # child may have inherited the connection, so nothing tells that nobody reads any more:
+            # what such a session leased stays for good, and nobody is asked to watch its process.
+            if left.facts.pid not in self._asked:
+                controller.detached.process_ended(token)
+        controller.delete([*controller.catalog.newest, *controller.catalog.histories], strict=False)
+        check_accounts(controller)
+        used = [(v.used, v.leased, v.unfinished) for v in controller.volumes]
+        sessions = [*controller.sessions, *controller.detached.sessions]
+        if any(map(any, used)) or sessions or self.server.conversations:
+            raise Violation("leak", f"everybody has left, and there is {used}")
+
+    def _go(self) -> None:
+        schedule, loop, names, controller = self.schedule, self.loop, self.names, self._controller
+        faults = iter(self._timed)
+        fault = next(faults, None)
+        while True:
+            if fault is not None and self.step >= fault.after:
+                self._happened(("fault", fault.number))
+                self._fail(fault)
+                fault = next(faults, None)
+            else:
+                action = schedule.choose()
+                if action is None:
+                    if fault is None:
+                        return
+                    self.step = fault.after
+                    continue
+                self.step += 1
+                names.append(action.name)
+                action.run()
+            if loop.ready:
+                schedule.enable(self._callback)
+            else:
+                schedule.disable(self._callback)
+            if self.touched:
+                self.touched = False
+                check_accounts(controller)
+                if loop.failed:
+                    raise Violation("server", str(loop.failed))
+            if self.step > _MOST_STEPS:
+                raise Violation("endless", "the clients never come to an end")
+
+    def digest(self) -> str:
+        """The same for runs in which the same has happened."""
+        told = repr((self.names, self.history.calls)).encode()
+        return hashlib.sha256(told).hexdigest()
+
+    def _turn(self) -> None:
+        """The server's event loop goes on."""
+        self.touched = True
+        self.loop.run_one()
+
+    def _happened(self, name: Name) -> None:
+        self.step += 1
+        self.names.append(name)
+
+    def _fail(self, fault: Fault) -> None:
+        if fault.kind == "lose":
+            self._lose(fault.client)
+            return
+        client = self.clients[fault.client]
+        self.tell(f"client {fault.client}: {fault.kind}")
+        match fault.kind:
+            case "crash":
+                client.crash(fault.keep, broken=fault.broken)
+            case "cut":
+                client.cut(fault.keep, broken=fault.broken)
+            case "sever":
+                if self.uplink is not None:
+                    self.uplink.sever()
+            case _:
+                client.cancel()
+
+    def _lose(self, volume: int) -> None:
+        """The memory of a volume is gone, except for those who have mapped it."""
+        self.tell(f"volume {volume} is lost")
+        self.touched = True
+        self.point += 1
+        self.history.lost = self.history.lost or self.point
+        self.halves[volume].lose()
+        self._controller.lose_volume(volume, "it was killed")
+        self.server._to_liveness_connections(m.Lost(volume, "it was killed"))
+
+    @property
+    def _controller(self) -> Controller:
+        return self.server.controller
+
+
+def run_seed(seed: int) -> World:
+    """The run of a seed.
+
+    Raises:
+        Violation: as :meth:`World.run`.
+    """
+    source = random.Random(seed)
+    world = World(plan_of(source), Schedule(source))
+    world.run()
+    return world
