@@ -83,7 +83,7 @@ class Waiting:
             return None
         waiter = Waiter([key for key, _ in refs], 0, lambda versions: None, look=look)
         for key in waiter.keys:
-            self._by_key.setdefault(key, set()).add(waiter)
+            self._by_key.setdefault(key, {})[waiter] = None
         return waiter
 
     def _is_there(self, key: str, version: int) -> bool:
