@@ -80,6 +80,23 @@ async def test_what_is_leased_or_pinned_stays(cache):
     del held
 
 
+async def test_what_a_reference_holds_stays(cache):
+    await ts.put("held", value(1))
+    await ts.put_state_dict({"a": value(2), "n": 2}, "m")
+    refs = [await ts.hold("held"), await ts.hold("m")]
+    for at in range(4):
+        await ts.put(f"k{at}", value(at))
+    assert await ts.exists("held")
+    assert await ts.exists("m")
+    assert torch.equal(await ts.get(refs[0]), value(1))
+    await ts.free(refs)
+    gc.collect()
+    for at in range(4):
+        await ts.put(f"more{at}", value(at))
+    assert not await ts.exists("held")
+    assert not await ts.exists("m")
+
+
 async def test_a_state_dict_goes_as_a_whole(cache):
     for at in range(4):
         await ts.put_state_dict({"a": value(at), "b": value(at, MB), "n": at}, f"m{at}")

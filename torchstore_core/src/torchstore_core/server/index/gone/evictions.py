@@ -38,20 +38,24 @@ class Evictions:
         self._latest: dict[str, Eviction] = {}
 
     def can_evict(self, key: str, value: Value, *, newest_too: bool) -> bool:
-        """Whether a value belongs to a version of a key that can be read, and no put that is under
-        way is based on it. ``newest_too``: it may belong to the newest one.
+        """Whether a value belongs only to versions of a key that can be read, and no put that is
+        under way is based on it: what a reference holds stays. ``newest_too``: it may belong to the
+        newest version.
         """
         newest = self._catalog.newest.get(key)
         if newest is value:
-            return newest_too
+            return newest_too and value.uses == 1
         history = self._catalog.histories.get(key)
         if history is not None and (
             history.branches or any(g.is_partial for g in history.pending.values())
         ):
             return False
-        if newest is not None and _holds(newest, value):
-            return newest_too
-        return history is not None and any(_holds(old, value) for old in history.kept.values())
+        count = 0 if newest is None else _count(newest, value)
+        if count and not newest_too:
+            return False
+        if history is not None:
+            count += sum(_count(old, value) for old in history.kept.values())
+        return 0 < count == value.uses
 
     def evict(self, key: str, value: Value) -> list[Value]:
         """Forget the versions of a key that hold a value. If the newest is one of them, older ones
@@ -63,12 +67,12 @@ class Evictions:
         history = catalog.histories.get(key)
         kept = {} if history is None else history.kept
         going: list[Stored] = []
-        if newest is not None and _holds(newest, value):
+        if newest is not None and _count(newest, value):
             going = [*kept.values(), newest]
             kept.clear()
             catalog.hide(key)
         else:
-            for version in [v for v, old in kept.items() if _holds(old, value)]:
+            for version in [v for v, old in kept.items() if _count(old, value)]:
                 going.append(kept.pop(version))
         if not going:
             return []
@@ -121,8 +125,9 @@ class Evictions:
         )
 
 
-def _holds(stored: Stored, value: Value) -> bool:
-    return stored is value or any(one is value for one in all_values(stored))
+def _count(stored: Stored, value: Value) -> int:
+    """How often a stored version contains a value: tied weights are several names of one."""
+    return 1 if stored is value else sum(one is value for one in all_values(stored))
 
 
 def _ago(then: float) -> str:
