@@ -9,11 +9,13 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Process", "ProcessWatch", "pid_namespace"]
+__all__ = ["Process", "ProcessWatch", "is_exiting", "pid_namespace"]
 
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5
+# PF_EXITING of the kernel's include/linux/sched.h.
+_EXITING = 0x4
 
 
 class Process(NamedTuple):
@@ -34,6 +36,18 @@ def pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether a process has ended, or is ending: the kernel marks it before it closes its
+    descriptors, so whoever sees one of its connections close sees this, too.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    return bool(int(fields[6]) & _EXITING)
 
 
 class ProcessWatch:

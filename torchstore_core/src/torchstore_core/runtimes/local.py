@@ -23,6 +23,7 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
+from torchstore_core.machine.processes import is_exiting
 from torchstore_core.machine.topology import capacity_warning, memory_limit_bytes
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.strategy_data import encode_strategy
@@ -138,7 +139,7 @@ class LocalRuntime(Runtime):
         process = self._process
         if process is None or os.getpid() != self._owner:
             return False
-        if process.poll() is not None:
+        if process.poll() is not None or is_exiting(process.pid):
             return True
         with socket.socket(
             socket.AF_UNIX

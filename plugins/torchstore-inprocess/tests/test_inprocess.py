@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.integration.servers import ServerThread
+from tests.integration.servers import ServerThread, connected
 from tests.support import bits, free_port, running_store
 
 import torchstore_core as ts
 import torchstore_inprocess.transport as inprocess
 from torchstore_core.contracts.transport import Copy
-
-
-@asynccontextmanager
-async def connected(address: str, **arguments: Any) -> AsyncIterator[ts.Client]:
-    client = await ts.connect(address, store_name="here", timeout=20, **arguments)
-    try:
-        yield client
-    finally:
-        await ts.shutdown("here")
 
 
 async def chosen(client: ts.Client, nbytes: int = 1 << 30) -> tuple[str | None, dict[str, str]]:

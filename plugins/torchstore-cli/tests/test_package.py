@@ -16,7 +16,7 @@ import pytest
 
 from torchstore_cli.app import cli
 
-PACKAGE = Path(__file__).parents[2] / "plugins/torchstore-cli"
+PACKAGE = Path(__file__).parents[1]
 README = (PACKAGE / "README.md").read_text()
 BIN = Path(sys.executable).parent
 

@@ -17,7 +17,7 @@ from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.reports.refs import HolderReport, RefReport
 from torchstore_core.wire import messages as m
 
-DOCUMENT = (Path(__file__).parents[2] / "docs/json.md").read_text()
+DOCUMENT = (Path(__file__).parents[3] / "docs/json.md").read_text()
 
 SECTIONS = {
     "torchstore status": reports.StatusReport,

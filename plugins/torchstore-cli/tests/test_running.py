@@ -23,7 +23,7 @@ from torchstore_core.machine import topology
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
 
-PAGE = (Path(__file__).parents[2] / "docs/running.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/running.md").read_text()
 BIN = Path(sys.executable).parent
 
 
@@ -133,5 +133,5 @@ async def test_the_error_of_another_protocol(shared: ts.Client) -> None:
 
 @pytest.mark.parametrize("variable", sorted(set(re.findall(r"TORCHSTORE_\w+", PAGE))))
 def test_its_variables_are_in_the_readme(variable: str) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
     assert f"| `{variable}` |" in readme

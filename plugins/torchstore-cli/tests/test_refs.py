@@ -7,9 +7,10 @@ import pickle
 
 import pytest
 import torch
-from tests.cli.test_cli import MB, runtime_directory, torchstore
 
 import torchstore_core as ts
+
+from .test_cli import MB, runtime_directory, torchstore
 
 __all__ = ["runtime_directory"]
 

@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and with which runtimes they run."""
+"""Fixtures of all tests, those of the packages too, and with which runtimes they run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
 
 profiles.register()
 
-_API = Path(__file__).parent / "api"
-_DEATHS = _API.parent / "monarch/faults"
-_QUICK = {_API, _API.parent / "unit", _API.parent / "cli"}
+_HERE = Path(__file__).parent
+_API = _HERE / "tests/api"
+_DEATHS = _HERE / "plugins/torchstore-monarch/tests/faults"
+_APART_TESTS = {
+    _HERE / f"plugins/torchstore-{name}/tests" for name in ("gloo", "rdma", "torchcomms")
+}
+_QUICK = {_API, _HERE / "tests/unit", _HERE / "plugins/torchstore-cli/tests"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,7 +116,7 @@ def pytest_collection_finish() -> None:
 
 
 def _joins_a_job(nodeid: str) -> bool:
-    """Whether Monarch runs in the process of that test; jobs of tests/monarch have their own."""
+    """Whether Monarch runs in the process of that test; torchstore-monarch's tests have jobs."""
     return "monarch" in nodeid.partition("::")[2].lower()
 
 
@@ -121,6 +125,13 @@ def _fork_server() -> Iterator[None]:
     """Ends with the tests; it starts with the first that needs it."""
     yield
     processes.stop_fork_server()
+
+
+@pytest.fixture(autouse=True)
+def _unblocked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of a transport's own package may use it."""
+    if not _APART_TESTS.isdisjoint(request.path.parents):
+        monkeypatch.delenv("TORCHSTORE_BLOCK", raising=False)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 from tests.monarch import acts
-from tests.monarch.faults.losses import (
+from tests.monarch.jobs import Job
+from tests.monarch.losses import (
     AT_ONCE_S,
     MB,
     end_store,
@@ -22,7 +23,6 @@ from tests.monarch.faults.losses import (
     says_lost,
     try_get,
 )
-from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.cli.test_cli import torchstore
 from tests.support import running_store
 
 from torchstore_core.contracts.transport import Bid
 from torchstore_core.machine import topology
 from torchstore_core.plugins.calibration import Calibration, calibration_file, corrected, save
+
+from .test_cli import torchstore
 
 LINK = ("shm", "here", "there")
 

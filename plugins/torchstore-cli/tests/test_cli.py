@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.cli.terminals import on_a_terminal
 from tests.support import running_store
 from tests.unit.plugins.test_plugins import (
     OBSERVERS,
@@ -39,6 +38,8 @@ from torchstore_cli import main
 from torchstore_cli.doctor import plugin_check
 from torchstore_core.errors import StoreClosedError
 from torchstore_core.wire import messages as m
+
+from .terminals import on_a_terminal
 
 SCRIPT = Path(sys.executable).parent / "torchstore"
 MB = 1 << 20

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from tests.monarch import acts
+from tests.monarch.api_apart import run_tests
 from tests.monarch.jobs import Job, python_path, running
-from tests.monarch.stores.api_apart import run_tests
 from tests.support import until
 
 import torchstore_core as ts

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 from tests.monarch import acts
-from tests.monarch.faults.losses import (
+from tests.monarch.jobs import Job
+from tests.monarch.losses import (
     AT_ONCE_S,
     MB,
     end_store,
@@ -20,7 +21,6 @@ from tests.monarch.faults.losses import (
     says_lost,
     try_get,
 )
-from tests.monarch.jobs import Job
 from tests.support import until
 
 import torchstore_core as ts
