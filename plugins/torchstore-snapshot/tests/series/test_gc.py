@@ -242,6 +242,46 @@ def test_a_folder_that_may_not_be_looked_into_stops_it(of_all: Path) -> None:
         assert script._out.read() == "['private'] ()\n"
 
 
+def test_a_link_is_no_snapshot_of_its_own(tmp_path: Path) -> None:
+    for step in range(3):
+        Snapshot.take(f"{tmp_path}/{step}", state(step))
+    (tmp_path / "latest").symlink_to("2")
+    (tmp_path / "a-first").symlink_to("1")
+    report = gc(tmp_path, keep_last=2, grace=0)
+    assert report.dropped == ("0",)
+    for step in (1, 2):
+        assert not Snapshot(f"{tmp_path}/{step}").verify()
+    assert torch.equal(Snapshot(f"{tmp_path}/latest").read_object("m/w1"), torch.full((3000,), 3.0))
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    Snapshot.take(f"{tmp_path}/0", state(0))
+    (tmp_path / "logs").mkdir()
+    theirs = [
+        tmp_path / "logs" / "train-202501021530-12345678.out",
+        tmp_path / "0" / "notes-202501021530-12345678.txt",
+        tmp_path / "run-202501021530-12345678.log",
+    ]
+    for file in theirs:
+        file.write_text("mine")
+        os.utime(file, (1, 1))
+    gc(tmp_path, keep_last=1, grace=0)
+    assert all(file.exists() for file in theirs)
+
+
+def test_a_claim_whose_rewriting_was_killed_is_given_up(tmp_path: Path) -> None:
+    dead = new_take_id()
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / f"..claim-{dead}.json-{dead}.0badcafe.tmp").write_bytes(b"{")
+    (folder / f"m-{dead}-0-0.safetensors").write_bytes(b"half")
+    assert take_of(f"..claim-{dead}.json-{dead}.0badcafe.tmp") == dead
+    report = gc(tmp_path, grace=0)
+    assert len(report.files) == 2
+    Snapshot.take(folder, state(1))
+    assert not Snapshot(folder).verify()
+
+
 def test_names() -> None:
     assert folder_name(open_storage("/a/b/c")) == "c"
     assert folder_name(open_storage("memory://a/b/")) == "b"
