@@ -118,7 +118,7 @@ class Crowd:
 @pytest.mark.parametrize(
     "load",
     [
-        pytest.param(Load(8, 5.0, 0.0, 4.0), id="short"),
+        pytest.param(Load(8, 5.0, 0.0, 4.0), id="short", marks=pytest.mark.soak),
         pytest.param(Load(50, 60.0, 0.05, 30.0), id="long", marks=pytest.mark.soak),
     ],
 )
