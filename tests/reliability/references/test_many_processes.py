@@ -155,7 +155,7 @@ async def test_memory_is_exactly_what_is_referred_to(
                 assert held.keys() >= kept.keys()
                 return held == kept
 
-            await until(only_what_is_kept_is_held, load.grace_s + 10)
+            await until(only_what_is_kept_is_held, load.grace_s + 2)
             (volume,) = (await client.status()).volumes
             assert volume.leased_bytes == 0
             # What lies in the segment takes whole cache lines there.
