@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tests.processes import Script
+from tests.processes import Script, run_script
 from tests.support import until
 
 import torchstore_core as ts
@@ -269,17 +269,21 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     assert all(file.exists() for file in theirs)
 
 
-def test_a_claim_whose_rewriting_was_killed_is_given_up(tmp_path: Path) -> None:
-    dead = new_take_id()
-    folder = tmp_path / "0"
-    folder.mkdir()
-    (folder / f"..claim-{dead}.json-{dead}.0badcafe.tmp").write_bytes(b"{")
-    (folder / f"m-{dead}-0-0.safetensors").write_bytes(b"half")
-    assert take_of(f"..claim-{dead}.json-{dead}.0badcafe.tmp") == dead
-    report = gc(tmp_path, grace=0)
-    assert len(report.files) == 2
-    Snapshot.take(folder, state(1))
-    assert not Snapshot(folder).verify()
+async def test_a_process_killed_while_it_rewrites_a_file_stops_nobody(tmp_path: Path) -> None:
+    take, name = new_take_id(), "file.json"
+    await run_script(f"""
+        import os
+        from torchstore_snapshot.storage.opening import open_storage
+        os.rename = lambda *_: os._exit(0)
+        open_storage({str(tmp_path)!r}).publish(
+            {name!r}, b"half", take={take!r}, overwrite=True, durable=False
+        )
+    """)
+    (leaving,) = os.listdir(tmp_path)
+    assert take_of(leaving) == take  # so that gc knows it
+    storage = open_storage(str(tmp_path))
+    storage.publish(name, b"whole", take=take, overwrite=True, durable=False)
+    assert storage.read(name) == b"whole"
 
 
 def test_names() -> None:
