@@ -25,7 +25,7 @@ FIRST_SEED  ?= 0
 # is not there are skipped.
 WHEELS ?=
 # More than there are cores: many tests wait for processes.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-all check format bench simulate soak clean

@@ -32,11 +32,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from scenarios import (
+    full_memory,
     monarch_jobs,
     networks,
     overheads,
     placement,
     publishing,
+    references,
     resharding,
     snapshots,
     transfers,
@@ -64,6 +66,8 @@ SCENARIOS: dict[str, Callable[[Bench], list[Metric]]] = {
     "partial": publishing.partial,
     "cast": publishing.cast,
     "networks": networks.networks,
+    "spilling": full_memory.spilling,
+    "references": references.references,
     "small": overheads.small,
     "batch": overheads.batch,
     "keys": overheads.keys,

@@ -9,11 +9,13 @@ import sys
 
 from measured.checkpoints import Checkpoints
 from measured.dicts import Dicts
+from measured.full_memory.spilling import MoreThanMemory
 from measured.jobs import Job
 from measured.many_keys import ManyKeys
 from measured.mapped import MappedTensors
 from measured.network.loopback import OverNetwork
 from measured.network.namespaces import BetweenNetworks
+from measured.references.objects import References
 from measured.several_volumes import SeveralVolumes
 from measured.snapshots.access import SnapshotAccess
 from measured.snapshots.files import SnapshotFiles
@@ -35,9 +37,11 @@ def main(loop: str) -> None:
             "checkpoints": Checkpoints(dicts),
             "keys": ManyKeys(stores.run),
             "mapped": MappedTensors(stores.run),
+            "references": References(stores.run),
             "volumes": SeveralVolumes(stores.run),
             "network": OverNetwork(stores.run),
             "networks": BetweenNetworks(stores.run, dicts),
+            "spilling": MoreThanMemory(stores.run),
             "job": job,
             "snapshot-access": SnapshotAccess(),
             "snapshot-files": SnapshotFiles(),

@@ -15,6 +15,7 @@ CODES = {
     "TorchStoreError": "error",
     "KeyNotFoundError": "key-not-found",
     "PartialPutError": "partial-put",
+    "EvictedError": "evicted",
     "VersionGoneError": "version-gone",
     "ObjectLostError": "object-lost",
     "StoreFullError": "store-full",
@@ -33,6 +34,7 @@ CODES = {
 ALSO = {
     "KeyNotFoundError": KeyError,
     "PartialPutError": KeyError,
+    "EvictedError": KeyError,
     "StoreTimeoutError": TimeoutError,
     "LayoutMismatchError": ValueError,
     "UnsupportedValueError": TypeError,

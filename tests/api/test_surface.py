@@ -40,6 +40,11 @@ FUNCTIONS = [
     "stat",
     "status",
     "explain",
+    "put_object",
+    "hold",
+    "wait_any",
+    "free",
+    "refs",
 ]
 ON_A_CLIENT = FUNCTIONS[8:]
 OF_NO_STORE = ["stores"]
@@ -51,7 +56,7 @@ def _parameters(function: object) -> dict[str, inspect.Parameter]:
 
 def test_everything_is_exported():
     assert {*FUNCTIONS, *OF_NO_STORE} <= set(ts.__all__)
-    values = ["Client", "ObjectRef", "Request", "TensorSlice", "TorchStoreError"]
+    values = ["Client", "HeldRef", "ObjectRef", "Request", "TensorSlice", "TorchStoreError"]
     values += ["PendingPut", "RunningStore", "StateDictReport", "TensorShard"]
     assert set(values) <= set(ts.__all__)
     for name in ts.__all__:
@@ -173,6 +178,12 @@ async def test_every_operation_by_store_name_and_on_a_client():
             assert torch.equal((await do("get_state_dict", "m"))["w"], tensor)
             await do("delete", "m")
             assert (await do("explain", 1 << 20))[0]["chosen"] == "shm"
+            held, made = await do("hold", "t"), await do("put_object", [1, 2])
+            assert held.ref == ref
+            assert await do("get", made) == [1, 2]
+            assert await do("wait_any", ["later", made]) == ([made], ["later"])
+            assert len(await do("refs")) == 2
+            assert await do("free", [made, held]) == 2
             await do("delete", "t")
             assert await do("delete_batch", ["o", "u", "gone"]) == 2
             assert await do("keys") == []

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.integration.servers import server
 
-import pytest
-from tests.integration.servers import ServerThread
-
-
-@pytest.fixture
-def server() -> Iterator[ServerThread]:
-    with ServerThread() as made:
-        yield made
+__all__ = ["server"]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
+import torchstore_core as ts
 from torchstore_core.server.server import Server, ServerOptions
 
-__all__ = ["CAPACITY", "ServerThread"]
+__all__ = ["CAPACITY", "ServerThread", "connected", "server"]
 
 CAPACITY = 64 << 20
 
@@ -47,3 +52,20 @@ class ServerThread:
             self._loop.call_soon_threadsafe(self.server.stop_soon)
             self._thread.join(20)
         assert not self._thread.is_alive()
+
+
+@asynccontextmanager
+async def connected(address: str, **arguments: Any) -> AsyncIterator[ts.Client]:
+    """A client of a store, besides the default one."""
+    client = await ts.connect(address, store_name="here", timeout=20, **arguments)
+    try:
+        yield client
+    finally:
+        await ts.shutdown("here")
+
+
+@pytest.fixture
+def server() -> Iterator[ServerThread]:
+    """A store in this process."""
+    with ServerThread() as made:
+        yield made

@@ -36,9 +36,11 @@ async def test_a_put_is_few_functions_away_from_its_copy(monkeypatch: pytest.Mon
         return names
 
     def notice(frame: FrameType, event: str, what: Any) -> None:
-        if event == "c_call" and getattr(what, "__name__", "") == "copy_runs":
+        if event != "call":
+            return
+        if frame.f_code is copying.copy_runs.__code__:
             (calling if threading.get_ident() == here else copying_threads).append(stack(frame))
-        elif event == "call" and frame.f_code is copying.run.__code__:
+        elif frame.f_code is copying.run.__code__:
             calling.append(stack(frame))
 
     async with running_store(capacity=256 * MB) as client:

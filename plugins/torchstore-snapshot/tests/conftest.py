@@ -1,4 +1,4 @@
-"""Tests of this package use processes of the repository's tests."""
+"""Nothing of one module's snapshots is left for the next."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from tests import processes
 
 from torchstore_core import blocking
 from torchstore_snapshot.background import process
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _fork_server() -> Iterator[None]:
-    """Ends with the tests; it starts with the first that needs it."""
-    yield
-    processes.stop_fork_server()
 
 
 @pytest.fixture(scope="module", autouse=True)

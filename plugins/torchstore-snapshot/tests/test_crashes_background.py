@@ -180,6 +180,7 @@ async def test_a_program_that_dies_when_its_snapshot_is_committed(tmp_path: Path
         await until(lambda: inbox.empty(), 30)
     finally:
         there.close()
+        await ts.shutdown("staged")  # joined by what would be the writer's process
         await ts.shutdown()
     assert Snapshot(path).manifest.take == prepared.take
     assert torch.equal(Snapshot(path).read_object("m/w"), torch.ones(100_000))

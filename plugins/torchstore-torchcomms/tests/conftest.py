@@ -1,25 +1,8 @@
-"""Tests of this package use processes of the repository's tests."""
+"""Which tests of this package run with the soak tests alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tests import processes
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _fork_server() -> Iterator[None]:
-    """Ends with the tests; it starts with the first that needs it."""
-    yield
-    processes.stop_fork_server()
-
-
-@pytest.fixture(autouse=True)
-def _unblocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests of the repository do without this transport."""
-    monkeypatch.delenv("TORCHSTORE_BLOCK", raising=False)
-
 
 # What these are about is the machinery that gloo's transport has, too, whose tests always run.
 _OF_THE_MACHINERY = {

@@ -166,8 +166,12 @@ async def test_a_cancelled_start_leaves_nothing():
             await ts.shutdown()
             continue
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        try:
             await task
+        except asyncio.CancelledError:
+            continue
+        await ts.shutdown()  # the store was there before it could be cancelled
+        assert delay > 0.01
     async with running_store():
         # By now, a server of a cancelled start would be up.
         pid = (await ts.status()).controller_pid

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.integration.plugins.test_inprocess import connected
-from tests.integration.servers import ServerThread
+from tests.integration.servers import ServerThread, connected
 from tests.processes import run_script
 from tests.support import running_store, turn, until
 from tests.unit.plugins.test_plugins import OBSERVERS, Site
@@ -109,6 +108,11 @@ CALLS = [
     Call("latest_version", ("none",), "none", 0),
     Call("stat", ("a",), "a", 2),
     Call("status", (), "", 0),
+    Call("put_object", (BIG,), "", 0, nbytes=NBYTES),
+    Call("hold", ("a",), "a", 2),
+    Call("wait_any", ([ts.ObjectRef("a", 2)],), "a", 0),
+    Call("refs", (), "", 0),
+    Call("free", ([ts.ObjectRef("a", 2)],), "", 0),
     Call("explain", (), "", 0),
     Call("get", ("none",), "none", 0, error="key-not-found"),
     Call("get", (ts.ObjectRef("a", 1),), "a", 1, error="version-gone"),

@@ -18,7 +18,7 @@ class TestRpc(TransportTests):
 
     name = "monarch-rpc"
     hosting = "tests.transports.kit.engine_hosting:RpcHosting"
-    stores = False  # tests/monarch has them
+    stores = False  # plugins/torchstore-monarch/tests has them
 
 
 @pytest.mark.filterwarnings("ignore:No ibverbs RDMA hardware detected")
@@ -42,11 +42,11 @@ class TestMonarchRdma(TransportTests):
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[Endpoints]:
-        pytest.skip("whoever kills an actor ends the job: see tests/monarch")
+        pytest.skip("whoever kills an actor ends the job: see plugins/torchstore-monarch/tests")
         yield self.anywhere()
 
     def test_two_client_processes(self) -> None:
-        pytest.skip("other processes are not in the job: see tests/monarch")
+        pytest.skip("other processes are not in the job: see plugins/torchstore-monarch/tests")
 
     def test_a_killed_client_writes_no_more(self) -> None:
-        pytest.skip("other processes are not in the job: see tests/monarch")
+        pytest.skip("other processes are not in the job: see plugins/torchstore-monarch/tests")

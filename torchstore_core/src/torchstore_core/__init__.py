@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import (
     ConfigurationError,
+    EvictedError,
     KeyNotFoundError,
     LayoutMismatchError,
     ObjectLostError,
@@ -49,25 +50,31 @@ if TYPE_CHECKING:
         delete_batch,
         exists,
         explain,
+        free,
         get,
         get_batch,
         get_state_dict,
+        hold,
         initialize,
         initialize_spmd,
         keys,
         latest_version,
         put,
         put_batch,
+        put_object,
         put_state_dict,
+        refs,
         reset_client,
         shutdown,
         stat,
         status,
         versions,
         wait,
+        wait_any,
     )
     from torchstore_core.clients.client import Client
     from torchstore_core.clients.packed.packed import TensorReference, TorchStoreStateDict
+    from torchstore_core.clients.session.held_ref import HeldRef
     from torchstore_core.clients.state_dicts.getting import StateDictReport
     from torchstore_core.clients.state_dicts.putting import PendingPut
     from torchstore_core.clients.stores.discovery import RunningStore, stores
@@ -79,6 +86,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Client",
     "ConfigurationError",
+    "EvictedError",
+    "HeldRef",
     "KeyNotFoundError",
     "LayoutMismatchError",
     "ObjectLostError",
@@ -113,16 +122,20 @@ __all__ = [
     "delete_batch",
     "exists",
     "explain",
+    "free",
     "get",
     "get_batch",
     "get_state_dict",
+    "hold",
     "initialize",
     "initialize_spmd",
     "keys",
     "latest_version",
     "put",
     "put_batch",
+    "put_object",
     "put_state_dict",
+    "refs",
     "reset_client",
     "shutdown",
     "stat",
@@ -130,11 +143,13 @@ __all__ = [
     "stores",
     "versions",
     "wait",
+    "wait_any",
 ]
 
 
 _HOMES = {
     "Client": "clients.client",
+    "HeldRef": "clients.session.held_ref",
     "PendingPut": "clients.state_dicts.putting",
     "RunningStore": "clients.stores.discovery",
     "SPMDEnv": "contracts.ranks",

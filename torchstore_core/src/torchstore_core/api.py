@@ -8,21 +8,26 @@ name and the environment does not name one either.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchstore_core.clients.calls.reference_operations import R
 from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.client import Client
+from torchstore_core.clients.session.held_ref import HeldRef
 from torchstore_core.clients.stores import environment, lookup, starting, table
 from torchstore_core.clients.stores.environment import DEFAULT_NAME
 from torchstore_core.clients.stores.joined import DEFAULT_TIMEOUT_S, JoinedStore
 from torchstore_core.contracts.ranks import SPMDEnv
 from torchstore_core.contracts.runtime import StoreOptions
 from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.contracts.when_full import check_spill, check_when_full
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
+from torchstore_core.reports.refs import RefReport
 from torchstore_core.reports.stat import Found
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.values import ObjectRef, Request, TensorSlice
@@ -43,22 +48,27 @@ __all__ = [
     "delete_batch",
     "exists",
     "explain",
+    "free",
     "get",
     "get_batch",
     "get_state_dict",
+    "hold",
     "initialize",
     "initialize_spmd",
     "keys",
     "latest_version",
     "put",
     "put_batch",
+    "put_object",
     "put_state_dict",
+    "refs",
     "reset_client",
     "shutdown",
     "stat",
     "status",
     "versions",
     "wait",
+    "wait_any",
 ]
 
 _STOP_TIMEOUT_S = starting.STOP_TIMEOUT_S
@@ -77,6 +87,9 @@ async def initialize(
     allow_pickle: bool | None = None,
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
+    spill: str | os.PathLike[str] | None = None,
+    spill_capacity: int | None = None,
+    when_full: str | None = None,
     keeper: bool = False,
 ) -> Client:
     """Start a store that is owned by this process. The store ends when the process does, however
@@ -101,20 +114,37 @@ async def initialize(
         prefer: transports to use first (also TORCHSTORE_PREFER, comma-separated).
         block: plug-ins of any kind that must not be loaded, here and in the server (also
             TORCHSTORE_BLOCK).
+        spill: a directory, on a disk of the server's host. If memory is nearly full, values that
+            may be spilled are written to an unnamed file there, the least recently used first;
+            a get reads them back. Nothing is left there when the server ends, however it ends.
+        spill_capacity: the most bytes to spill; None: as many as are free at the start.
+        when_full: what is done with the values of puts that do not say, when memory is full, see
+            :meth:`Client.put`; None: ``"pinned"``, but ``"spillable"`` for state dicts of which
+            older versions are kept (``keep=``), if there is ``spill``.
         keeper: if the server dies (``kill -9``, out of memory, a fault of its own), start it again,
-            with every key, version and lease that it had. Clients pause for about a second, calls
-            in progress go on, and tensors stay valid. It costs a small process of 11 MB, and a
-            second copy of what small values take.
+            with every key, version, reference and lease that it had. Clients pause for about a
+            second, calls in progress go on, and tensors stay valid. It costs a small process of
+            11 MB, and a second copy of what small values take. Not together with ``spill`` yet.
 
     Raises:
-        ConfigurationError: an argument is invalid or names a plug-in that is not installed, the
-            runtime has no keeper, or this process already has such a store:
+        ConfigurationError: an argument is invalid or names a plug-in that is not installed, or
+            nothing can be written to ``spill``, or the runtime has no keeper, or there are both
+            ``keeper`` and ``spill``, or this process already has such a store:
             :func:`connect_or_initialize` returns that one.
         PluginError: an unknown or broken runtime or strategy, or two packages claim one name.
         StoreFullError: the system does not provide enough address space for a volume.
         StoreTimeoutError, StoreClosedError: the server did not start.
+
+    >>> async def main():  # 64 GB of activations in 8 GB of memory
+    ...     await ts.initialize(capacity=8 << 30, spill="/local/disk", when_full="spillable")
+    ...     for step in range(1000):
+    ...         await ts.put(f"activations/{step}", torch.randn(1 << 24))
+    ...     print((await ts.get("activations/0")).shape)  # read back from disk
+    ...     await ts.shutdown()
     """
     timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    place = check_spill(spill, spill_capacity)
+    check_when_full(when_full, place)
     policy = Policy.make(prefer, block)
     registry = Registry(block=policy.block)
     with table.reserve(store_name) as ended:
@@ -137,6 +167,9 @@ async def initialize(
                 prefault=prefault,
                 timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
                 block=policy.block,
+                spill=place,
+                spill_capacity=spill_capacity,
+                when_full=when_full,
                 keeper=keeper,
             ),
             host,
@@ -159,6 +192,9 @@ async def initialize_spmd(
     allow_pickle: bool | None = None,
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
+    spill: str | os.PathLike[str] | None = None,
+    spill_capacity: int | None = None,
+    when_full: str | None = None,
 ) -> Client:
     """Start one store for all ranks of a job, for example one started by torchrun. Every rank calls
     this with the same arguments; it returns when all of them have joined.
@@ -180,7 +216,8 @@ async def initialize_spmd(
             LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         num_storage_volumes: how many volumes share ``capacity``; None: one per rank, with the
             strategy ``host`` one per host, with ``singleton`` one.
-        capacity, prefault, allow_pickle, prefer, block: as for :func:`initialize`.
+        capacity, prefault, allow_pickle, prefer, block, spill, spill_capacity, when_full: as for
+            :func:`initialize`. Only stores of a single host can spill yet.
         timeout: seconds until all ranks must have joined, and default for every operation.
 
     Raises:
@@ -212,6 +249,8 @@ async def initialize_spmd(
             if volumes is None:
                 volumes = host.default_volumes(placing)
             timeout = starting.check(volumes, store_name, capacity, prefault, timeout)
+            spill_to = check_spill(spill, spill_capacity)
+            check_when_full(when_full, spill_to)
             if allow_pickle is None:
                 allow_pickle = environment.allow_pickle_default()
             ended = reserved.enter_context(table.reserve(store_name))
@@ -230,6 +269,9 @@ async def initialize_spmd(
             prefault=prefault,
             timeout=DEFAULT_TIMEOUT_S if timeout is None else timeout,
             block=policy.block,
+            spill=spill_to,
+            spill_capacity=spill_capacity,
+            when_full=when_full,
         )
         return await starting.start(options, host, None, policy, timeout, allow_pickle)
 
@@ -290,6 +332,9 @@ async def connect_or_initialize(
     allow_pickle: bool | None = None,
     prefer: Sequence[str] = (),
     block: Sequence[str] = (),
+    spill: str | os.PathLike[str] | None = None,
+    spill_capacity: int | None = None,
+    when_full: str | None = None,
     keeper: bool = False,
 ) -> Client:
     """Join the store of that name if there is one, otherwise start it.
@@ -298,9 +343,9 @@ async def connect_or_initialize(
     (so that a notebook cell can run again), the store of the distributed job that this process
     belongs to, and the store that ``TORCHSTORE_ADDRESS`` names. A store whose server has ended does
     not count. An existing store is joined as by :func:`connect`, unchanged:
-    ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity``, ``prefault`` and
-    ``keeper`` apply only to a new store, which is then owned by this process, as with
-    :func:`initialize`.
+    ``num_storage_volumes``, ``strategy``, ``mesh``, ``runtime``, ``capacity``, ``prefault``,
+    ``spill``, ``spill_capacity``, ``when_full`` and ``keeper`` apply only to a new store, which is
+    then owned by this process, as with :func:`initialize`.
 
     Threads and tasks of this process may call this at the same time: one of them starts the store
     and the others join it. If two processes call it before either has a store, however, each may
@@ -309,7 +354,8 @@ async def connect_or_initialize(
 
     Args:
         num_storage_volumes, strategy, store_name, mesh, runtime, capacity, timeout, prefault,
-            allow_pickle, prefer, block, keeper: as for :func:`initialize`.
+            allow_pickle, prefer, block, spill, spill_capacity, when_full, keeper: as for
+            :func:`initialize`.
 
     Raises:
         StoreTimeoutError: the existing store does not answer within ``timeout`` seconds: it hangs,
@@ -321,6 +367,7 @@ async def connect_or_initialize(
         TorchStoreError: everything that :func:`initialize` raises.
     """
     starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
+    check_when_full(when_full, check_spill(spill, spill_capacity))
 
     async def join(where: str) -> Client:
         joined = await connect(
@@ -368,6 +415,9 @@ async def connect_or_initialize(
                 allow_pickle=allow_pickle,
                 prefer=prefer,
                 block=block,
+                spill=spill,
+                spill_capacity=spill_capacity,
+                when_full=when_full,
                 keeper=keeper,
             )
         except ConfigurationError as error:
@@ -459,6 +509,7 @@ async def put(
     *,
     version: int | None = None,
     rewind: bool = False,
+    when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
@@ -470,9 +521,22 @@ async def put(
         tensor_slice_spec,
         version=version,
         rewind=rewind,
+        when_full=when_full,
         timeout=timeout,
         allow_pickle=allow_pickle,
     )
+
+
+async def put_object(
+    value: Any,
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+    allow_pickle: bool | None = None,
+) -> HeldRef:
+    """See :meth:`Client.put_object`; raises the same."""
+    made = _client(store_name)
+    return await made.put_object(value, timeout=timeout, allow_pickle=allow_pickle)
 
 
 async def put_batch(
@@ -480,18 +544,24 @@ async def put_batch(
     *,
     version: int | None = None,
     rewind: bool = False,
+    when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
 ) -> dict[str, ObjectRef]:
     """See :meth:`Client.put_batch`; raises the same."""
     return await _client(store_name).put_batch(
-        items, version=version, rewind=rewind, timeout=timeout, allow_pickle=allow_pickle
+        items,
+        version=version,
+        rewind=rewind,
+        when_full=when_full,
+        timeout=timeout,
+        allow_pickle=allow_pickle,
     )
 
 
 async def get(
-    key_or_ref: str | ObjectRef | Request,
+    key_or_ref: str | ObjectRef | HeldRef | Request,
     inplace_tensor: torch.Tensor | None = None,
     tensor_slice_spec: TensorSlice | None = None,
     *,
@@ -506,7 +576,7 @@ async def get(
 
 
 async def get_batch(
-    keys: Iterable[str | ObjectRef | Request] | Mapping[str, Any],
+    keys: Iterable[str | ObjectRef | HeldRef | Request] | Mapping[str, Any],
     *,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
@@ -529,6 +599,7 @@ async def put_state_dict(
     partial: bool = False,
     keep: int | None = None,
     blocking: bool = True,
+    when_full: str | None = None,
     store_name: str = DEFAULT_NAME,
     timeout: float | None = None,
     allow_pickle: bool | None = None,
@@ -545,6 +616,7 @@ async def put_state_dict(
         partial=partial,
         keep=keep,
         blocking=blocking,
+        when_full=when_full,
         timeout=timeout,
         allow_pickle=allow_pickle,
     )
@@ -628,6 +700,42 @@ async def wait(
     """See :meth:`Client.wait`; raises the same."""
     made = _client(store_name)
     return await made.wait(keys, min_version=min_version, after=after, timeout=timeout)
+
+
+async def hold(
+    key_or_ref: str | ObjectRef | HeldRef,
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> HeldRef:
+    """See :meth:`Client.hold`; raises the same."""
+    return await _client(store_name).hold(key_or_ref, timeout=timeout)
+
+
+async def wait_any(
+    refs: Iterable[R],
+    *,
+    num_returns: int = 1,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> tuple[list[R], list[R]]:
+    """See :meth:`Client.wait_any`; raises the same."""
+    return await _client(store_name).wait_any(refs, num_returns=num_returns, timeout=timeout)
+
+
+async def free(
+    refs: Iterable[ObjectRef | HeldRef],
+    *,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> int:
+    """See :meth:`Client.free`; raises the same."""
+    return await _client(store_name).free(refs, timeout=timeout)
+
+
+async def refs(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> list[RefReport]:
+    """See :meth:`Client.refs`; raises the same."""
+    return await _client(store_name).refs(timeout=timeout)
 
 
 async def stat(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> Found:

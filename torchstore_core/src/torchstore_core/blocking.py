@@ -32,12 +32,14 @@ from torchstore_core.clients import client as async_client
 from torchstore_core.clients.calls import thread_loops
 from torchstore_core.clients.calls.timeouts import check_timeout
 from torchstore_core.clients.packed import packed
+from torchstore_core.clients.session import held_ref
 from torchstore_core.clients.state_dicts import getting, putting
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.values import sharding
 from torchstore_core.contracts import ranks
 from torchstore_core.errors import (
     ConfigurationError,
+    EvictedError,
     KeyNotFoundError,
     LayoutMismatchError,
     ObjectLostError,
@@ -60,6 +62,8 @@ from torchstore_core.errors import (
 __all__ = [
     "Client",
     "ConfigurationError",
+    "EvictedError",
+    "HeldRef",
     "KeyNotFoundError",
     "LayoutMismatchError",
     "ObjectLostError",
@@ -94,16 +98,20 @@ __all__ = [
     "delete_batch",
     "exists",
     "explain",
+    "free",
     "get",
     "get_batch",
     "get_state_dict",
+    "hold",
     "initialize",
     "initialize_spmd",
     "keys",
     "latest_version",
     "put",
     "put_batch",
+    "put_object",
     "put_state_dict",
+    "refs",
     "reset_client",
     "shutdown",
     "stat",
@@ -111,9 +119,11 @@ __all__ = [
     "stores",
     "versions",
     "wait",
+    "wait_any",
 ]
 
 ObjectRef = values.ObjectRef
+HeldRef = held_ref.HeldRef
 Request = values.Request
 TensorSlice = values.TensorSlice
 TensorShard = sharding.TensorShard
@@ -309,6 +319,11 @@ class Client:
     exists = _method(async_client.Client.exists)
     keys = _method(async_client.Client.keys)
     wait = _method(async_client.Client.wait)
+    put_object = _method(async_client.Client.put_object)
+    hold = _method(async_client.Client.hold)
+    wait_any = _method(async_client.Client.wait_any)
+    free = _method(async_client.Client.free)
+    refs = _method(async_client.Client.refs)
     stat = _method(async_client.Client.stat)
     status = _method(async_client.Client.status)
     explain = _method(async_client.Client.explain)
@@ -336,6 +351,11 @@ delete_batch = _blocking(api.delete_batch)
 exists = _blocking(api.exists)
 keys = _blocking(api.keys)
 wait = _blocking(api.wait)
+put_object = _blocking(api.put_object)
+hold = _blocking(api.hold)
+wait_any = _blocking(api.wait_any)
+free = _blocking(api.free)
+refs = _blocking(api.refs)
 stat = _blocking(api.stat)
 status = _blocking(api.status)
 

@@ -90,6 +90,16 @@ class PartialPutError(KeyNotFoundError):
     code = "partial-put"
 
 
+class EvictedError(KeyNotFoundError):
+    """A value that was put with ``when_full="evictable"`` had to make room for others.
+
+    ``details``: ``missing`` as for KeyNotFoundError; the ``version``, its size ``nbytes``, when it
+    was ``evicted`` (seconds since the epoch), and ``reason``, which is ``"evicted"``.
+    """
+
+    code = "evicted"
+
+
 class VersionGoneError(TorchStoreError):
     """A version was overwritten or deleted; in a put, it is not newer than the stored version."""
 
@@ -112,7 +122,8 @@ class StoreFullError(TorchStoreError):
     ``details``: ``capacity_bytes``, ``used_bytes``, ``requested_bytes`` (of all ``copies``
     together), ``free_bytes``, ``largest_free_bytes`` (a value needs a single free range),
     ``largest_volume_bytes`` (no value can be larger), ``leased_bytes``, ``unfinished_bytes`` and
-    ``holders`` (a list of the sessions that hold memory, and how much). If enough memory is free,
+    ``holders`` (a list of the sessions that hold memory, and how much); ``held_bytes``, if some of
+    it is there only because references (``HeldRef``) hold it. If enough memory is free,
     but not in one piece, also ``pieces`` (the number of free ranges) and ``largest_value_bytes``
     (the largest value of the put).
     """
@@ -125,7 +136,8 @@ class StoreTimeoutError(TorchStoreError, TimeoutError):
 
     ``details`` of every operation: ``operation`` (its name), ``timeout`` and ``address``; if the
     server did not respond at all, ``answered`` is False. A wait adds the ``keys`` and
-    ``min_version`` that it waited for. If the server could still report it, there is also
+    ``min_version`` that it waited for, and a put or a get that waited for memory adds
+    ``waiting_for``, in words. If the server could still report it, there is also
     ``unmet``: for each key that did not meet the condition (only the first ones, if there are many)
     its ``key``, its newest ``version`` (0 if there is none), whether that version is ``lost``, and
     the ``pending`` versions that are only partly put, with the number of their ``participants`` and
@@ -204,6 +216,7 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
         TorchStoreError,
         KeyNotFoundError,
         PartialPutError,
+        EvictedError,
         VersionGoneError,
         ObjectLostError,
         StoreFullError,

@@ -14,6 +14,7 @@ import msgspec
 
 from torchstore_cli.reports import Failed, Report, Serving
 from torchstore_core import __version__
+from torchstore_core.contracts.when_full import WHEN_FULL
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.reports.units import parse_bytes
 
@@ -153,12 +154,16 @@ def doctor(settings: _Settings, peer: str | None) -> int:
 
 
 @cli.command()
+@click.option("--refs", is_flag=True, help="Instead: which versions references hold, and who.")
 @_common
 @click.pass_obj
-def status(settings: _Settings) -> None:
+def status(settings: _Settings, refs: bool) -> None:
     """Memory, sessions and operations of a store."""
-    from torchstore_cli.queries import ask_status
+    from torchstore_cli.queries import ask_refs, ask_status
 
+    if refs:
+        _answer(settings, asyncio.run(ask_refs(settings.address, settings.timeout)))
+        return
     report = asyncio.run(ask_status(settings.address, settings.timeout))
     _answer(settings, report)
 
@@ -274,6 +279,23 @@ def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
     type=click.Path(file_okay=False, resolve_path=True),
     help="Where to put the sockets. Default: a new one that other commands find.",
 )
+@click.option(
+    "--spill",
+    type=click.Path(file_okay=False, resolve_path=True),
+    help="Directory on a disk, for values that leave memory when it is full.",
+)
+@click.option(
+    "--spill-capacity",
+    metavar="SIZE",
+    callback=_bytes,
+    help="Most bytes to spill. Default: as many as are free.",
+)
+@click.option(
+    "--when-full",
+    type=click.Choice(list(WHEN_FULL)),
+    help="What is done when memory is full with values whose put does not say it. "
+    "Default: they stay; but older versions that are kept are spilled.",
+)
 @_json
 @click.pass_obj
 def serve(
@@ -284,6 +306,9 @@ def serve(
     strategy: str,
     prefault: int | None,
     directory: str | None,
+    spill: str | None,
+    spill_capacity: int | None,
+    when_full: str | None,
 ) -> None:
     """Run a store in the foreground, until Ctrl-C or SIGTERM.
 
@@ -311,6 +336,9 @@ def serve(
         strategy=strategy,
         block=Policy.make().block,
         directory=directory,
+        spill=spill,
+        spill_capacity=spill_capacity,
+        when_full=when_full,
     )
     run_server(options, ready)
 

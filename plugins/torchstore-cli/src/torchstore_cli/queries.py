@@ -15,7 +15,7 @@ from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import OBSERVERS, Registry
 from torchstore_core.wire import messages as m
 
-__all__ = ["ask_key", "ask_keys", "ask_status", "remove"]
+__all__ = ["ask_key", "ask_keys", "ask_refs", "ask_status", "remove"]
 
 
 async def ask_status(address: str | None, timeout: float) -> reports.StatusReport:
@@ -29,6 +29,14 @@ async def ask_status(address: str | None, timeout: float) -> reports.StatusRepor
     fields["operations"] = dict(sorted(status.operations.items()))
     fields["plugin_errors"] = dict(sorted(errors.items()))
     return reports.StatusReport(address=store.address, **fields)
+
+
+async def ask_refs(address: str | None, timeout: float) -> reports.RefsReport:
+    """Which versions are held, and by whom; the largest first."""
+    async with open_store(address, timeout) as store:
+        refs = (await store.call(m.RefsReply, m.Refs)).refs
+    ordered = sorted(refs, key=lambda ref: (-ref.nbytes, ref.key, ref.version))
+    return reports.RefsReport(store.address, ordered)
 
 
 async def _observer_errors() -> dict[str, str]:

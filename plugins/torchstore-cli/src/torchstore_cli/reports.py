@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from torchstore_core.reports.refs import RefReport
 from torchstore_core.wire import messages as m
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Limits",
     "LinkReport",
     "PluginLine",
+    "RefsReport",
     "Removed",
     "Report",
     "Serving",
@@ -69,6 +71,14 @@ class StatusReport(msgspec.Struct, frozen=True):
     pending_versions: int
     pending_bytes: int
     incarnation: int
+    spill: m.SpillStatus
+
+
+class RefsReport(msgspec.Struct, frozen=True):
+    """``torchstore status --refs``: what ``ts.refs()`` returns, and the address."""
+
+    address: str
+    refs: list[RefReport]
 
 
 class KeyLine(msgspec.Struct, frozen=True):
@@ -120,7 +130,7 @@ class KeyDetails(msgspec.Struct, frozen=True):
 
     ``parts`` is the number of shards of a tensor, ``copies`` the number of volumes that hold the
     value. ``versions`` can be read; ``pending`` ones wait for shards or participants. ``lost`` says
-    why part of the value can no longer be read.
+    why part of the value can no longer be read; ``spilled_bytes`` how much of it is only on disk.
     """
 
     key: str
@@ -143,6 +153,7 @@ class KeyDetails(msgspec.Struct, frozen=True):
     pending: list[m.Pending]
     lost: str = ""
     copies: int = 1
+    spilled_bytes: int = 0
 
     @classmethod
     def make(cls, found: m.Found) -> KeyDetails:
@@ -372,6 +383,7 @@ class TransportsReport(msgspec.Struct, frozen=True):
 
 Report = (
     StatusReport
+    | RefsReport
     | KeyReport
     | KeyDetails
     | Removed

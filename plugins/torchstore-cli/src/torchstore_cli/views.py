@@ -26,6 +26,8 @@ def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
     match report:
         case reports.StatusReport():
             _status(screen, report)
+        case reports.RefsReport():
+            _refs(screen, report)
         case reports.KeyReport():
             _keys(screen, report, long=long)
         case reports.KeyDetails():
@@ -64,6 +66,8 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
         ("strategy", report.strategy),
         ("incarnation", str(report.incarnation)),
     ]
+    if spill := str(report.spill):
+        rows.insert(1, ("when full", printable(spill)))
     screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
     _volumes(screen, report)
     if report.pending:
@@ -152,6 +156,45 @@ def _sessions(screen: Screen, report: reports.StatusReport) -> None:
     )
     if len(shown) > _MOST_SESSIONS:
         screen.line((f"and {len(shown) - _MOST_SESSIONS} more; --json has all of them", "dim"))
+
+
+# ---- references -----------------------------------------------------------------------------
+
+
+def _refs(screen: Screen, report: reports.RefsReport) -> None:
+    """A line for each holder of each version that is held. Lines of programs come last, and are
+    shown whole.
+    """
+    if not report.refs:
+        screen.line(("no references", "dim"))
+        return
+    now = time.time()
+    rows: list[Sequence[Cell]] = []
+    for ref in report.refs:
+        name = printable(ref.key) or f"object {ref.version:x}"
+        version = f"{ref.version}{'' if ref.current else ' (only held)'}" if ref.key else "–"
+        for at, holder in enumerate(ref.holders):
+            first: list[Cell] = ["", "", "", ""]
+            if not at:
+                first = [Text(name, "bold"), version, human_bytes(ref.nbytes), ref.kind]
+            rank = "" if holder.rank is None else f", rank {holder.rank}"
+            who = f"pid {holder.pid} on {printable(holder.hostname)}{rank}"
+            age = human_duration(max(0.0, now - holder.since))
+            rows.append([*first, who, holder.state, age, printable(holder.where)])
+    traced = any(holder.where for ref in report.refs for holder in ref.holders)
+    titles = ["KEY", "VERSION", "SIZE", "TYPE", "HOLDER", "STATE", "SINCE"]
+    screen.listing(
+        [*titles, "LINE"] if traced else titles,
+        rows if traced else [row[:-1] for row in rows],
+        right=(2, 6),
+        folds=(4,),
+    )
+    held = sum(ref.nbytes for ref in report.refs if not ref.current)
+    count = len(report.refs)
+    screen.line()
+    screen.line(
+        (f"{count:,} version{'s' * (count != 1)}; {human_bytes(held)} only for references", "dim")
+    )
 
 
 # ---- keys ---------------------------------------------------------------------------------

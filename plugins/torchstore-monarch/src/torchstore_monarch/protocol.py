@@ -9,7 +9,12 @@ from typing import TypeVar
 import msgspec
 
 from torchstore_core.contracts.runtime import StoreOptions
-from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
+from torchstore_core.errors import (
+    ConfigurationError,
+    StoreClosedError,
+    TorchStoreError,
+    from_wire,
+)
 from torchstore_core.plugins.strategy_data import encode_strategy
 
 __all__ = [
@@ -35,6 +40,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
     Args:
         token: distinguishes the request from others with the same name.
         members: whether the store ends with its members, see ``server.members``.
+        when_full: as in ``StoreOptions``. Its stores cannot spill yet, but they can evict.
     """
 
     store_name: str
@@ -47,10 +53,21 @@ class StoreRequest(msgspec.Struct, frozen=True):
     block: tuple[str, ...]
     token: str = ""
     members: bool = False
+    when_full: str | None = None
 
     @classmethod
     def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> StoreRequest:
-        """Convert the options to plain data."""
+        """Convert the options to plain data.
+
+        Raises:
+            ConfigurationError: the store is to spill.
+        """
+        if options.spill is not None:
+            raise ConfigurationError(
+                "a store of a Monarch job cannot spill yet, because its volumes are in processes "
+                'of their own: leave out spill=, or use runtime="local" for a store of one host',
+                details={"spill": options.spill},
+            )
         name, fields = "singleton", b"{}"
         if options.strategy is not None:
             name, fields = encode_strategy(options.strategy)
@@ -65,6 +82,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
             options.block,
             token,
             members,
+            options.when_full,
         )
 
 

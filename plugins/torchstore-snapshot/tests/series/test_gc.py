@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tests.processes import Script
+from tests.processes import Script, run_script
 from tests.support import until
 
 import torchstore_core as ts
@@ -240,6 +240,50 @@ def test_a_folder_that_may_not_be_looked_into_stops_it(of_all: Path) -> None:
         script._process.wait(60)
         script._out.seek(0)
         assert script._out.read() == "['private'] ()\n"
+
+
+def test_a_link_is_no_snapshot_of_its_own(tmp_path: Path) -> None:
+    for step in range(3):
+        Snapshot.take(f"{tmp_path}/{step}", state(step))
+    (tmp_path / "latest").symlink_to("2")
+    (tmp_path / "a-first").symlink_to("1")
+    report = gc(tmp_path, keep_last=2, grace=0)
+    assert report.dropped == ("0",)
+    for step in (1, 2):
+        assert not Snapshot(f"{tmp_path}/{step}").verify()
+    assert torch.equal(Snapshot(f"{tmp_path}/latest").read_object("m/w1"), torch.full((3000,), 3.0))
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    Snapshot.take(f"{tmp_path}/0", state(0))
+    (tmp_path / "logs").mkdir()
+    theirs = [
+        tmp_path / "logs" / "train-202501021530-12345678.out",
+        tmp_path / "0" / "notes-202501021530-12345678.txt",
+        tmp_path / "run-202501021530-12345678.log",
+    ]
+    for file in theirs:
+        file.write_text("mine")
+        os.utime(file, (1, 1))
+    gc(tmp_path, keep_last=1, grace=0)
+    assert all(file.exists() for file in theirs)
+
+
+async def test_a_process_killed_while_it_rewrites_a_file_stops_nobody(tmp_path: Path) -> None:
+    take, name = new_take_id(), "file.json"
+    await run_script(f"""
+        import os
+        from torchstore_snapshot.storage.opening import open_storage
+        os.rename = lambda *_: os._exit(0)
+        open_storage({str(tmp_path)!r}).publish(
+            {name!r}, b"half", take={take!r}, overwrite=True, durable=False
+        )
+    """)
+    (leaving,) = os.listdir(tmp_path)
+    assert take_of(leaving) == take  # so that gc knows it
+    storage = open_storage(str(tmp_path))
+    storage.publish(name, b"whole", take=take, overwrite=True, durable=False)
+    assert storage.read(name) == b"whole"
 
 
 def test_names() -> None:

@@ -79,8 +79,10 @@ class ObjectStore:
                     environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                     raise
             if self.refuse:
-                start("403 Forbidden", [("Content-Type", "application/xml")])
-                yield b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+                body = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+                kind, size = ("Content-Type", "application/xml"), ("Content-Length", str(len(body)))
+                start("403 Forbidden", [kind, size])
+                yield body if environ["REQUEST_METHOD"] != "HEAD" else b""
                 return
             for chunk in self._app(environ, start):
                 with self._lock:

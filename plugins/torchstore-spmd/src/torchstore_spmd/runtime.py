@@ -41,6 +41,9 @@ class _Terms(msgspec.Struct, frozen=True):
     prefault: int | None
     world_size: int
     local_world_size: int
+    spill: str | None = None
+    spill_capacity: int | None = None
+    when_full: str | None = None
 
     @classmethod
     def of(cls, options: StoreOptions, env: SPMDEnv) -> _Terms:
@@ -55,6 +58,9 @@ class _Terms(msgspec.Struct, frozen=True):
             options.prefault,
             env.world_size,
             env.local_world_size,
+            options.spill,
+            options.spill_capacity,
+            options.when_full,
         )
 
 

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 from torchstore_core.clients.calls.arguments import check_key, check_version
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, refs_of
-from torchstore_core.clients.calls.key_operations import KeyOperations, check_min_version
+from torchstore_core.clients.calls.key_operations import check_min_version
+from torchstore_core.clients.calls.reference_operations import ReferenceOperations
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.channel import Channel
+from torchstore_core.clients.session.held_ref import HeldRef, caller
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.state_dicts import getting
 from torchstore_core.clients.state_dicts.getting import StateDictReport
 from torchstore_core.clients.state_dicts.putting import PendingPut, plan_put
 from torchstore_core.clients.transfer.gets import ValueRequest, asks_of, get_asks
-from torchstore_core.clients.transfer.puts import Putting, put_sources
-from torchstore_core.clients.transfer.sources import Source, look_again, prepare_all
+from torchstore_core.clients.transfer.puts import Putting, put_object, put_sources
+from torchstore_core.clients.transfer.sources import Source, look_again, prepare, prepare_all
 from torchstore_core.clients.values.sharding import TensorShard
+from torchstore_core.contracts.when_full import when_full_code
 from torchstore_core.errors import ConfigurationError, UnsupportedValueError, VersionGoneError
 from torchstore_core.values import ObjectRef, Request, StateDictMeta, TensorSlice
 from torchstore_core.wire import messages as m
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 
-class Client(KeyOperations):
+class Client(ReferenceOperations):
     """A process's handle to one store, returned by ``initialize``, ``connect`` and ``client()``.
 
     It is safe to use from several event loops and threads, across repeated ``asyncio.run`` calls,
@@ -56,6 +59,7 @@ class Client(KeyOperations):
         *,
         version: int | None = None,
         rewind: bool = False,
+        when_full: str | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> ObjectRef:
@@ -76,7 +80,12 @@ class Client(KeyOperations):
             rewind: go back to ``version``, which need not be above the newest: as soon as it is
                 whole, that version and every newer one of before are gone. See
                 :meth:`put_state_dict`.
-            timeout: seconds.
+            when_full: what is done with the value when memory is full: ``"pinned"``: it stays;
+                ``"spillable"``: it is written to disk, and read back by the next get;
+                ``"evictable"``: it is dropped, the least recently used value first. None: what the
+                store was initialized with. Values that somebody reads, or holds a zero-copy tensor
+                of, stay in any case; so do small values that are spillable.
+            timeout: seconds. A put that finds memory full waits until other values are on disk.
             allow_pickle: False refuses objects that need pickle; None: the client's default.
 
         Returns:
@@ -85,6 +94,7 @@ class Client(KeyOperations):
 
         Raises:
             StoreFullError: the value does not fit; nothing was changed.
+            ConfigurationError: ``when_full`` is invalid, or the store has no place to spill to.
             UnsupportedValueError: the value cannot be stored (meta, sparse, ... tensors, a
                 DTensor with Partial placements).
             LayoutMismatchError: a shard does not fit its slice or placements.
@@ -98,8 +108,59 @@ class Client(KeyOperations):
             if tensor_slice_spec is not None:
                 value = TensorShard(value, tensor_slice_spec)
             if isinstance(value, TorchStoreStateDict):
-                return await self._put_packed(key, value, version, clock, allow_pickle, rewind)
-            return (await self._put(((key, value),), version, clock, allow_pickle, rewind))[0]
+                return await self._put_packed(
+                    key, value, version, clock, allow_pickle, rewind, when_full
+                )
+            return (
+                await self._put(((key, value),), version, clock, allow_pickle, rewind, when_full)
+            )[0]
+
+    async def put_object(
+        self, value: Any, *, timeout: float | None = None, allow_pickle: bool | None = None
+    ) -> HeldRef:
+        """Store a value without a key; it lives as long as any process has a reference to it.
+
+        Objects are not listed by ``keys``, and only a reference leads to them.
+
+        Args:
+            value: a dense tensor of any shape, dtype and strides (CPU or CUDA; stored detached), or
+                any other Python object, as for ``put``.
+            timeout: seconds.
+            allow_pickle: False refuses objects that need pickle; None: the client's default.
+
+        Returns:
+            The only reference to it. Send it to other processes, or read it with ``get``.
+
+        Raises:
+            StoreFullError: the value does not fit; nothing was changed.
+            UnsupportedValueError: the value cannot be stored; or it is put by several processes
+                (DTensors, shards) or has entries (packed state dicts), which needs a key: put it,
+                and ``hold`` it.
+            UnsafeObjectError: the value needs pickle, which is not allowed.
+            TransportUnavailableError: no permitted transport reaches the volume.
+            PluginError: the store's strategy names no volume.
+        """
+        with self._watch("put_object", timeout) as clock:
+            pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
+            if isinstance(value, TorchStoreStateDict):
+                raise UnsupportedValueError(
+                    "a packed state dict needs a key: put it with one, and hold that"
+                )
+            sources = prepare("object", value, allow_pickle=pickle_too)
+            if len(sources) != 1 or sources[0].part is not None:
+                raise UnsupportedValueError(
+                    "a tensor that several processes put in parts needs a key: put it with one, "
+                    "and hold that"
+                )
+            here = self._here(clock)
+            if here is None:
+                here = await self._join(clock)
+                look_again(sources)
+            session, channel = here
+            with HeldRef.beginning(session.holder) as ref:
+                held_as = ref.ident, caller()
+                number = await put_object(session, channel, sources[0], clock, held_as)
+                return ref.refers(ObjectRef("", number, session.welcome.incarnation))
 
     async def put_batch(
         self,
@@ -107,6 +168,7 @@ class Client(KeyOperations):
         *,
         version: int | None = None,
         rewind: bool = False,
+        when_full: str | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> dict[str, ObjectRef]:
@@ -125,7 +187,7 @@ class Client(KeyOperations):
             if not items:
                 return {}
             clock.key = next(iter(items))
-            refs = await self._put(items.items(), version, clock, allow_pickle, rewind)
+            refs = await self._put(items.items(), version, clock, allow_pickle, rewind, when_full)
             return dict(zip(items, refs, strict=True))
 
     async def _put(
@@ -135,10 +197,12 @@ class Client(KeyOperations):
         clock: Clock,
         allow_pickle: bool | None,
         rewind: bool,
+        when_full: str | None,
     ) -> list[ObjectRef]:
         """Put the items; returns their refs, in order."""
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version, rewind=rewind)
+        code = 0 if when_full is None else when_full_code(when_full)
         sources, counts = prepare_all(items, allow_pickle=pickle_too)
         refs: list[ObjectRef] = []
         if sources:
@@ -149,7 +213,14 @@ class Client(KeyOperations):
                 look_again(sources)
             session, channel = here
             reply = await put_sources(
-                session, channel, sources, nbytes, clock, version=exact, rewind=rewind
+                session,
+                channel,
+                sources,
+                nbytes,
+                clock,
+                version=exact,
+                rewind=rewind,
+                when_full=code,
             )
             keys = [sources[0].key] if len(sources) == 1 else [source.key for source in sources]
             refs = refs_of(keys, reply, session.welcome.incarnation)
@@ -173,20 +244,22 @@ class Client(KeyOperations):
         clock: Clock,
         allow_pickle: bool | None,
         rewind: bool,
+        when_full: str | None,
     ) -> ObjectRef:
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         clock.version = exact = check_version(version, rewind=rewind)
+        code = when_full_code(when_full)
         session, channel = self._here(clock) or await self._join(clock)
         planned = plan_put(
             value, check_key(key), anonymous=session.anonymous, allow_pickle=pickle_too
         )
-        return await _publish(session, channel, key, planned, clock, exact, rewind)
+        return await _publish(session, channel, key, planned, clock, exact, rewind, code)
 
     # ---- get ------------------------------------------------------------------------------
 
     async def get(
         self,
-        key_or_ref: str | ObjectRef | Request,
+        key_or_ref: str | ObjectRef | HeldRef | Request,
         inplace_tensor: torch.Tensor | None = None,
         tensor_slice_spec: TensorSlice | None = None,
         *,
@@ -200,8 +273,8 @@ class Client(KeyOperations):
         not reused while the tensor is alive.
 
         Args:
-            key_or_ref: a key (newest version), an ``ObjectRef`` (exactly that version) or a
-                ``Request``.
+            key_or_ref: a key (newest version), an ``ObjectRef`` or a ``HeldRef`` (exactly that
+                version) or a ``Request``.
             inplace_tensor: a tensor to fill and return; same shape and dtype, any strides. For a
                 DTensor or :class:`TensorShard` only the local piece is fetched, whatever the layout
                 that the value was put in.
@@ -225,7 +298,7 @@ class Client(KeyOperations):
 
     async def get_batch(
         self,
-        keys: Iterable[str | ObjectRef | Request] | Mapping[str, Any],
+        keys: Iterable[str | ObjectRef | HeldRef | Request] | Mapping[str, Any],
         *,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
@@ -237,7 +310,8 @@ class Client(KeyOperations):
                 a destination tensor, a ``TensorSlice``, or None.
 
         Returns:
-            The values by key, in the order of the request.
+            The values by key, in the order of the request; those of objects without a key by their
+            reference.
 
         Raises:
             KeyNotFoundError: ``details["missing"]`` lists all missing keys.
@@ -245,13 +319,17 @@ class Client(KeyOperations):
             Everything that ``get`` raises.
         """
         with self._watch("get_batch", timeout) as clock:
-            wants = [*_wants(keys)]
+            asked = keys if isinstance(keys, Mapping | str) else list(keys)
+            wants = [*_wants(asked)]
             clock.entries = len(wants)
             if not wants:
                 return {}
-            if len({want.key for want in wants}) < len(wants):
+            names = {want.key for want in wants}
+            if len(names) < len(wants):
                 _refuse_ambiguous(wants)
             values = await self._get(wants, clock, allow_pickle)
+            if "" in names:
+                return dict(zip(map(_label, asked), values, strict=True))
             return {want.key: value for want, value in zip(wants, values, strict=True)}
 
     async def _get(
@@ -307,6 +385,7 @@ class Client(KeyOperations):
         partial: bool = False,
         keep: int | None = None,
         blocking: bool = True,
+        when_full: str | None = None,
         timeout: float | None = None,
         allow_pickle: bool | None = None,
     ) -> ObjectRef | PendingPut:
@@ -342,6 +421,8 @@ class Client(KeyOperations):
                 memory.
             keep: how many versions stay readable; None: as many as before, initially one.
             blocking: False: return a :class:`PendingPut` as soon as the values may be changed.
+            when_full: as for ``put``; None: what the store was initialized with, or, if that is
+                nothing and ``keep`` is above 1, ``"spillable"`` where the store can spill.
             timeout: seconds.
             allow_pickle: False refuses values that need pickle; None: the client's default.
 
@@ -354,6 +435,7 @@ class Client(KeyOperations):
         pickle_too = self._allow_pickle if allow_pickle is None else allow_pickle
         with self._watch("put_state_dict", timeout, key) as clock:
             clock.version = exact = check_version(version, rewind=rewind)
+            code = when_full_code(when_full)
             session, channel = self._here(clock) or await self._join(clock)
             planned = plan_put(
                 state_dict,
@@ -369,12 +451,12 @@ class Client(KeyOperations):
             sources, group = planned
             clock.entries = len(sources)
             if blocking:
-                return await _publish(session, channel, key, planned, clock, exact, rewind)
+                return await _publish(session, channel, key, planned, clock, exact, rewind, code)
             nbytes = sum([source.nbytes for source in sources])
             if group is None or nbytes <= session.inline_max():
-                ref = await _publish(session, channel, key, planned, clock, exact, rewind)
+                ref = await _publish(session, channel, key, planned, clock, exact, rewind, code)
                 return PendingPut.finished(ref)
-            putting = Putting(session, channel, sources, clock, exact, group, rewind)
+            putting = Putting(session, channel, sources, clock, exact, group, rewind, code)
             try:
                 await putting.begin()
                 await putting.write()
@@ -450,6 +532,7 @@ async def _publish(
     clock: Clock,
     version: int,
     rewind: bool,
+    when_full: int,
 ) -> ObjectRef:
     """Put what was planned, and commit it. Returns version 0 if there is nothing to put."""
     sources, group = planned
@@ -457,7 +540,15 @@ async def _publish(
         return ObjectRef(key, 0)
     nbytes = sum([source.nbytes for source in sources])
     reply = await put_sources(
-        session, channel, sources, nbytes, clock, version=version, group=group, rewind=rewind
+        session,
+        channel,
+        sources,
+        nbytes,
+        clock,
+        version=version,
+        group=group,
+        rewind=rewind,
+        when_full=when_full,
     )
     (ref,) = refs_of([key], reply, session.welcome.incarnation)
     clock.put((key,), ref.version)
@@ -500,11 +591,18 @@ def _wants(keys: Iterable[Any] | Mapping[str, Any]) -> Iterable[ValueRequest]:
         yield ValueRequest.make(what)
 
 
+def _label(what: Any) -> Any:
+    """What a value is found by in the result of a batch."""
+    if isinstance(what, ObjectRef | HeldRef | Request):
+        return what.key or what
+    return what
+
+
 def _refuse_ambiguous(wants: Iterable[ValueRequest]) -> None:
     """The result has one value per key: a key may be repeated only with the same request."""
     by_key: dict[str, ValueRequest] = {}
     for want in wants:
-        other = by_key.setdefault(want.key, want)
+        other = by_key.setdefault(want.key or f"object {want.version}", want)
         if (other.version, other.part) != (want.version, want.part):
             raise ConfigurationError(
                 f"{want.key!r} is asked for twice, at different versions or slices; "

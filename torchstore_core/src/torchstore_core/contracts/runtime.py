@@ -23,6 +23,10 @@ class StoreOptions(msgspec.Struct, frozen=True):
         prefault: bytes of memory to warm in the background; None: derived from the capacity.
         timeout: seconds to wait for the server to start.
         block: names of plug-ins that the server must not load.
+        spill: the directory to which the server spills values; None: it does not spill.
+        spill_capacity: the most bytes to spill; None: as many as are free at the start.
+        when_full: what is done when memory is full with values whose put does not say it, see
+            ``contracts.when_full``.
         keeper: whether the server is started again, with all that it had, when it dies.
     """
 
@@ -33,6 +37,9 @@ class StoreOptions(msgspec.Struct, frozen=True):
     prefault: int | None = None
     timeout: float = 60.0
     block: tuple[str, ...] = ()
+    spill: str | None = None
+    spill_capacity: int | None = None
+    when_full: str | None = None
     keeper: bool = False
 
 

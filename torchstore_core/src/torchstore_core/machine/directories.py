@@ -14,7 +14,11 @@ from pathlib import Path
 
 from torchstore_core.errors import ConfigurationError
 
-__all__ = ["CONTROL", "PrivateDirectory", "find_files", "remove_stale", "runtime_directory"]
+__all__ = ["CONTROL", "MEMORY_FILE_SYSTEMS", "PrivateDirectory", "file_system", "find_files"]
+__all__ += ["remove_stale", "runtime_directory"]
+
+#: Types of file systems that keep their files in memory.
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 #: Name of the control socket in a private directory.
 CONTROL = "control.sock"
@@ -104,3 +108,20 @@ def remove_stale(base: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             except OSError:
                 continue
+
+
+def file_system(directory: str) -> str:
+    """The type of the file system that a directory is in, such as ``ext4``; empty if it is not
+    known.
+    """
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return rest.split()[0]
+    return ""

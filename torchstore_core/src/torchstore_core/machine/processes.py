@@ -9,11 +9,13 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Process", "ProcessWatch", "pid_namespace", "started"]
+__all__ = ["Process", "ProcessWatch", "is_exiting", "pid_namespace", "started"]
 
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5
+# PF_EXITING of the kernel's include/linux/sched.h.
+_EXITING = 0x4
 
 
 class Process(NamedTuple):
@@ -46,6 +48,18 @@ def started(pid: int) -> int:
             return int(stat.read().rpartition(b")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether a process has ended, or is ending: the kernel marks it before it closes its
+    descriptors, so whoever sees one of its connections close sees this, too.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    return bool(int(fields[6]) & _EXITING)
 
 
 class ProcessWatch:

@@ -124,6 +124,7 @@ class Found(Described, msgspec.Struct, frozen=True):
         pending: the unfinished versions.
         lost: why some or all of the value can no longer be read; empty if all of it can.
         copies: the number of volumes that hold each byte, at least.
+        spilled_bytes: how many bytes of it are only on disk; a get reads them back.
     """
 
     key: str
@@ -141,6 +142,7 @@ class Found(Described, msgspec.Struct, frozen=True):
     pending: list[Pending] = []
     lost: str = ""
     copies: int = 1
+    spilled_bytes: int = 0
 
     def __str__(self) -> str:
         """Describe the value, where it is stored, and which process put it."""
@@ -157,6 +159,8 @@ class Found(Described, msgspec.Struct, frozen=True):
         ]
         if len(self.versions) > 1:
             lines.append(f"  kept, too: version {', '.join(map(str, self.versions[:-1]))}")
+        if self.spilled_bytes:
+            lines.append(f"  {human_bytes(self.spilled_bytes)} of it on disk only")
         if self.lost:
             lines.append(f"  lost: {self.lost}")
         lines += [f"  version {p.version}: {pending_text(p)}" for p in self.pending]

@@ -11,7 +11,7 @@ from torchstore_core.reports.stat import Pending
 from torchstore_core.reports.summaries import MOST_SHOWN, count_text, pending_text, pretty
 from torchstore_core.reports.units import human_bytes, human_duration
 
-__all__ = ["SessionStatus", "StatusReport", "VolumeStatus"]
+__all__ = ["SessionStatus", "SpillStatus", "StatusReport", "VolumeStatus"]
 
 
 class VolumeStatus(msgspec.Struct, frozen=True):
@@ -63,6 +63,57 @@ class SessionStatus(msgspec.Struct, frozen=True):
     role: str = ""
 
 
+class SpillStatus(msgspec.Struct, frozen=True):
+    """What has left memory because it was full, and where to.
+
+    Args:
+        directory: where values are spilled to; empty if the store does not spill.
+        capacity_bytes: the most bytes to spill.
+        disk_bytes: bytes of the disk that are in use.
+        spilled: how many values are only on disk now.
+        spilled_bytes: how many bytes these have.
+        clean_bytes: bytes of memory whose values are on disk, too, so that it is free at once.
+        waiting: how many requests wait for room in memory.
+        written_bytes, read_bytes: how much has been written to disk, and read back, so far.
+        evicted, evicted_bytes: how many values have been evicted so far, and their bytes.
+        trouble: why nothing could be written the last time; empty if it could.
+        file_system: the type of the directory's file system; empty if it is not known.
+    """
+
+    directory: str = ""
+    capacity_bytes: int = 0
+    disk_bytes: int = 0
+    spilled: int = 0
+    spilled_bytes: int = 0
+    clean_bytes: int = 0
+    waiting: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    evicted: int = 0
+    evicted_bytes: int = 0
+    trouble: str = ""
+    file_system: str = ""
+
+    def __str__(self) -> str:
+        """One line for people; empty if nothing is spilled or evicted."""
+        parts: list[str] = []
+        if self.directory:
+            parts.append(
+                f"{human_bytes(self.spilled_bytes)} in {count_text(self.spilled, 'value')} spilled "
+                f"to {self.directory}, {human_bytes(self.disk_bytes)} of "
+                f"{human_bytes(self.capacity_bytes)} on disk used"
+            )
+        if self.evicted:
+            parts.append(
+                f"{count_text(self.evicted, 'value')} evicted ({human_bytes(self.evicted_bytes)})"
+            )
+        if self.waiting:
+            parts.append(f"{count_text(self.waiting, 'request')} waiting for room")
+        if self.trouble:
+            parts.append(f"cannot write: {self.trouble}")
+        return "; ".join(parts)
+
+
 class StatusReport(msgspec.Struct, frozen=True):
     """The status of a store; the result of ``status``. ``str()`` of it is a short summary.
 
@@ -75,6 +126,7 @@ class StatusReport(msgspec.Struct, frozen=True):
         pending: the first unfinished versions.
         pending_versions: the number of all unfinished versions.
         pending_bytes: the committed bytes of all unfinished versions.
+        spill: what has left memory because it was full.
     """
 
     store_name: str
@@ -91,6 +143,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     pending_versions: int = 0
     pending_bytes: int = 0
     incarnation: int = 0
+    spill: SpillStatus = SpillStatus()
 
     def __str__(self) -> str:
         """Describe the store's keys, sessions and volumes, and any problems."""
@@ -110,6 +163,8 @@ class StatusReport(msgspec.Struct, frozen=True):
         ]
         if len(living) > MOST_SHOWN:
             lines.append(f"and {count_text(len(living) - MOST_SHOWN, 'volume')} more")
+        if spill := str(self.spill):
+            lines.append(spill)
         lines += [f"volume {v.id} is lost: {v.lost}" for v in self.volumes if v.lost]
         if self.pending_versions:
             lines.append(

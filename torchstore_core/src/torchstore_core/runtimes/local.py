@@ -23,6 +23,7 @@ from torchstore_core.errors import (
     from_wire,
     in_seconds,
 )
+from torchstore_core.machine.processes import is_exiting
 from torchstore_core.machine.topology import capacity_warning, memory_limit_bytes
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.strategy_data import encode_strategy
@@ -70,6 +71,9 @@ class LocalRuntime(Runtime):
             "prefault": options.prefault,
             "block": Policy.unchecked(block=options.block).block,
             "owner": os.getpid(),
+            "spill": options.spill,
+            "spill_capacity": options.spill_capacity,
+            "when_full": options.when_full,
             "members": self._members,
         }
         if strategy is not None:
@@ -142,7 +146,7 @@ class LocalRuntime(Runtime):
         process = self._process
         if process is None or os.getpid() != self._owner:
             return False
-        if process.poll() is not None:
+        if process.poll() is not None or is_exiting(process.pid):
             return True
         with socket.socket(
             socket.AF_UNIX

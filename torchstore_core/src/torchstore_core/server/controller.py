@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from torchstore_core.contracts.strategy import ClientFacts, Strategy
 from torchstore_core.errors import (
     LayoutMismatchError,
@@ -27,6 +29,7 @@ from torchstore_core.server.index.items import grants_of
 from torchstore_core.server.index.key_history import PutTarget
 from torchstore_core.server.index.records import (
     Change,
+    HeldVersion,
     Manifest,
     SessionRecord,
     Stored,
@@ -34,7 +37,9 @@ from torchstore_core.server.index.records import (
     Value,
     Versions,
     release,
+    values_in,
 )
+from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
 from torchstore_core.server.index.waiting import Waiting
 from torchstore_core.server.memory.detached_sessions import DetachedSessions
 from torchstore_core.server.memory.leases import Leases
@@ -48,11 +53,11 @@ from torchstore_core.server.memory.placement import (
 )
 from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
 
 __all__ = ["Controller"]
-
-_MAX_GIVEN_BACK = 100_000
 
 
 class Controller:
@@ -65,6 +70,11 @@ class Controller:
         prefault: whether to warm n free bytes, for the next put, after a put of n bytes.
         warmed: called (from a thread) when a background prefault has ended.
         watch: asks a live volume to report when a process on its host has ended.
+        when_full: what is done with puts that do not say, when memory is full; see
+            ``messages.Put``.
+        mover: moves values to disk and back; None: the store does not spill.
+        later: calls something after so many seconds.
+        grace_s: see ``index.references.holds.Holds``.
     """
 
     def __init__(
@@ -76,6 +86,10 @@ class Controller:
         prefault: bool = True,
         warmed: Callable[[], None] = lambda: None,
         watch: Callable[[VolumeRecord, m.WatchProcess], None] = lambda volume, wanted: None,
+        when_full: int = 0,
+        mover: Mover | None = None,
+        later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
+        grace_s: float = DEFAULT_GRACE_S,
     ) -> None:
         # 53 bits: JSON's numbers carry no more everywhere.
         self.incarnation = incarnation or secrets.randbits(53) | 1
@@ -93,6 +107,8 @@ class Controller:
         self.lost_volumes = LostVolumes(self.volumes)
         self.waiting = Waiting(self.catalog, self.lost_volumes.is_lost)
         self._leases = Leases(self.volumes, strategy)
+        self.spilling = Spilling(self.volumes, self.catalog, self._free, when_full, mover, later)
+        self.holds = Holds(self.catalog, self._free, later, grace_s)
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -119,6 +135,7 @@ class Controller:
         """End a session, and undo everything that it has open: unfinished puts and leases."""
         if self.sessions.pop(session.token, None) is None:
             return
+        self.holds.session_ended(session)
         self.end_session(session)
         self.release(session, list(session.leases), [])
 
@@ -127,6 +144,7 @@ class Controller:
         because a forked child may still read memory that it has mapped.
         """
         session.end()
+        self.holds.process_died(session)
         self.abort(session, list(session.txns))
         self._apply(*self.catalog.settle(all_keys=True))
 
@@ -145,6 +163,7 @@ class Controller:
             VersionGoneError, ConfigurationError, LayoutMismatchError, KeyNotFoundError: the put
                 does not match the present state of its generation; see ``Catalog.target``.
             ObjectLostError: parts of that version that others have put are lost.
+            Delayed: memory is full, and there will be room soon.
         """
         if session.closed is not None:  # no process is left that could write or abort the put
             raise StoreClosedError("the process of this session has ended")
@@ -161,29 +180,61 @@ class Controller:
         for item in items:
             if item.part is not None:
                 return self._put_joined(session, request)
+        when_full = request.when_full
+        when_full = self.spilling.choice(when_full) if when_full else self.spilling.default
         placed, inline, sizes = checked_items(items)
         values, granted = self._make(session, items, None, placed, inline, sizes)
         if not sizes:
             self._apply(self.catalog.flip(values), plain=values)
+            if when_full != m.PINNED:
+                self.spilling.track(values, when_full)
             if self.catalog.timelines.last:
                 return self._versions(values), None
             return [value.version for value in values], None
-        self._begin(session, request.txn, Txn(values, granted, values, [], values))
+        txn = Txn(values, granted, values, [], values, when_full)
+        self._begin(session, request.txn, txn)
         if len(granted) == 1:
             return [], [m.Grant(v.volume, 0, v.offset) for v in values if v.data is None]
         return [], grants_of([v for v in values if v.data is None])
+
+    def put_object(
+        self, session: SessionRecord, request: m.PutObject
+    ) -> tuple[list[int], list[m.Grant | None] | None]:
+        """Begin to put an object without a key; returns and raises as :meth:`put`."""
+        if session.closed is not None:
+            raise StoreClosedError("the process of this session has ended")
+        if request.txn in session.txns or request.hold in session.holds:
+            raise ProtocolError(f"put id {request.txn} or hold id {request.hold} is in use")
+        if request.txn in session.given_back:
+            session.given_back.discard(request.txn)
+            raise ProtocolError(f"put id {request.txn} was aborted before it began")
+        if request.item.part is not None:
+            raise ProtocolError("an object without a key has no parts")
+        number = self.holds.next_number()
+        items = [msgspec.structs.replace(request.item, key=f"object {number:x}")]
+        placed, inline, sizes = checked_items(items)
+        values, granted = self._make(session, items, None, placed, inline, sizes)
+        values[0].version = number
+        txn = Txn(values, granted, values, [], values, held_as=(request.hold, request.where))
+        if not sizes:
+            self.holds.publish(session, request.hold, values[0], request.where)
+            return [number], None
+        self._begin(session, request.txn, txn)
+        return [], grants_of(values)
 
     def _put_joined(
         self, session: SessionRecord, request: m.Put
     ) -> tuple[list[int], list[m.Grant | None] | None]:
         """Begin a put that contributes to generations: shards, a state dict, a named version."""
         put = CollectivePut(self.catalog, session, request)
+        when_full = self.spilling.choice(request.when_full, keeps=put.keeps_older)
         self._free(put.clear())
         try:
             put.compare()
             placed, inline, sizes = sizes_of(put.items)
             values, granted = self._make(session, put.items, put, placed, inline, sizes)
             txn = put.enter(values, granted)
+            txn.when_full = when_full
         finally:  # the put may have dropped a generation that later ones were waiting for
             if self.catalog.unsettled:
                 self._apply(*self.catalog.settle())
@@ -228,27 +279,35 @@ class Controller:
         sizes: list[int],
         collective: CollectivePut | None,
     ) -> list[Run]:
-        """Find places for the items. If there is no room, stalled generations are dropped (see
-        ``Catalog.reclaim``).
+        """Find places for the items. If there is no room, values that may leave memory do (see
+        ``Spilling.make_room``), and stalled generations are dropped (see ``Catalog.reclaim``).
 
         Raises:
             StoreFullError: there is no room.
+            Delayed: there will be.
         """
         prefix = "" if collective is None else collective.prefix
-        while True:
+        spilling = self.spilling
+        while not spilling.active or spilling.leaves_room(placed + inline):
             sought = facts, items, prefix, placed, inline, sizes
             runs = find_place(self.strategy, self.volumes, *sought)
             if runs is not None:
                 return runs
             keys = () if collective is None else collective.keys
             kept = () if collective is None else collective.generations
-            most = most_bytes(self.strategy, self.volumes)
-            freed = None if placed + inline > most else self.catalog.reclaim(keys, kept)
+            fits = placed + inline <= most_bytes(self.strategy, self.volumes)
+            if fits and spilling.active:
+                taken = keys if collective is not None else [item.key for item in items]
+                if spilling.make_room(placed + inline, taken):
+                    continue
+            freed = self.catalog.reclaim(keys, kept) if fits else None
             if freed is None:
                 break
             self._free(freed)
         there = self.catalog.newest.values(), self.catalog.waiting_bytes(), self.strategy, items
-        raise full_error(placed + inline, self.volumes, self._holders.values(), *there)
+        asked, sessions = placed + inline, self._holders.values()
+        error = full_error(asked, self.volumes, sessions, *there, held=self.holds.nbytes)
+        raise spilling.noted(error)
 
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         """Make all keys of a put visible in one step; returns their new versions, see
@@ -270,7 +329,12 @@ class Controller:
                 raise
         del session.txns[txn_id]
         self._written(txn)
-        versions = self._finish(txn)
+        if txn.held_as is None:
+            versions = self._finish(txn)
+        else:
+            value = txn.values[0]
+            self.holds.publish(session, txn.held_as[0], value, txn.held_as[1])
+            versions = [value.version]
         if self._prefault:
             for index, nbytes in txn.granted.items():
                 self.volumes[index].look_ahead(nbytes, self._warmed)
@@ -284,6 +348,8 @@ class Controller:
         if txn.contributions:
             changes = [self.catalog.commit(*one) for one in txn.contributions]
             freed, visible, rewound = Change.of([Change(freed), *changes])
+        if txn.when_full != m.PINNED:
+            self.spilling.track_put(txn)
         self._apply(freed, visible, rewound, plain=txn.plain)
         return self._versions(txn.results)
 
@@ -330,7 +396,7 @@ class Controller:
             txn = session.txns.pop(txn_id, None)
             if txn is None:
                 if remember:
-                    self._remember(session, txn_id)
+                    session.give_back(txn_id)
                 continue
             self._written(txn)
             changes = [self.catalog.abort(target, one) for target, one in txn.contributions]
@@ -350,7 +416,8 @@ class Controller:
             volume.memory.touched(max(ends, default=0))
 
     def trim(self, idle_s: float, keep: int) -> int:
-        """Return free memory to the system if there has been no put for ``idle_s`` seconds.
+        """Return free memory, and what is unused of the spill file, to the system if there has
+        been no put for ``idle_s`` seconds.
 
         Args:
             keep: how many bytes at the start of each volume always stay warm.
@@ -360,6 +427,7 @@ class Controller:
         """
         if time.monotonic() - self._last_put < idle_s:
             return 0
+        self.spilling.trim()
         if any(session.keeps_memory for session in self._holders.values()):
             return 0
         return sum(
@@ -378,11 +446,17 @@ class Controller:
             KeyNotFoundError, VersionGoneError, ObjectLostError: a value cannot be read; nothing is
                 leased.
             ProtocolError: the lease id is in use.
+            Delayed, StoreFullError: see ``Spilling.use``.
         """
+        by_ref: dict[int, Stored] = {}  # what references hold, by the id() of the want
         if type(request) is m.LocateRefs:
             for want, timeline in zip(request.wants, request.timelines, strict=False):
                 if timeline >= 0:
-                    self.catalog.check_timeline(want.key, want.version, timeline)
+                    held = self.catalog.held_version(want.key, want.version, timeline)
+                    if held is None:
+                        self.catalog.check_timeline(want.key, want.version, timeline)
+                    else:
+                        by_ref[id(want)] = held.stored
         find, newest = self.catalog.find, self.catalog.newest
         found: list[tuple[Stored, int]] = []
         missing: list[str] = []
@@ -390,6 +464,9 @@ class Controller:
             there = newest.get(want.key)
             if there is not None and not want.version:  # the usual case, very often
                 found.append((there, there.version))
+                continue
+            if by_ref and id(want) in by_ref:
+                found.append((by_ref[id(want)], want.version))
                 continue
             stored = find(want.key, want.version)
             if stored is None:
@@ -402,6 +479,10 @@ class Controller:
         if self.lost_volumes.any:
             for want, (there, _) in zip(request.wants, found, strict=True):
                 self.lost_volumes.check(want.key, there, want.box)
+        if self.spilling.active:
+            self.spilling.use(
+                [v for (one, _), box in zip(found, boxes, strict=True) for v in values_in(one, box)]
+            )
         return self._leases.entries(
             session, request.lease, found, boxes, request.inline_max, request.avoid
         )
@@ -416,12 +497,19 @@ class Controller:
             LayoutMismatchError: the key is not a state dict.
             ProtocolError: as for :meth:`locate`.
         """
-        found = self.catalog.find(request.key, request.version)
-        if found is None:
-            raise self.catalog.missing_error([request.key])
-        manifest, version = found
+        held: HeldVersion | None = None
         if type(request) is m.FetchRef:
-            self.catalog.check_timeline(request.key, version, request.timeline)
+            held = self.catalog.held_version(request.key, request.version, request.timeline)
+        manifest: Stored
+        if held is not None:
+            manifest, version = held.stored, held.version
+        else:
+            found = self.catalog.find(request.key, request.version)
+            if found is None:
+                raise self.catalog.missing_error([request.key])
+            manifest, version = found
+            if type(request) is m.FetchRef:
+                self.catalog.check_timeline(request.key, version, request.timeline)
         if type(manifest) is not Manifest:
             raise LayoutMismatchError(
                 f"{request.key!r} is no state dict (it was put by itself); get it with `get`",
@@ -448,6 +536,11 @@ class Controller:
             for name, some, box in zip(asked_names, wanted, boxes, strict=True):
                 if some is not None:
                     self.lost_volumes.check(f"{request.key}/{name}", some, box)
+        if self.spilling.active:
+            self.spilling.use(
+                [v for (one, _), box in zip(there, cuts, strict=True) for v in values_in(one, box)],
+                f"{request.key}/",
+            )
         made, leased = self._leases.entries(
             session, request.lease, there, cuts, request.inline_max, request.avoid
         )
@@ -467,7 +560,7 @@ class Controller:
             paths,
             same_as,
             leased,
-            timeline=self.catalog.timeline(request.key, version),
+            timeline=held.timeline if held else self.catalog.timeline(request.key, version),
         )
 
     def release(
@@ -491,7 +584,7 @@ class Controller:
             if held is not None:
                 returned += held
             elif remember:
-                self._remember(session, lease)
+                session.give_back(lease)
         for lease, positions in parts:
             held = session.leases.get(lease)
             if held is None:
@@ -504,6 +597,8 @@ class Controller:
                 del session.leases[lease]
         unpin = self._leases.unpin
         self._free([value for value in returned if value is not None and unpin(value)])
+        if len(self.spilling.room):
+            self.spilling.retry_soon()
 
     # ---- keys -----------------------------------------------------------------------------
 
@@ -542,6 +637,10 @@ class Controller:
     # ---- memory ---------------------------------------------------------------------------
 
     def _free(self, values: Iterable[Value]) -> None:
+        if self.spilling.active:
+            values = self.spilling.forget(values)
+            if len(self.spilling.room):
+                self.spilling.retry_soon()
         ranges: dict[int, list[tuple[int, int]]] = {}
         last = -1
         there: list[tuple[int, int]] = []
@@ -568,7 +667,3 @@ class Controller:
             return
         self._apply(*self.lost_volumes.lose(index, why, self.catalog, self._holders.values()))
         self.detached.volume_lost()
-
-    def _remember(self, session: SessionRecord, given_back: int) -> None:
-        if len(session.given_back) < _MAX_GIVEN_BACK:
-            session.given_back.add(given_back)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from torchstore_core.contracts.when_full import WHEN_FULL, check_when_full
 from torchstore_core.errors import (
     ConfigurationError,
     StoreClosedError,
@@ -41,9 +42,12 @@ from torchstore_core.server.serving import inspection, journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.serving.handshakes import Handshakes
+from torchstore_core.server.serving.holding import grace_s, is_holder
 from torchstore_core.server.serving.journal import Refusals
 from torchstore_core.server.serving.listening import Listener, speaking
 from torchstore_core.server.serving.members import Members, is_member
+from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.spill_file import SpillFile
 from torchstore_core.wire import messages as m
 
 __all__ = ["Ready", "Server", "ServerOptions"]
@@ -64,6 +68,11 @@ class ServerOptions(msgspec.Struct, frozen=True):
         prefault: bytes to warm at the start; None: up to 1 GiB, at most half of the capacity and
             an eighth of the memory limit; 0: never warm anything in the background.
         strategy, strategy_fields: the name and the encoded fields of the strategy.
+        spill: the directory to spill to; None: nothing is spilled.
+        spill_capacity: the most bytes to spill; None: as many as are free at the start.
+        when_full: what is done when memory is full with values whose put does not say it:
+            "pinned", "spillable" or "evictable"; None: pinned, but spillable if older versions are
+            kept and there is a directory to spill to.
         trim_after: seconds without a put after which free memory beyond ``prefault`` is returned to
             the system.
         block: names of plug-ins that must not be loaded.
@@ -80,6 +89,9 @@ class ServerOptions(msgspec.Struct, frozen=True):
     prefault: int | None = None
     strategy: str = "singleton"
     strategy_fields: bytes = b"{}"
+    spill: str | None = None
+    spill_capacity: int | None = None
+    when_full: str | None = None
     trim_after: float = 60.0
     block: tuple[str, ...] = ()
     owner: int = 0
@@ -127,6 +139,7 @@ class Server:
         self._stopped = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._directory: PrivateDirectory | None = None
+        self._spill_file: SpillFile | None = None
         self.before_close: Callable[[int], Awaitable[None]] | None = None
         self.owner = 0
         self.members: Members | None = None
@@ -148,6 +161,7 @@ class Server:
         self._directory = PrivateDirectory(kept or options.directory)
         self._loop = asyncio.get_running_loop()
         try:
+            self._spill_file = self._open_spill_file()
             if not options.attached:
                 self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
             listening = None if keeper is None else keeper.kept("control")
@@ -162,6 +176,19 @@ class Server:
         if not options.attached:
             self._say_started()
         return self._address
+
+    def _open_spill_file(self) -> SpillFile | None:
+        options = self.options
+        check_when_full(options.when_full, options.spill)
+        if options.spill is None:
+            return None
+        if options.attached:
+            raise ConfigurationError(
+                "this store cannot spill: its volumes are in other processes, and only a server "
+                "that has its volumes in its own process spills yet (runtime local, or ranks of "
+                "one host)"
+            )
+        return SpillFile(options.spill, options.spill_capacity)
 
     @property
     def _address(self) -> str:
@@ -205,6 +232,11 @@ class Server:
     def _begin(self, volumes: list[VolumeRecord]) -> None:
         """Create the controller, now that all volumes are there."""
         self.handshakes = Handshakes(volumes)
+        mover = None
+        if self._spill_file is not None:
+            memories = [volume.memory.fd for volume in self._volumes]
+            soon = functools.partial(call_from_thread, self._loop)
+            mover = Mover(self._spill_file, volumes, memories, soon)
         # The incarnation belongs to the memory, which may be older than this process.
         kept = None if self._keeper is None else self._keeper.facts.get("incarnation")
         given: dict[str, Any] = {
@@ -212,6 +244,10 @@ class Server:
             "prefault": self.options.prefault != 0,
             "warmed": self._warmed_in_thread,
             "watch": self._watch,
+            "when_full": 0 if self.options.when_full is None else WHEN_FULL[self.options.when_full],
+            "mover": mover,
+            "later": self._loop.call_later,
+            "grace_s": grace_s(os.environ),
         }
         if self._keeper is None:
             self._controller = Controller(volumes, self._strategy, **given)
@@ -287,6 +323,9 @@ class Server:
                 log.warning("%d connections did not close in time", len(self.connections))
         if self._controller is not None:
             self.handshakes.close()
+            self._controller.spilling.close()
+        elif self._spill_file is not None:
+            self._spill_file.close()
         for volume in self._volumes:
             await volume.close()
         if self._directory is not None:
@@ -443,7 +482,7 @@ class Server:
 
     def _to_liveness_connections(self, message: m.Message) -> None:
         for conversation in self.conversations:
-            if conversation.is_liveness and not conversation.is_member:
+            if conversation.is_liveness and not conversation.is_deaf:
                 conversation.send(message)
 
     def disconnected(self, connection: Connection) -> None:
@@ -490,7 +529,7 @@ class Server:
         sessions = [
             inspection.session_status(s, s.facts.role)
             for s in controller.sessions.values()
-            if not is_member(s)
+            if not (is_member(s) or is_holder(s))
         ]
         sessions += [
             inspection.session_status(s, "orphan") for s in controller.detached.sessions.values()
@@ -511,4 +550,5 @@ class Server:
             pending_versions=pending_versions,
             pending_bytes=pending_bytes,
             incarnation=controller.incarnation,
+            spill=controller.spilling.status(),
         )

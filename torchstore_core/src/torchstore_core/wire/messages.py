@@ -22,11 +22,22 @@ from torchstore_core.reports.stat import Found as Found
 from torchstore_core.reports.stat import Listed as Listed
 from torchstore_core.reports.stat import Pending as Pending
 from torchstore_core.reports.status import SessionStatus as SessionStatus
+from torchstore_core.reports.status import SpillStatus as SpillStatus
 from torchstore_core.reports.status import StatusReport as StatusReport
 from torchstore_core.reports.status import VolumeStatus as VolumeStatus
 from torchstore_core.values import TensorSlice, ValueMeta
 from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
+from torchstore_core.wire.holds import Adopt as Adopt
+from torchstore_core.wire.holds import Claim as Claim
+from torchstore_core.wire.holds import Free as Free
+from torchstore_core.wire.holds import Hold as Hold
+from torchstore_core.wire.holds import Lend as Lend
+from torchstore_core.wire.holds import LendAll as LendAll
+from torchstore_core.wire.holds import Refs as Refs
+from torchstore_core.wire.holds import RefsReply as RefsReply
+from torchstore_core.wire.holds import Unhold as Unhold
+from torchstore_core.wire.holds import WaitAny as WaitAny
 from torchstore_core.wire.memory import Attach as Attach
 from torchstore_core.wire.memory import Lost as Lost
 from torchstore_core.wire.memory import PeerGone as PeerGone
@@ -60,8 +71,13 @@ MAX_REASON = 1 << 14
 #: Most entries in one Listing, and most characters of their keys: limits a reply to a few MB.
 MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
+#: The role of a session that exists for holds alone, see ``server.serving.holding``.
+HOLDER_ROLE = "references"
 #: Most unfinished versions in one StatusReply.
 MAX_PENDING = 100
+#: What is done with the values of a put when memory is full. 0 in a Put: as the store does by
+#: default.
+PINNED, SPILLABLE, EVICTABLE = 1, 2, 3
 
 
 # ---- client to server ---------------------------------------------------------------------
@@ -132,7 +148,8 @@ class Put(Message, frozen=True, tag="put"):
     """Begin a put. Reply :class:`Granted`; if all items are inline, the put is committed at once,
     and the reply is :class:`Committed`.
 
-    ``version``: the version to put, for every key; 0: the next one.
+    ``version``: the version to put, for every key; 0: the next one. ``when_full``: what is done
+    with the values when memory is full: PINNED, SPILLABLE, EVICTABLE, or 0.
     """
 
     id: int
@@ -140,12 +157,25 @@ class Put(Message, frozen=True, tag="put"):
     items: list[PutItem]
     version: int = 0
     group: Publication | None = None
+    when_full: int = 0
 
 
 class Rewind(Put, frozen=True, tag="rewind"):
     """A put that goes back to ``version``: when that is whole, all that was as new or newer of
     these keys is gone.
     """
+
+
+class PutObject(Message, frozen=True, tag="put-object"):
+    """Begin to put a value without a key, which the session holds as ``hold`` from its commit on;
+    see :mod:`.holds`. Replies as to a :class:`Put` of one item; the version is the object's number.
+    """
+
+    id: int
+    txn: int
+    item: PutItem
+    hold: int
+    where: str = ""
 
 
 class Commit(Message, frozen=True, tag="commit"):
@@ -399,6 +429,16 @@ Request = (
     | Again
     | Put
     | Rewind
+    | PutObject
+    | Hold
+    | Unhold
+    | Lend
+    | LendAll
+    | Adopt
+    | Claim
+    | Free
+    | WaitAny
+    | Refs
     | Commit
     | Abort
     | Locate
@@ -630,6 +670,13 @@ class UnmetKeys(Message, frozen=True, tag="unmet-keys"):
     keys: list[UnmetKey]
 
 
+class Delayed(Message, frozen=True, tag="delayed"):
+    """The reply will come later. ``why``: for an error, if it does not come in time."""
+
+    id: int
+    why: str
+
+
 class Failure(Message, frozen=True, tag="failure"):
     """A typed error. If ``id`` is 0, it concerns the whole connection, which closes."""
 
@@ -655,6 +702,7 @@ Reply = (
     | UnmetKeys
     | Listing
     | StatusReply
+    | RefsReply
     | Done
     | Warmed
     | Prefault
@@ -663,5 +711,6 @@ Reply = (
     | PeerHandshake
     | PeerGone
     | Lost
+    | Delayed
     | Failure
 )

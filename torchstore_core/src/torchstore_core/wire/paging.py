@@ -32,6 +32,7 @@ _FIELDS: dict[type[m.Message], tuple[str, ...]] = {
     m.Located: ("entries",),
     m.Fetched: ("entries", "names", "paths", "same_as"),
     m.Granted: ("grants",),
+    m.RefsReply: ("refs",),
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["MESSAGE_MAX", "Message", "Run", "groups", "messages"]
+from torchstore_core.contracts.transport import Copy
+
+__all__ = ["MESSAGE_MAX", "Message", "Run", "groups", "messages", "parts"]
 
 #: Size of the largest message in bytes, which bounds how much one wait of a pair is for.
 MESSAGE_MAX = 8 << 20
@@ -85,3 +87,22 @@ def _joined(runs: Sequence[Run], total: int) -> Message:
         else:
             joined.append((position, nbytes))
     return Message(joined, total)
+
+
+def parts(copies: Sequence[Copy], most_copies: int, most_bytes: int) -> Iterator[list[Copy]]:
+    """Cut a batch into parts that one request can describe, of at most ``most_copies`` copies and,
+    unless a single copy is larger, ``most_bytes`` bytes.
+
+    >>> [len(part) for part in parts([Copy(0, 0, 0, 4)] * 5, 2, 100)]
+    [2, 2, 1]
+    """
+    part: list[Copy] = []
+    total = 0
+    for copy in copies:
+        if part and (len(part) >= most_copies or total + copy.nbytes > most_bytes):
+            yield part
+            part, total = [], 0
+        part.append(copy)
+        total += copy.nbytes
+    if part:
+        yield part

@@ -8,7 +8,7 @@ import os
 import pkgutil
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext
@@ -21,6 +21,7 @@ from torchstore_core.errors import (
 from torchstore_core.machine.networks import namespace_id
 from torchstore_core.machine.tasks import wait_ended
 from torchstore_transports.pairs.addresses import addresses_here
+from torchstore_transports.pairs.batches import parts
 from torchstore_transports.pairs.connection import PairConnection
 from torchstore_transports.pairs.protocol import (
     VERSION,
@@ -97,7 +98,7 @@ class PairLink(Link):
             raise TransportError("a copy has a negative number of bytes")
         done = 0
         async with self._turns:
-            for part in _parts(copies):
+            for part in parts(copies, _PART_COPIES, _PART_BYTES):
                 try:
                     await self._move_part(part, into=into)
                 except TransportError as error:
@@ -213,16 +214,3 @@ def _kill(made: asyncio.Future[PairConnection]) -> None:
     """Kill a connection, if it was made, that is not wanted any more."""
     if not made.cancelled() and made.exception() is None:
         in_thread(made.result().kill)
-
-
-def _parts(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    part: list[Copy] = []
-    total = 0
-    for copy in copies:
-        if part and (len(part) >= _PART_COPIES or total + copy.nbytes > _PART_BYTES):
-            yield part
-            part, total = [], 0
-        part.append(copy)
-        total += copy.nbytes
-    if part:
-        yield part

@@ -21,6 +21,7 @@ from torchstore_cli import reports
 from torchstore_cli.connection import given_address, open_store
 from torchstore_cli.doctor.links import LARGE, host_report, link_report, ranking_to
 from torchstore_cli.doctor.plugin_check import Outcome, check_plugins
+from torchstore_cli.doctor.spilling import spill_notes
 from torchstore_core.clients.stores import discovery
 from torchstore_core.clients.stores import environment as stores
 from torchstore_core.contracts.transport import LinkContext
@@ -33,6 +34,7 @@ from torchstore_core.plugins.registry import GROUPS, Registry
 from torchstore_core.server.memory.segment import open_memory
 from torchstore_core.server.memory.volume import default_capacity
 from torchstore_core.server.server import ServerOptions
+from torchstore_core.wire import messages as m
 
 __all__ = ["examine"]
 
@@ -172,6 +174,7 @@ async def _store(
     try:
         async with open_store(server.address, timeout) as store:
             welcome = store.welcome
+            found.notes += spill_notes((await store.call(m.StatusReply, m.Status)).status)
             for info in welcome.volumes:
                 if info.lost:
                     continue

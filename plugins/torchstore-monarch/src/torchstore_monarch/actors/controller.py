@@ -59,6 +59,7 @@ class ControllerActor(Actor):
             strategy=request.strategy,
             strategy_fields=request.strategy_fields,
             block=request.block,
+            when_full=request.when_full,
             directory=directory,
         )
         server = Server(options)

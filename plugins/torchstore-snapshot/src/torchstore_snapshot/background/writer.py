@@ -163,7 +163,9 @@ class _Job:
         Args:
             undecided: another rank may still commit the take, so what was written stays.
         """
-        if not undecided and not (self._committing and self._visible()):
+        # Once rank 0 may know what this rank has written, only rank 0 decides.
+        reported = self._committing and (self._begin.rank > 0 or self._visible())
+        if not undecided and not reported:
             self._files.abort()
         self._release()
         if self._begin.size > 1:
@@ -232,7 +234,7 @@ def _serve(
             elif job.handle(message):
                 del jobs[message.job]
                 program.ended(message.job)
-        except (TorchStoreError, OSError, ValueError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - whoever waits for the job is told
             failed = jobs.pop(message.job, None)
             if failed is not None:
                 failed.fail(f"{type(error).__name__}: {error}", undecided=rank_0_was_late(error))

@@ -24,7 +24,12 @@ __all__ = [
 MANIFEST = "snapshot.json"
 
 _TAKE = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
-_OF_TAKE = re.compile(rf"(?:^|[.-])({_TAKE.pattern})(?:[.-]|$)")
+# All the names that the functions below make, and no others: gc removes such files.
+_OF_TAKE = re.compile(
+    rf".*-({_TAKE.pattern})-\d+-\d+\.safetensors"
+    rf"|\.(?:part|claim)-({_TAKE.pattern})(?:-\d+)?\.json"
+    rf"|\..+-({_TAKE.pattern})\.[0-9a-f]{{8}}\.tmp"
+)
 _UNSAFE = re.compile(r"[^A-Za-z0-9_]+")
 
 
@@ -70,8 +75,10 @@ def claim_file(take: str) -> str:
 
 
 def temporary(name: str, take: str) -> str:
-    """Return the name under which a file is written before it is renamed to ``name``."""
-    return f".{name}-{take}.tmp"
+    """Return a name under which a file is written before it is renamed to ``name``. It is a new one
+    each time: a process that was killed may have left another.
+    """
+    return f".{name}-{take}.{os.urandom(4).hex()}.tmp"
 
 
 def take_of(name: str) -> str | None:
@@ -80,8 +87,8 @@ def take_of(name: str) -> str | None:
     >>> take_of("model-0195d0a2b3c4-00c0ffee-0-2.safetensors"), take_of("config.json")
     ('0195d0a2b3c4-00c0ffee', None)
     """
-    found = _OF_TAKE.search(name)
-    return None if found is None else found[1]
+    found = _OF_TAKE.fullmatch(name)
+    return None if found is None else next(filter(None, found.groups()))
 
 
 def check_file_name(name: str, path: str) -> str:

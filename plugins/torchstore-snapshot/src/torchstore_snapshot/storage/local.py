@@ -172,7 +172,8 @@ class LocalStorage:
             contextlib.suppress(FileNotFoundError),
             os.scandir(os.path.dirname(self._path)) as all_,
         ):
-            return [entry.name for entry in all_ if entry.is_dir()]
+            # A link, such as `latest`, is another name of a folder, not another snapshot.
+            return [entry.name for entry in all_ if entry.is_dir(follow_symlinks=False)]
         return []
 
     def remove_if_empty(self) -> None:

@@ -365,7 +365,10 @@ def take(
     try:
         parts = ranks.exchange(part, Part, error)
     except BaseException:
-        discard(prepared)  # no rank commits
+        if ranks.rank == 0 or part is None:
+            discard(prepared)  # no rank commits
+        elif prepared.claim is not None:  # rank 0 may have all parts; if not, gc collects this one
+            prepared.claim.release()
         raise
     if ranks.rank == 0:
         try:

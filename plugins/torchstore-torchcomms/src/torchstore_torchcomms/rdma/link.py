@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from torchstore_core.contracts.transport import Copy, Link, LinkContext, Memory
 from torchstore_core.errors import TransportError, TransportUnavailableError
@@ -22,6 +22,7 @@ from torchstore_torchcomms.rdma.protocol import (
     decode_welcome,
     encode,
 )
+from torchstore_transports.pairs.batches import parts
 from torchstore_transports.pairs.threads import Turns
 
 __all__ = ["RdmaLink"]
@@ -103,7 +104,7 @@ class RdmaLink(Link):
             raise TransportError("a copy has a negative number of bytes")
         done = 0
         async with self._turns:
-            for part in _parts(copies):
+            for part in parts(copies, _PART_COPIES, _PART_BYTES):
                 try:
                     await self._move_part(part, memory, into=into)
                 except TransportError as error:
@@ -185,16 +186,3 @@ def _spans(part: Sequence[Copy], which: Sequence[int]) -> list[tuple[int, int]]:
         elif copy.nbytes:
             found.append((copy.address, end))
     return found
-
-
-def _parts(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    part: list[Copy] = []
-    total = 0
-    for copy in copies:
-        if part and (len(part) >= _PART_COPIES or total + copy.nbytes > _PART_BYTES):
-            yield part
-            part, total = [], 0
-        part.append(copy)
-        total += copy.nbytes
-    if part:
-        yield part

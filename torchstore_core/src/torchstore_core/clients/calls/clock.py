@@ -202,6 +202,9 @@ class Clock:
                 f"{', and more clients wait than its queue holds' if full else ''}"
             )
             error.args = (error.message,)
+        if why := known.get("waiting_for"):
+            error.message = f"{self._timeout_error().message}: {why}"
+            error.args = (error.message,)
         error.details = {
             "address": self._joined.address,
             **known,

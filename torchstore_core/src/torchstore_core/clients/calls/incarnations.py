@@ -68,8 +68,9 @@ async def check_incarnation(
     if incarnation in (0, current):
         return
     await channel.call(m.Exists(channel.next_id(), []), m.Flags, clock.left())
+    what = f"version {version} of {key!r}" if key else f"object {version:x}"
     raise VersionGoneError(
-        f"version {version} of {key!r} is gone: the ref is of incarnation {incarnation} of a "
+        f"{what} is gone: the ref is of incarnation {incarnation} of a "
         f"store, and this is incarnation {current} of store {session.welcome.store_name!r}, which "
         "has started without the memory of an earlier one",
         key=key,

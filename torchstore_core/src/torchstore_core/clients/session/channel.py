@@ -90,6 +90,7 @@ class Channel:
         # Messages without a reply that were sent while it was down.
         self._postponed: list[m.Message] = []
         self._pages: dict[int, list[m.Message]] = {}  # of replies that are not complete yet
+        self._delays: dict[int, str] = {}  # why the replies to these requests come later
         self._limits: set[asyncio.Timeout] = set()
         self._unsent = bytearray()
         self._buffer = memoryview(bytearray(_RECEIVE))
@@ -165,6 +166,9 @@ class Channel:
             direct = self._receive_directly(request_id)
             if type(direct) is expect:
                 return direct
+            if type(direct) is m.Delayed:
+                self._delays[request_id] = direct.why
+                direct = None
             reply = direct
             if reply is None:
                 reply = await self._wait(request_id, timeout, message, sent=True)
@@ -205,6 +209,8 @@ class Channel:
             raise
         finally:
             self._pending.pop(request_id, None)
+            if self._delays:
+                self._delays.pop(request_id, None)
             if request_id in self._pages:
                 del self._pages[request_id]
                 self.cancel(request_id)
@@ -388,6 +394,9 @@ class Channel:
         waiting = self._pending.get(request_id)
         if waiting is None or waiting[0].done():
             return
+        if type(reply) is m.Delayed:
+            self._delays[request_id] = reply.why
+            return
         whole = self._assembled(request_id, reply)
         if whole is not None:
             waiting[0].set_result(whole)
@@ -510,14 +519,15 @@ class Channel:
         self._timer = None
         now = self.loop.time()
         soonest: float | None = None
-        for future, deadline, _ in list(self._pending.values()):
+        for request_id, (future, deadline, _) in list(self._pending.items()):
             if deadline is None or future.done():
                 continue
             if deadline <= now:
+                details: dict[str, object] = {"answered": False}
+                if why := self._delays.get(request_id):
+                    details = {"waiting_for": why}
                 future.set_exception(
-                    StoreTimeoutError(
-                        "the server did not answer in time", details={"answered": False}
-                    )
+                    StoreTimeoutError("the server did not answer in time", details=details)
                 )
             elif soonest is None or deadline < soonest:
                 soonest = deadline

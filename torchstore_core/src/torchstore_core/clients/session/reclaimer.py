@@ -21,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 
+from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.errors import ProtocolError
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import FrameReader, decode_reply, encode
@@ -79,9 +80,10 @@ class Reclaimer:
     Args:
         owner: the session.
         connection: the liveness connection, after its handshake.
+        place: what references say of the store.
     """
 
-    def __init__(self, owner: Owner, connection: socket.socket) -> None:
+    def __init__(self, owner: Owner, connection: socket.socket, place: StorePlace) -> None:
         self._owner = owner
         self._pid = os.getpid()
         self._connection = connection
@@ -104,6 +106,7 @@ class Reclaimer:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
+        self.holder = Holder(place, connection, owner.next_id, self.wake)
 
     def start(self) -> None:
         """Start the thread."""
@@ -162,6 +165,7 @@ class Reclaimer:
             while self._run_connected():
                 continue
         finally:  # without this thread nothing would be released any more: the server must see that
+            self.holder.close()
             self._owner.on_end()
             _cancel([*self._waiting, *itertools.chain(*self._flushes.values())])
             for sock in (self._connection, self._wake_read, self._wake_write):
@@ -212,7 +216,8 @@ class Reclaimer:
         poll = select.poll()
         for fd in watched:
             poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll()}
+        due = self.holder.due_in()
+        ready = {fd for fd, _ in poll.poll(None if due is None else due * 1000)}
         if wake in ready:
             self._wake_read.recv(4096)
         # Before the queues are drained, so that a finalizer that runs later wakes the thread again.
@@ -226,13 +231,14 @@ class Reclaimer:
             self._deferred.clear()
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         self._send_all()
+        self.holder.flush_if_due(now=bool(waiting))
         if waiting:  # replies come in order: by then all that was sent is processed
             flush = m.Exists(self._owner.next_id(), [])
             self._flushes[flush.id] = waiting
-            self._connection.sendall(encode(flush))
+            self.holder.write(encode(flush))
         self._owner.after_wake_up()
         return not self._owner.finish_if_idle() or bool(
-            self._held or self._deferred or self._to_release
+            self._held or self._deferred or self._to_release or self.holder.busy
         )
 
     def _receive(self) -> bool:
@@ -265,9 +271,9 @@ class Reclaimer:
             else:
                 parts.append((lease, positions))
         for release in _releases(whole, parts):
-            self._connection.sendall(encode(release))
+            self.holder.write(encode(release))
         while self._messages:
-            self._connection.sendall(encode(self._messages.popleft()))
+            self.holder.write(encode(self._messages.popleft()))
         aborted: list[int] = []
         unsettled: set[tuple[int, str]] = set()
         while self._to_abort:
@@ -275,17 +281,19 @@ class Reclaimer:
             aborted.append(txn)
             unsettled.update(writes)
         if aborted:
-            self._connection.sendall(encode(m.Abort(aborted, list(unsettled))))
+            self.holder.write(encode(m.Abort(aborted, list(unsettled))))
 
     # ---- fork -----------------------------------------------------------------------------
 
     def before_fork(self) -> None:
         """In the parent: keep everything mapped now leased until the child has ended, too."""
+        self.holder.before_fork()
         if self._held:
             self._fork_pipe = (*os.pipe(), frozenset(self._held))
 
     def after_fork_in_parent(self) -> None:
         """Start to watch the pipe, whose other end the child holds."""
+        self.holder.after_fork_in_parent()
         if self._fork_pipe is not None:
             read, write, idents = self._fork_pipe
             os.close(write)
@@ -310,6 +318,7 @@ class Reclaimer:
             _inherited.append((self._connection, self._fork_pipe[1]))
         elif not lost:
             self._connection.close()
+        self.holder.after_fork_in_child()
 
 
 def _releases(whole: list[int], parts: list[tuple[int, list[int]]]) -> Iterator[m.Release]:

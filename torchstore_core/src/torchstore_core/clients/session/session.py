@@ -24,6 +24,8 @@ from torchstore_core.clients.session.handshake import (
     handshake,
     socket_path,
 )
+from torchstore_core.clients.session.held_ref import claim_waiting
+from torchstore_core.clients.session.holder import Holder, StorePlace
 from torchstore_core.clients.session.reclaimer import Reclaimer
 from torchstore_core.clients.session.rejoining import has_ended, rejoin
 from torchstore_core.clients.session.volume_links import VolumeLinks
@@ -93,7 +95,7 @@ class Session:
         self._keeps_memory = False
         self._closing = False
         self._warm: list[tuple[int, int, int]] = list(welcome.warm)
-        self._reclaimer = Reclaimer(self, liveness)
+        self._reclaimer = Reclaimer(self, liveness, _place(address, welcome))
         self._reclaimer.start()
 
     @classmethod
@@ -131,7 +133,13 @@ class Session:
             session.close()
             raise
         session._reclaimer.wake()
+        claim_waiting()
         return session
+
+    @property
+    def holder(self) -> Holder:
+        """What keeps versions alive for the references of this process."""
+        return self._reclaimer.holder
 
     @property
     def usable(self) -> bool:
@@ -435,6 +443,7 @@ class Session:
         last zero-copy tensor has died.
         """
         self._closing = True
+        self.holder.retired = True
         if now or not (self._uses or self._unfinished):
             self._close_connections()
         self._reclaimer.wake()
@@ -474,6 +483,12 @@ class Session:
             volume.close_in_child()
         self._reclaimer.after_fork_in_child(lost=self.lost)
         self.lost = True
+
+
+def _place(address: str, welcome: m.Welcome) -> StorePlace:
+    """What references say of the store of a session."""
+    host_id = topology.probe().host_id
+    return StorePlace(welcome.store_name, welcome.incarnation, address, host_id)
 
 
 def _is_left_alone(channel: Channel) -> bool:

@@ -12,6 +12,7 @@ from torchstore_core.clients.calls.arguments import check_key
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_incarnation
 from torchstore_core.clients.session.channel import QUICK_ENTRIES, Channel
+from torchstore_core.clients.session.held_ref import HeldRef
 from torchstore_core.clients.session.session import Session
 from torchstore_core.clients.transfer import executor
 from torchstore_core.clients.transfer.moves import get_batches
@@ -64,10 +65,15 @@ class ValueRequest(msgspec.Struct, frozen=True, gc=False):
             )
         if part is not None:
             part = plain_slice(str(what), part)
+        if isinstance(what, HeldRef):
+            what = what.ref
         if isinstance(what, ObjectRef):
             version = _exact(what.key, what.version)
             of = what.incarnation, what.timeline
-            return cls(check_key(what.key), version, tensor, part, *of)
+            key = what.key
+            if key or not what.incarnation:  # otherwise it is an object without a key
+                check_key(key)
+            return cls(key, version, tensor, part, *of)
         if isinstance(what, Request):
             version = 0 if what.version is None else _exact(what.key, what.version)
             if part is None and what.tensor_slice is not None:

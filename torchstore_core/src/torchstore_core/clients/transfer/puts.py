@@ -19,7 +19,7 @@ from torchstore_core.errors import StoreFullError, TorchStoreError
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
 
-__all__ = ["Putting", "put_sources"]
+__all__ = ["Putting", "put_object", "put_sources"]
 
 R = TypeVar("R", bound=m.Message)
 
@@ -34,6 +34,7 @@ async def put_sources(
     version: int = 0,
     group: m.Publication | None = None,
     rewind: bool = False,
+    when_full: int = 0,
 ) -> m.Committed:
     """Put with one message if it is small; otherwise begin, write and commit. If anything fails,
     the put is undone.
@@ -44,16 +45,34 @@ async def put_sources(
     if nbytes == 0 or nbytes <= session.inline_max():
         items = [source.item(inline_bytes(source)) for source in sources]
         kind = m.Rewind if rewind else m.Put
-        put = kind(channel.next_id(), session.next_id(), items, version, group)
-        reply = await _begin(session, channel, put, m.Committed, clock)
+        put = kind(channel.next_id(), session.next_id(), items, version, group, when_full)
+        reply = await _begin(session, channel, put, len(items), m.Committed, clock)
         clock.phase("plan")
         if clock.measured is not None:
             clock.measured.moved(nbytes, "inline")
         return reply
-    with Putting(session, channel, sources, clock, version, group, rewind) as putting:
+    with Putting(session, channel, sources, clock, version, group, rewind, when_full) as putting:
         await putting.begin()
         await putting.write()
         return await putting.commit()
+
+
+async def put_object(
+    session: Session, channel: Channel, source: Source, clock: Clock, held_as: tuple[int, str]
+) -> int:
+    """Put a value without a key; returns its number. ``held_as``: see ``messages.PutObject``."""
+    if source.nbytes <= session.inline_max() or source.nbytes == 0:
+        item = source.item(inline_bytes(source))
+        put = m.PutObject(channel.next_id(), session.next_id(), item, *held_as)
+        reply = await _begin(session, channel, put, 1, m.Committed, clock)
+        clock.phase("plan")
+        if clock.measured is not None:
+            clock.measured.moved(source.nbytes, "inline")
+        return reply.versions[0]
+    with Putting(session, channel, [source], clock, 0, None, held_as=held_as) as putting:
+        await putting.begin()
+        await putting.write()
+        return (await putting.commit()).versions[0]
 
 
 class Putting:
@@ -68,6 +87,8 @@ class Putting:
         version: int,
         group: m.Publication | None,
         rewind: bool = False,
+        when_full: int = 0,
+        held_as: tuple[int, str] | None = None,
     ) -> None:
         self._session = session
         self._channel = channel
@@ -75,7 +96,9 @@ class Putting:
         self.clock = clock
         self._version = version
         self._group = group
+        self._held_as = held_as  # see ``messages.PutObject``
         self._rewind = rewind
+        self._when_full = when_full
         self._txn = session.begin()
         self._grants: list[m.Grant | None] = []
         self._done = False
@@ -92,9 +115,14 @@ class Putting:
             else source.item(None if source.nbytes else b"")
             for source in self._sources
         ]
-        kind = m.Rewind if self._rewind else m.Put
-        put = kind(self._channel.next_id(), self._txn, items, self._version, self._group)
-        granted = await _begin(self._session, self._channel, put, m.Granted, self.clock)
+        put: m.Put | m.PutObject
+        if self._held_as is None:
+            kind = m.Rewind if self._rewind else m.Put
+            number = self._channel.next_id()
+            put = kind(number, self._txn, items, self._version, self._group, self._when_full)
+        else:
+            put = m.PutObject(self._channel.next_id(), self._txn, items[0], *self._held_as)
+        granted = await _begin(self._session, self._channel, put, len(items), m.Granted, self.clock)
         self._grants = granted.grants
         self.clock.phase("plan")
 
@@ -144,14 +172,21 @@ class Putting:
 
 
 async def _begin(
-    session: Session, channel: Channel, put: m.Put, expect: type[R], clock: Clock
+    session: Session,
+    channel: Channel,
+    put: m.Put | m.PutObject,
+    items: int,
+    expect: type[R],
+    clock: Clock,
 ) -> R:
-    """Send a Put. Retry once if tensors that just died in this process held the missing space."""
-    quick = expect is m.Committed and len(put.items) <= QUICK_ENTRIES
+    """Send a Put with so many items. Retry once if tensors or references that have just ended in
+    this process held the missing space.
+    """
+    quick = expect is m.Committed and items <= QUICK_ENTRIES
     try:
         return await channel.call(put, expect, clock.left(), quick=quick)
     except StoreFullError as full:
-        if not full.details.get("leased_bytes"):
+        if not (full.details.get("leased_bytes") or full.details.get("held_bytes")):
             raise
         if not await session.wait_released(channel, clock.left()):
             raise

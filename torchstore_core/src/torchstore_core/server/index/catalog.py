@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 import msgspec
 
 from torchstore_core import moments
-from torchstore_core.errors import KeyNotFoundError
+from torchstore_core.errors import KeyNotFoundError, VersionGoneError
 from torchstore_core.reports.stat import Pending
 from torchstore_core.server.index.errors import (
     entry_error,
@@ -25,11 +25,13 @@ from torchstore_core.server.index.errors import (
     version_lost_error,
 )
 from torchstore_core.server.index.generations import Generation
+from torchstore_core.server.index.gone.evictions import Evictions
 from torchstore_core.server.index.key_history import KeyHistory, PutTarget
 from torchstore_core.server.index.key_names import KeyNames, splits
 from torchstore_core.server.index.participants import Contribution, PutSequence
 from torchstore_core.server.index.records import (
     Change,
+    HeldVersion,
     Manifest,
     SessionRecord,
     Stored,
@@ -57,6 +59,8 @@ class Catalog:
         newest: the newest complete version of every key.
         histories: the other versions of keys that are put by several participants or that keep
             old versions.
+        held: versions that references hold, whatever becomes of their keys; see
+            ``index.references``.
         unsettled: keys that have lost an unfinished version, for example to make way for a put;
             :meth:`settle` finishes the partial versions that waited for it.
     """
@@ -66,7 +70,9 @@ class Catalog:
         self.newest: dict[str, Stored] = {}
         self.names = KeyNames(self.newest)
         self.histories: dict[str, KeyHistory] = {}
+        self.held: dict[tuple[str, int, int], HeldVersion] = {}  # by key, version, timeline
         self.unsettled: set[str] = set()
+        self.evictions = Evictions(self)
         self.timelines = Timelines()
         # A key that is put again after a delete continues above its last version, so that no (key,
         # version) is ever used twice. The last versions of the most recently deleted keys are
@@ -86,17 +92,41 @@ class Catalog:
         """
         stored = self.newest.get(key)
         if stored is None:
+            if version and (held := self.held_version(key, version)) is not None:
+                return held.stored, version
             entry = self._entry(key, version)
             if entry is None and version:
-                raise gone_error(key, version, self.versions(key))
+                raise self._gone_error(key, version)
             return entry
         if not version or stored.version == version:
             return stored, stored.version
         history = self.histories.get(key)
         old = None if history is None else history.kept.get(version)
         if old is None:
-            raise gone_error(key, version, self.versions(key))
+            if (held := self.held_version(key, version)) is not None:
+                return held.stored, version
+            raise self._gone_error(key, version)
         return old, version
+
+    def _gone_error(self, key: str, version: int) -> VersionGoneError:
+        there = self.versions(key)
+        return self.evictions.gone_error(key, version, there) or gone_error(key, version, there)
+
+    def held_version(
+        self, key: str, version: int, timeline: int | None = None
+    ) -> HeldVersion | None:
+        """What references hold of a key at that version. ``timeline`` None: that of the version
+        with this number now.
+        """
+        if not self.held:
+            return None
+        if timeline is None:
+            timeline = self.timeline(key, version)
+        return self.held.get((key, version, timeline))
+
+    def is_kept(self, key: str, version: int, timeline: int) -> bool:
+        """Whether a version of a key, or of an entry, stays although nothing holds it."""
+        return version in self.versions(key) and self.timeline(key, version) == timeline
 
     def timeline(self, key: str, version: int) -> int:
         """The timeline of a version of a key, or of an entry of a state dict."""
@@ -127,6 +157,8 @@ class Catalog:
             if version and stored is not None and stored.version != version:
                 history = self.histories.get(base)
                 stored = None if history is None else history.kept.get(version)
+            if version and stored is None and (held := self.held_version(base, version)):
+                stored = held.stored
             if type(stored) is Manifest and name in stored.entries:
                 return stored.entries[name], stored.version
         return None
@@ -140,7 +172,7 @@ class Catalog:
                     return partial_error(key, base, pending[0])
             if self._entry(key, 0) is not None:
                 return entry_error(key, keys)
-        return missing_error(keys)
+        return self.evictions.missing_error(keys) or missing_error(keys)
 
     def newest_version(self, key: str) -> int:
         """Return the newest version of a key or entry; 0 if there is none."""
@@ -610,6 +642,7 @@ class Catalog:
         if stored is None and (history is None or not (history.pending or history.branches)):
             return None
         freed: list[Value] = []
+        self.evictions.forget(key)
         last = self._lowest_version(key) - 1
         if stored is not None:
             del self.newest[key]
@@ -626,6 +659,13 @@ class Catalog:
                 freed += release(all_values(old))
         self._bury(key, last)
         return freed
+
+    def hide(self, key: str) -> None:
+        """Forget the newest version of a key, but not which versions there were."""
+        last = self._lowest_version(key) - 1
+        del self.newest[key]
+        self.names.remove(key)
+        self._bury(key, last)
 
     def _bury(self, key: str, version: int) -> None:
         self._deleted[key] = version

@@ -156,6 +156,15 @@ class CollectivePut:
         return self._targets.keys()
 
     @property
+    def keeps_older(self) -> bool:
+        """Whether older versions of what it puts stay readable."""
+        publication = self._request.group
+        if publication is None:
+            return False
+        history = self._catalog.histories.get(publication.key)
+        return (publication.keep or (1 if history is None else history.keep)) > 1
+
+    @property
     def generations(self) -> list[Generation]:
         """The generations that the put contributes to."""
         found = (target.generation for target in self._targets.values())

@@ -57,6 +57,12 @@ def used_error(key: str, version: int, used: int, newest: int) -> VersionGoneErr
 
 def gone_error(key: str, version: int, versions: list[int]) -> VersionGoneError:
     """The error for a version that cannot be read; ``versions`` are those that can."""
+    if not key:
+        return VersionGoneError(
+            f"object {version:x} is gone: it was freed, or the last reference to it had ended "
+            "before this one arrived, or the store has been started again since",
+            details={"current": 0},
+        )
     if versions and version > versions[-1]:
         text = f"there is no version {version} of {key!r} yet: it is at {versions[-1]}; wait for it"
         return VersionGoneError(text, key=key, details={"current": versions[-1]})

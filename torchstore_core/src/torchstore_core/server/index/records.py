@@ -20,8 +20,21 @@ if TYPE_CHECKING:
     from torchstore_core.server.index.key_history import PutTarget
     from torchstore_core.server.index.participants import Contribution
 
-__all__ = ["Change", "Manifest", "SessionRecord", "Shards", "Stored", "Txn", "Value"]
-__all__ += ["Versions", "Waiter", "all_values", "release", "retain", "values_in"]
+__all__ = [
+    "Change",
+    "HeldVersion",
+    "Hold",
+    "Manifest",
+    "SessionRecord",
+    "Shards",
+    "Stored",
+    "Txn",
+    "Value",
+    "Versions",
+]
+__all__ += ["Waiter", "all_values", "release", "retain", "values_in"]
+
+_MAX_GIVEN_BACK = 100_000
 
 
 @final
@@ -189,6 +202,9 @@ class Txn(msgspec.Struct, eq=False):
         plain: the values that become versions of their keys by themselves.
         contributions: its contributions to generations, see ``server.index.generations``.
         results: the values and targets whose versions the commit returns, in order.
+        when_full: what is done with its values when memory is full, see ``messages.Put``.
+        held_as: it makes an object without a key, which its session holds by this id, from this
+            line of the program on.
     """
 
     values: list[Value]
@@ -196,11 +212,37 @@ class Txn(msgspec.Struct, eq=False):
     plain: list[Value]
     contributions: list[tuple[PutTarget, Contribution]]
     results: Sequence[Value | PutTarget]
+    when_full: int = m.PINNED
+    held_as: tuple[int, str] | None = None
 
     @property
     def nbytes(self) -> int:
         """The memory granted to the put on all volumes together, in bytes."""
         return sum(self.granted.values())
+
+
+class HeldVersion(msgspec.Struct, eq=False):
+    """A version that is held, see ``index.references.holds``.
+
+    Args:
+        count: by how many sessions and tickets; one that holds it twice counts twice.
+        freed: it was taken from those that hold it.
+    """
+
+    key: str
+    version: int
+    stored: Stored
+    timeline: int = 0
+    count: int = 0
+    freed: bool = False
+
+
+class Hold(msgspec.Struct, eq=False):
+    """One hold of a version: since when, in seconds since the epoch, and from which line."""
+
+    version: HeldVersion
+    since: float
+    where: str = ""
 
 
 class SessionRecord(msgspec.Struct, eq=False):
@@ -211,6 +253,8 @@ class SessionRecord(msgspec.Struct, eq=False):
     topology: Topology
     txns: dict[int, Txn] = {}
     leases: dict[int, list[Value | None]] = {}
+    holds: dict[int, Hold] = {}
+    tickets: set[int] = set()  # that it has sent, see ``index.references.holds``
     #: Ids of leases and puts that were given back before the requests that begin them arrived over
     #: another, slower connection.
     given_back: set[int] = set()
@@ -225,6 +269,11 @@ class SessionRecord(msgspec.Struct, eq=False):
     meets: bool = True  # whether it may make handshakes: until it, or its process, has ended
     opened: float = msgspec.field(default_factory=lambda: moments.monotonic())
     closed: float | None = None
+
+    def give_back(self, ident: int) -> None:
+        """What is to begin under this id has been given back already."""
+        if len(self.given_back) < _MAX_GIVEN_BACK:
+            self.given_back.add(ident)
 
     def end(self) -> None:
         """Record that the session's process has ended or left the store."""
@@ -246,6 +295,8 @@ class Waiter(msgspec.Struct, eq=False):
     Args:
         timeline: that of version ``min_version - 1``, which the wait follows; -1: it follows none.
         fail: called instead of ``reply`` when the version cannot come any more.
+        look: for a request that waits for some of its keys: answers it if that is possible, and
+            returns whether it has.
     """
 
     keys: list[str]
@@ -253,3 +304,4 @@ class Waiter(msgspec.Struct, eq=False):
     reply: Callable[[list[int]], None]
     timeline: int = -1
     fail: Callable[[TorchStoreError], None] | None = None
+    look: Callable[[], bool] | None = None

@@ -65,6 +65,36 @@ class Waiting:
             self._by_key.setdefault(key, {})[waiter] = None
         return waiter
 
+    def add_any(
+        self, refs: list[tuple[str, int]], count: int, reply: Callable[[list[bool]], None]
+    ) -> Waiter | None:
+        """Call ``reply`` with a flag for each key and its lowest version, once ``count`` of them
+        are there; None if they are already.
+        """
+
+        def look() -> bool:
+            flags = [self._is_there(key, version) for key, version in refs]
+            if sum(flags) < count:
+                return False
+            reply(flags)
+            return True
+
+        if look():
+            return None
+        waiter = Waiter([key for key, _ in refs], 0, lambda versions: None, look=look)
+        for key in waiter.keys:
+            self._by_key.setdefault(key, {})[waiter] = None
+        return waiter
+
+    def _is_there(self, key: str, version: int) -> bool:
+        """Whether there is no need to wait for a version: it, or a newer one, can be read. An
+        object without a key is there, or is gone for good.
+        """
+        if not key:
+            return True
+        found = self._catalog.find(key)
+        return found is not None and found[1] >= version and not self._is_lost(found[0])
+
     def forget(self, waiter: Waiter) -> None:
         """Drop a waiter without answering it."""
         for key in waiter.keys:
@@ -86,6 +116,10 @@ class Waiting:
                 if key == base or key.startswith(f"{base}/"):
                     woken |= waiting
         for waiter in woken:
+            if waiter.look is not None:
+                if waiter.look():
+                    self.forget(waiter)
+                continue
             versions = self._satisfied(waiter)
             if versions is not None:
                 self.forget(waiter)

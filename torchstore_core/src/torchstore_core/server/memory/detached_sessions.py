@@ -3,7 +3,8 @@
 Such a session has ended: the client can no longer make requests. But its zero-copy tensors are
 mappings of volumes on its own host, and volumes that are still there would reuse their memory. So
 the leases on values there stay until a volume of that host reports that the process has ended, or
-until no volume of that host is left.
+until no volume of that host is left. Its holds stay until the
+process is seen to end, because it may have its references as long as it lives.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class DetachedSessions:
                 pairs = list(zip(held, stays, strict=True))
                 left.leases[lease] = [value if kept else None for value, kept in pairs]
                 session.leases[lease] = [None if kept else value for value, kept in pairs]
+        left.holds, session.holds = session.holds, {}
         self.sessions[token] = left
         self._controller.close_session(session)
         self._drop_if_empty(left)
@@ -71,6 +73,7 @@ class DetachedSessions:
         """Release the leases of a detached session whose process has ended. Idempotent."""
         left = self.sessions.pop(token, None)
         if left is not None:
+            self._controller.holds.session_ended(left)
             self._controller.release(left, list(left.leases), [])
 
     def volume_lost(self) -> None:
@@ -82,7 +85,7 @@ class DetachedSessions:
 
     def _drop_if_empty(self, left: SessionRecord) -> None:
         page_locked = left.keeps_memory and self._volumes_beside(left)
-        if not (left.leases or page_locked):
+        if not (left.leases or left.holds or page_locked):
             del self.sessions[left.token]
 
     def _volumes_beside(self, left: SessionRecord) -> list[VolumeRecord]:

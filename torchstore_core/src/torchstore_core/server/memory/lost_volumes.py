@@ -131,6 +131,8 @@ def _every_value(catalog: Catalog, sessions: Iterable[SessionRecord]) -> Iterato
         for generation in history.generations():
             for contribution in generation.contributions.values():
                 yield from (value for _, value in contribution.items)
+    for version in catalog.held.values():
+        yield from all_values(version.stored)
     for session in sessions:
         for txn in session.txns.values():
             yield from txn.values

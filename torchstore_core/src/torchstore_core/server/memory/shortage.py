@@ -96,6 +96,8 @@ def full_error(
     waiting: Mapping[str, int],
     strategy: Strategy | None = None,
     items: Sequence[m.PutItem] = (),
+    *,
+    held: int = 0,
 ) -> StoreFullError:
     """Return the error for a put that does not fit; it lists the holders of the memory.
 
@@ -104,6 +106,7 @@ def full_error(
         waiting: the bytes held by unfinished versions, by key.
         strategy, items: the store's strategy and the items of the put, to report if the put would
             fit with another strategy.
+        held: the bytes that are there only because references hold them.
     """
     volumes = [v for v in volumes if not v.lost]
     capacity = sum(v.info.capacity_bytes for v in volumes)
@@ -146,6 +149,10 @@ def full_error(
             pieces += f"the {len(sizes):,} of this put do not go into them together"
             advice = "Put fewer values at once, delete keys"
         advice += ", drop tensors that zero-copy gets returned, which lie in between"
+    if held:
+        details["held_bytes"] = held
+        top += f"; {held:,} only for references"
+        advice += ", drop references (`torchstore status --refs` shows who has them)"
     if waiting:
         details["waiting"] = dict(waiting)
         most = max(waiting, key=lambda key: waiting[key])

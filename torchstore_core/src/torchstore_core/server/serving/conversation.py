@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,8 +23,10 @@ from torchstore_core.machine.processes import Process
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.index.records import SessionRecord, Versions, Waiter
 from torchstore_core.server.serving import inspection
+from torchstore_core.server.serving.holding import answer_holds, is_holder
 from torchstore_core.server.serving.members import is_member
 from torchstore_core.server.serving.sending import Sender
+from torchstore_core.server.spilling.delays import Delayed
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_request
 
@@ -36,6 +38,8 @@ __all__ = ["Conversation"]
 
 log = logging.getLogger(__name__)
 
+# Requests that are handled although their sender has gone: they concern others, or free memory.
+_LAST_WORDS = m.Abort | m.Release | m.Unhold | m.Lend | m.LendAll | m.Adopt
 # How many Waits one conversation may have open; a client has one per awaiting task.
 _MAX_WAITERS = 100_000
 
@@ -74,6 +78,7 @@ class Conversation:
         self._volume = -1
         self._liveness = False
         self._waiters: dict[int, Waiter] = {}
+        self._delayed: dict[int, m.Put | m.PutObject | m.Locate | m.Fetch] = {}  # by their ids
         server.conversations.add(self)
 
     @property
@@ -89,9 +94,10 @@ class Conversation:
         return self._liveness
 
     @property
-    def is_member(self) -> bool:
-        """Whether the session is a member's, which reads no messages that it has not requested."""
-        return self._session is not None and is_member(self._session)
+    def is_deaf(self) -> bool:
+        """Whether the session is one that reads no messages that it has not requested."""
+        session = self._session
+        return session is not None and (is_member(session) or is_holder(session))
 
     def handle(self, body: bytes) -> None:
         """Answer one message. An invalid message ends the conversation."""
@@ -106,11 +112,11 @@ class Conversation:
 
     def hear_last(self, body: bytes) -> None:
         """Handle a message of a client that closed its connection before the message was answered:
-        aborts and releases take effect, other requests are ignored.
+        what it gives back or lends takes effect, other requests are ignored.
         """
         try:
             request = decode_request(body)
-            if isinstance(request, m.Abort | m.Release):
+            if isinstance(request, _LAST_WORDS):
                 self._handle(request)
         except (TorchStoreError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             log.debug("the last words of a client: %s", error)
@@ -126,7 +132,7 @@ class Conversation:
         stay.
         """
         session = self._session
-        if session is not None:
+        if session is not None and not is_holder(session):
             self._server.died(session)
             controller = self._server.controller
             # A process with a role reads no mapped memory, so neither do its forked children.
@@ -141,9 +147,13 @@ class Conversation:
         """End the conversation because its relay is gone. The client may still run and read mapped
         memory, so its session is detached. Idempotent.
         """
-        self._end(
-            why, lambda session: self._server.controller.detached.detach(session, self._process)
-        )
+        detached = self._server.controller.detached
+
+        def detach(session: SessionRecord) -> None:
+            # A holder's connection may have passed from the process that is known to a child of it.
+            detached.detach(session, None if is_holder(session) else self._process)
+
+        self._end(why, detach)
 
     def _end(self, why: str, close_session: Callable[[SessionRecord], None]) -> None:
         if self not in self._server.conversations:
@@ -156,6 +166,7 @@ class Conversation:
         for waiter in self._waiters.values():
             self._server.controller.waiting.forget(waiter)
         self._waiters.clear()
+        self._delayed.clear()
         if self._volume >= 0:
             self._server.volume_ended(self._volume, why)
         if self._session is not None:
@@ -193,8 +204,11 @@ class Conversation:
             raise StoreClosedError("this session has ended")
         try:
             reply = self._answer(request, self._session)
+        except Delayed as delayed:
+            self._delay(request, delayed)
+            return
         except StoreFullError as error:
-            if self._server.when_trimmed(lambda: self._retry(request)):
+            if self._server.when_trimmed(lambda: self._again(request)):
                 return
             self._server.refusals.refused(self._session, error)
             reply = _failure(request, error)
@@ -204,10 +218,36 @@ class Conversation:
             log.exception("request failed: %s", type(request).__name__)
             text = f"the server failed on {type(request).__name__}; its log has the traceback"
             reply = _failure(request, TorchStoreError(text))
+        if self._delayed:
+            self._delayed.pop(getattr(request, "id", 0), None)
         if reply is not None:
             self.send(reply)
 
-    def _retry(self, request: m.Request) -> None:
+    def _delay(self, request: m.Request, delayed: Delayed) -> None:
+        """Answer a request later, unless its client gives it up."""
+        if isinstance(request, m.Put | m.PutObject | m.Locate | m.Fetch):
+            if self._delayed.get(request.id) is not request:
+                self._delayed[request.id] = request
+                self.send(m.Delayed(request.id, delayed.why))
+            delayed.then(lambda: self._retry(request))
+
+    def _retry(self, request: m.Put | m.PutObject | m.Locate | m.Fetch) -> None:
+        if self._delayed.get(request.id) is request:
+            self._server.controller.operations[type(request)] -= 1  # it was counted already
+            self._again(request)
+
+    def _give_up(self, puts: Iterable[int], leases: Iterable[int]) -> None:
+        """Forget delayed requests: their client has given back what they would get."""
+        txns, given_back = set(puts), set(leases)
+        for number, request in list(self._delayed.items()):
+            if (
+                (request.txn in txns)
+                if isinstance(request, m.Put | m.PutObject)
+                else request.lease in given_back
+            ):
+                del self._delayed[number]
+
+    def _again(self, request: m.Request) -> None:
         """Answer a request that had to wait for memory, unless the conversation has ended."""
         if self in self._server.conversations:
             try:
@@ -272,7 +312,7 @@ class Conversation:
             self.send(m.Failure(hello.id, error.code, error.message))
             self.end()
 
-    def _again(self, request: m.Repeatable, session: SessionRecord) -> m.Reply | None:
+    def _answer_again(self, request: m.Repeatable, session: SessionRecord) -> m.Reply | None:
         """Answer a request that an earlier life of the server may have executed."""
         returning = self._server.returning
         before = None if returning is None else returning.again(session, request)
@@ -306,8 +346,12 @@ class Conversation:
             case m.Commit():
                 return _committed(request.id, controller.commit(session, request.txn))
             case m.Release():
+                if self._delayed:
+                    self._give_up((), request.leases)
                 controller.release(session, request.leases, request.parts, remember=self._liveness)
             case m.Abort():
+                if self._delayed:
+                    self._give_up(request.txns, ())
                 self._abort(session, request)
             case m.Keep():
                 session.keeps_memory = True
@@ -338,6 +382,11 @@ class Conversation:
                     controller.catalog, controller.volumes, request.prefix, request.after
                 )
                 return m.Listing(request.id, listed, more, pending)
+            case m.PutObject():
+                versions, grants = controller.put_object(session, request)
+                if grants is not None:
+                    return m.Granted(request.id, grants)
+                return m.Committed(request.id, versions)
             case m.Handshake():
                 self._server.handshakes.answer(session, request, self.send)
             case m.Settle():
@@ -349,10 +398,14 @@ class Conversation:
             case m.Shutdown():
                 return self._server.shutdown(request.id, session)
             case m.Again():
-                return self._again(request.request, session)
+                return self._answer_again(request.request, session)
             case m.Resume():
                 self._server.resumed(session, request)
                 return m.Done(request.id)
+            case m.WaitAny():
+                self._wait_any(request)
+            case _:
+                return answer_holds(controller, session, request)
         return None
 
     def _abort(self, session: SessionRecord, request: m.Abort) -> None:
@@ -364,10 +417,23 @@ class Conversation:
         else:
             abort()
 
-    def _wait(self, request: m.Wait) -> None:
-        if len(self._waiters) >= _MAX_WAITERS or request.id in self._waiters:
+    def _check_room_for_wait(self, ident: int) -> None:
+        if len(self._waiters) >= _MAX_WAITERS or ident in self._waiters:
             raise ProtocolError("too many waits on one connection, or their ids repeat")
 
+    def _wait_any(self, request: m.WaitAny) -> None:
+        self._check_room_for_wait(request.id)
+
+        def reply(flags: list[bool]) -> None:
+            self._waiters.pop(request.id, None)
+            self.send(m.Flags(request.id, flags))
+
+        waiter = self._server.controller.waiting.add_any(request.refs, request.count, reply)
+        if waiter is not None:
+            self._waiters[request.id] = waiter
+
+    def _wait(self, request: m.Wait) -> None:
+        self._check_room_for_wait(request.id)
         controller = self._server.controller
 
         def reply(versions: list[int]) -> None:

@@ -47,6 +47,7 @@ def stat(catalog: Catalog, volumes: Sequence[VolumeRecord], key: str) -> Found:
         catalog.pending(key),
         listed.lost,
         min([1 + len(v.more) for v in values], default=1),
+        sum([v.nbytes for v in values if v.data is None and v.offset < 0]),
     )
 
 

@@ -1,0 +1,144 @@
+"""Commands of a measured process: more values than memory, through a store that spills them."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+import torchstore_core as ts
+
+_PIECE = 8 << 20
+# As many as the store has.
+_WRITERS, _READERS = 2, 4
+# Puts, or gets, that the client has under way.
+_AT_ONCE = 3
+_SMALL = "small"
+_PAUSE_S = 0.002
+
+
+class MoreThanMemory:
+    """Commands on a store with a directory to spill to.
+
+    Args:
+        run: runs a coroutine on the process's event loop.
+    """
+
+    def __init__(self, run: Callable[[Any], Any]) -> None:
+        self._run = run
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._values: list[torch.Tensor] = []
+
+    def open(self, capacity: int, count: int, nbytes: int, seed: int) -> dict[str, Any]:
+        """Start a store that spills to the current directory's disk, with one small value in it."""
+        self._folder = tempfile.TemporaryDirectory(prefix="torchstore-bench-", dir=".")
+        random = torch.Generator().manual_seed(seed)
+        words = nbytes // 8
+        self._values = [
+            torch.randint(-(1 << 62), 1 << 62, (words,), generator=random) for _ in range(count)
+        ]
+
+        async def start() -> dict[str, Any]:
+            client = await ts.initialize(
+                capacity=capacity, prefault=capacity, spill=self._folder.name
+            )
+            await ts.put(_SMALL, torch.ones(256))
+            return {"address": client.address, "server_pid": (await ts.status()).controller_pid}
+
+        return self._run(start())  # type: ignore[no-any-return]
+
+    def round(self) -> dict[str, Any]:
+        """Put all values, and get all of them back in place; the same bytes on the raw disk."""
+        into = [torch.empty_like(self._values[0]) for _ in range(_AT_ONCE)]
+        wrong: list[str] = []
+
+        async def through() -> dict[str, Any]:
+            before = (await ts.status()).spill
+            begun = time.perf_counter()
+            todo = iter(enumerate(self._values))
+
+            async def put_some(turn: int) -> None:
+                for at, value in todo:
+                    await ts.put(f"v{at}", value, when_full="spillable")
+
+            async def get_some(turn: int) -> None:
+                for at, value in todo:
+                    await ts.get(f"v{at}", into[turn])
+                    if not torch.equal(into[turn][::1000], value[::1000]):
+                        wrong.append(f"v{at}")
+
+            await asyncio.gather(*map(put_some, range(_AT_ONCE)))
+            put = time.perf_counter()
+            todo = iter(enumerate(self._values))
+            await asyncio.gather(*map(get_some, range(_AT_ONCE)))
+            got = time.perf_counter()
+            after = (await ts.status()).spill
+            return {
+                "put": put - begun,
+                "get": got - put,
+                "written": after.written_bytes - before.written_bytes,
+                "read": after.read_bytes - before.read_bytes,
+            }
+
+        found: dict[str, Any] = self._run(through())
+        wrote, read = self._raw()
+        self._run(ts.delete_batch([f"v{at}" for at in range(len(self._values))]))
+        return {**found, "raw write": wrote, "raw read": read, "wrong": wrong}
+
+    def small(self, seconds: float) -> list[float]:
+        """Seconds of each of the small gets that fit into the time, one every few milliseconds."""
+
+        async def measure() -> list[float]:
+            found: list[float] = []
+            end = time.perf_counter() + seconds
+            while (begun := time.perf_counter()) < end:
+                await ts.get(_SMALL)
+                found.append(time.perf_counter() - begun)
+                await asyncio.sleep(_PAUSE_S)
+            return found
+
+        return self._run(measure())  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Drop the values and the directory."""
+        self._values.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _raw(self) -> tuple[float, float]:
+        """Bytes a second of writing all values to a new file, and of reading them, past the page
+        cache where the file system can, with as many threads as the store has.
+        """
+        nbytes = self._values[0].nbytes
+        flags = os.O_RDWR | os.O_TMPFILE
+        folder = self._folder.name if self._folder is not None else "."
+        try:
+            fd = os.open(folder, flags | os.O_DIRECT, 0o600)
+        except OSError:
+            fd = os.open(folder, flags, 0o600)
+        buffers = [mmap.mmap(-1, _PIECE) for _ in range(_READERS)]
+        for buffer in buffers:
+            buffer.write(os.urandom(_PIECE))
+
+        def move(call: Callable[..., int], thread: int, threads: int) -> None:
+            for at in range(thread, len(self._values), threads):
+                for start in range(at * nbytes, (at + 1) * nbytes, _PIECE):
+                    call(fd, [buffers[thread]], start)
+
+        rates: list[float] = []
+        with ThreadPoolExecutor(_READERS) as pool:
+            for call, threads in ((os.pwritev, _WRITERS), (os.preadv, _READERS)):
+                begun = time.perf_counter()
+                moves = [pool.submit(move, call, thread, threads) for thread in range(threads)]
+                for one in moves:
+                    one.result()
+                rates.append(nbytes * len(self._values) / (time.perf_counter() - begun))
+        os.close(fd)
+        return rates[0], rates[1]

@@ -1,0 +1,95 @@
+"""Commands of a measured process: objects without a key, put, read and dropped, beside the same
+with a key, and beside Ray where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+import torchstore_core as ts
+from torchstore_cli.bench import floors, workload
+from torchstore_cli.bench.measuring import until_unleased
+
+BY_KEY, RAY = "put, get, delete by key", "ray.put, ray.get, del"
+_KEY = "by key"
+
+
+class References:
+    """Commands on objects that live as long as their reference.
+
+    Args:
+        run: runs a coroutine on the process's event loop.
+    """
+
+    def __init__(self, run: Callable[[Any], Any]) -> None:
+        self._run = run
+        self._value = torch.empty(0)
+        self._ray: Any = None
+
+    def make(self, nbytes: int, seed: int) -> list[str]:
+        """Make a value of so many bytes; what is compared with putting, reading and dropping it."""
+        self._value = workload.random_tensor((nbytes // 2,), seed).view(torch.uint8)
+        if importlib.util.find_spec("ray"):
+            import ray
+
+            if not ray.is_initialized():
+                ray.init(num_cpus=1, include_dashboard=False, object_store_memory=1 << 30)
+            self._ray = ray
+        return [BY_KEY, RAY] if self._ray is not None else [BY_KEY]
+
+    def cycle(self, count: int, turn: int) -> dict[str, Any]:
+        """One round: put, read and drop the value ``count`` times in each way; seconds each."""
+        wrong: list[str] = []
+
+        async def once() -> Any:
+            ref = await ts.put_object(self._value)
+            return await ts.get(ref)
+
+        async def by_key() -> Any:
+            await ts.put(_KEY, self._value)
+            got = await ts.get(_KEY)
+            await ts.delete(_KEY)
+            return got
+
+        def awaited(call: Callable[[], Awaitable[Any]], name: str) -> float:
+            async def times() -> float:
+                start = time.perf_counter()
+                for _ in range(count):
+                    got = await call()
+                seconds = time.perf_counter() - start
+                if not torch.equal(got, self._value):
+                    wrong.append(name)
+                return seconds / count
+
+            seconds = self._run(times())
+            self._run(until_unleased())
+            return float(seconds)
+
+        measures: dict[str, Callable[[], float]] = {
+            "references": lambda: awaited(once, "references"),
+            BY_KEY: lambda: awaited(by_key, BY_KEY),
+        }
+        if self._ray is not None:
+            measures[RAY] = lambda: self._ray_cycle(count)
+        return {"times": floors.interleave(measures, turn), "wrong": wrong}
+
+    def _ray_cycle(self, count: int) -> float:
+        array = self._value.numpy()
+        start = time.perf_counter()
+        for _ in range(count):
+            ref = self._ray.put(array)
+            self._ray.get(ref)
+            del ref
+        return (time.perf_counter() - start) / count
+
+    def drop(self) -> None:
+        """Forget the value, and end Ray."""
+        self._value = torch.empty(0)
+        if self._ray is not None:
+            self._ray.shutdown()
+            self._ray = None

@@ -1,0 +1,165 @@
+"""Fixtures of all tests, those of the packages too, and with which runtimes they run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import processes, profiles
+from tests.support import RUNTIMES, running_store, start_store
+
+import torchstore_core as ts
+
+# What a developer's shell says about stores is not about the tests.
+for _name in [name for name in os.environ if name.startswith("TORCHSTORE_")]:
+    del os.environ[_name]
+# Transports with packages of their own are tested there: what other tests see does not depend on
+# which of them are installed.
+_APART = {"gloo", "rdma", "torchcomms", "torchcomms-rdma"}
+_APART &= {point.name for point in entry_points(group="torchstore.transports")}
+if _APART:
+    os.environ["TORCHSTORE_BLOCK"] = ",".join(sorted(_APART))
+for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
+    os.environ.pop(_name, None)
+
+profiles.register()
+
+_HERE = Path(__file__).parent
+_API = _HERE / "tests/api"
+_DEATHS = _HERE / "plugins/torchstore-monarch/tests/faults"
+_APART_TESTS = {
+    _HERE / f"plugins/torchstore-{name}/tests" for name in ("gloo", "rdma", "torchcomms")
+}
+_QUICK = {_API, _HERE / "tests/unit", _HERE / "plugins/torchstore-cli/tests"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--runtime",
+        action="append",
+        choices=RUNTIMES,
+        help="run the tests of the public API with this runtime alone (may be given repeatedly)",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The tests of tests/api run with every runtime, unless they are marked ``local_only``; others
+    are about more than the API, and run with ``local``.
+    """
+    if "runtime" not in metafunc.fixturenames:
+        return
+    every = _API in metafunc.definition.path.parents
+    if not every or metafunc.definition.get_closest_marker("local_only"):
+        metafunc.parametrize("runtime", ["local"], indirect=True, scope="module", ids=[""])
+        return
+    chosen = metafunc.config.getoption("runtime") or RUNTIMES
+    metafunc.parametrize(
+        "runtime", [r for r in RUNTIMES if r in chosen], indirect=True, scope="module"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What makes the test's own process part of a Monarch job comes last: that changes the default
+    runtime. Before it, and among itself, long files come before those of many short tests, so that
+    all processes of the tests are busy to the end; first of all those that mostly wait for an
+    engine to notice a death.
+    """
+    items.sort(
+        key=lambda item: (
+            _joins_a_job(item.nodeid),
+            _DEATHS not in item.path.parents,
+            _API in item.path.parents,
+        )
+    )
+    for item in items:
+        if not _is_quick(item):
+            item.add_marker("thorough")
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    """Whether `make test` runs it, too: the public API on one runtime, and all that takes neither
+    jobs nor processes; of the other folders what has the mark ``quick``.
+    """
+    if not _QUICK.isdisjoint(item.path.parents):
+        callspec = getattr(item, "callspec", None)
+        return callspec is None or callspec.params.get("runtime", "local") == "local"
+    return item.get_closest_marker("quick") is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """What is of one file stays together where several processes share the tests; what makes it
+    part of a Monarch job, apart from the rest.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return f"monarch: {file}" if _joins_a_job(nodeid) else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Importing Monarch makes it the default runtime: only tests do, never their modules."""
+    if "monarch" in sys.modules:
+        raise pytest.UsageError("a test module imports monarch when it is collected")
+
+
+def _joins_a_job(nodeid: str) -> bool:
+    """Whether Monarch runs in the process of that test; torchstore-monarch's tests have jobs."""
+    return "monarch" in nodeid.partition("::")[2].lower()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> Iterator[None]:
+    """Ends with the tests; it starts with the first that needs it."""
+    yield
+    processes.stop_fork_server()
+
+
+@pytest.fixture(autouse=True)
+def _unblocked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of a transport's own package may use it."""
+    if not _APART_TESTS.isdisjoint(request.path.parents):
+        monkeypatch.delenv("TORCHSTORE_BLOCK", raising=False)
+
+
+@pytest.fixture(scope="module")
+def runtime(request: pytest.FixtureRequest) -> str:
+    """How a test's stores are started: an argument of ``start_store`` and ``running_store``."""
+    return str(request.param)
+
+
+@pytest.fixture
+async def store(runtime: str) -> AsyncIterator[ts.Client]:
+    """The default store, initialised with little memory; shut down after the test."""
+    async with running_store(runtime) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def module_store(runtime: str) -> Iterator[None]:
+    """The default store for all tests of a module, each of which has an event loop of its own."""
+    asyncio.run(start_store(runtime))
+    try:
+        yield
+    finally:
+        asyncio.run(ts.shutdown())
+
+
+@pytest.fixture
+async def shared(module_store: None) -> AsyncIterator[ts.Client]:
+    """The module's store, empty: for many short tests that are not about starting one."""
+    client = await ts.client()
+    yield client
+    await client.delete_batch(await client.keys())

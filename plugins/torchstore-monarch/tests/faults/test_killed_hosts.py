@@ -1,0 +1,150 @@
+"""``kill -9`` on other hosts than the root's: of a process there, of the controller, of a host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+from tests.monarch import acts
+from tests.monarch.jobs import Job
+from tests.monarch.losses import (
+    AT_ONCE_S,
+    MB,
+    end_store,
+    is_lost,
+    leased_nothing,
+    put_hold_and_die,
+    says_lost,
+    try_get,
+)
+from tests.support import until
+
+import torchstore_core as ts
+
+
+@pytest.fixture
+async def two_hosts(hosts: Job) -> AsyncIterator[Job]:
+    """A worker on each of two hosts; all tests here have stores of their own in the same job."""
+    yield hosts
+    await end_store(hosts)
+
+
+@pytest.mark.soak
+async def test_a_volume_on_another_host(two_hosts: Job) -> None:
+    """Its relay dies with it: known when that was silent for 15 s, or when the engine says it."""
+    await two_hosts.root(acts.initialize_on_workers_hosts, {"strategy": "host"})
+    for worker in (0, 1):
+        await two_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
+        assert await two_hosts.at(1 - worker, acts.get_shape, f"k{worker}") == ((MB,), [1])
+    victim = (await two_hosts.root(acts.status)).volumes[3]
+    assert victim.host_id == "host1"
+    await two_hosts.root(acts.kill, victim.pid)
+    await until(lambda: two_hosts.root(is_lost, 3), 25)
+    assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
+    assert two_hosts.ended() is None
+
+
+async def test_the_process_of_a_relay(two_hosts: Job) -> None:
+    """It is silent from then on: after 15 s the volumes that were attached through it are lost, and
+    all that was held through it is given back, as no volume of its host is left. Its host finds the
+    way again.
+    """
+    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    for worker in (0, 1):
+        await two_hosts.at(worker, acts.put_ones, f"k{worker}", MB)
+    await two_hosts.at(1, acts.put_ones_and_hold, "held")
+    victim = (await two_hosts.root(acts.status)).volumes[1]
+    assert victim.host_id == "host1"
+    await two_hosts.root(acts.kill, victim.pid)
+    # Others go on meanwhile.
+    assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
+    with pytest.raises((ts.TransportError, ts.ObjectLostError, ts.StoreClosedError)):
+        await two_hosts.at(0, acts.get_shape, "k1")
+    await until(lambda: says_lost(two_hosts, 0, "k1"), 25)
+    assert await two_hosts.root(is_lost, 1)
+    await until(lambda: two_hosts.root(leased_nothing), 5)
+    # The host has no agent now; a client of it has a relay of its own.
+    assert await until(lambda: try_get(two_hosts, 1, "k0"), 15) == ((MB,), [1])
+    await two_hosts.at(1, acts.put_ones, "new", 2 * MB)
+    assert await two_hosts.at(0, acts.get_shape, "new") == ((2 * MB,), [1])
+    assert two_hosts.ended() is None
+
+
+async def test_the_controller(two_hosts: Job) -> None:
+    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    await two_hosts.at(0, acts.put_ones, "k", MB)
+    assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [1])
+    held = await two_hosts.at(0, acts.put_ones_and_hold, "held")
+    status = await two_hosts.root(acts.status)
+    await two_hosts.root(acts.kill, status.controller_pid)
+    begun = time.monotonic()
+    with pytest.raises(ts.StoreClosedError):
+        await two_hosts.root(acts.get, "k")
+    assert time.monotonic() - begun < AT_ONCE_S
+    # On other hosts: when the relay has not heard of it for 10 s, or the engine says so.
+    for worker in (0, 1):
+        with pytest.raises((ts.StoreClosedError, ts.StoreTimeoutError)):
+            await two_hosts.at(worker, acts.get, "k")
+    assert time.monotonic() - begun < 25
+    assert await two_hosts.at(0, acts.held_sum, held) == MB
+    # The name is free again as soon as the engine has seen it.
+    await until(lambda: _can_initialise(two_hosts), 30)
+    await two_hosts.at(0, acts.put_ones, "k", MB, 2)
+    assert await two_hosts.at(1, acts.get_shape, "k") == ((MB,), [2])
+    pids = {v.pid for v in status.volumes}
+    await until(lambda: not pids & two_hosts.processes(), 30)
+    await two_hosts.root(acts.shutdown)
+    await until(lambda: two_hosts.directories() == [], 10)
+    assert two_hosts.ended() is None
+
+
+async def _can_initialise(job: Job) -> bool:
+    try:
+        await job.root(acts.initialize_on_hosts, {"strategy": "host"})
+    except ts.ConfigurationError:
+        return False
+    return True
+
+
+async def test_a_client_actor(two_hosts: Job) -> None:
+    """Last with that job, which has a worker less after it."""
+    await two_hosts.root(acts.initialize_on_hosts, {"strategy": "host"})
+    await put_hold_and_die(two_hosts)
+
+
+async def _get_within(key: str, timeout: float) -> str:
+    """How a get of this very process's ends: "value", or the name of the error."""
+    try:
+        await ts.get(key, timeout=timeout)
+    except ts.TorchStoreError as error:
+        return type(error).__name__
+    return "value"
+
+
+def _below(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+async def test_a_whole_host() -> None:
+    """Nobody is left there who could say so: a get of what lies there ends in its time, and says
+    what has become of it.
+    """
+    with Job(workers=1, hosts=2) as job:
+        await job.root(acts.initialize_on_hosts, {"strategy": "host"})
+        for worker in (0, 1):
+            await job.at(worker, acts.put_ones, f"k{worker}", MB)
+        assert await job.at(0, acts.get_shape, "k1") == ((MB,), [1])
+        host = job.host_pids()[1]
+        pids = {host, *_below(host)}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        said = await job.at(0, _get_within, "k1", 3.0)
+        assert said in ("StoreTimeoutError", "TransportUnavailableError", "ObjectLostError")
+        assert time.monotonic() - begun < 3.0 + AT_ONCE_S
+        await until(lambda: says_lost(job, 0, "k1"), 25)
+        assert await job.at(0, acts.get_shape, "k0") == ((MB,), [1])

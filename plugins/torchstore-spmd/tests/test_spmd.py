@@ -1,0 +1,488 @@
+"""Stores of ranks: under torchrun, and started by hand with the variables that it sets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.processes import run_script
+from tests.support import SMALL, free_port, running_store, until
+from torch.distributed import TCPStore
+
+import torchstore_core as ts
+from torchstore_core.contracts.runtime import StoreOptions
+from torchstore_core.runtimes.local import LocalRuntime
+from torchstore_spmd.member import Member
+
+PROGRAM = str(Path(__file__).with_name("spmd_ranks.py"))
+PATIENCE_S = 90.0
+
+
+class Job:
+    """Running ranks."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self.processes = processes
+
+    async def line(self, index: int = 0) -> dict[str, Any]:
+        """The next thing that a process says."""
+        stream = self.processes[index].stdout
+        assert stream is not None
+        line = await asyncio.wait_for(asyncio.to_thread(stream.readline), PATIENCE_S)
+        assert line, "it ended"
+        return dict(json.loads(line))
+
+    def tell(self, index: int) -> None:
+        stream = self.processes[index].stdin
+        assert stream is not None
+        stream.write(b"\n")
+        stream.flush()
+
+    async def end(self, status: int = 0) -> list[dict[str, Any]]:
+        """What was said until all have ended."""
+        said = []
+        for process in self.processes:
+            out, _ = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
+            assert process.returncode == status
+            said += [json.loads(line) for line in out.splitlines()]
+        return said
+
+
+def variables(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+@contextmanager
+def job(
+    act: str,
+    *,
+    torchrun: bool = False,
+    ranks: int = 2,
+    port: int | None = None,
+    leave_out: Sequence[int] = (),
+    **more: str,
+) -> Iterator[Job]:
+    """Ranks that do ``act``: processes of their own, or one torchrun; they do not outlive it."""
+    port = free_port() if port is None else port
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **more}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    commands = [launch] if torchrun else [[sys.executable]] * ranks
+    processes = [
+        subprocess.Popen(
+            [*command, PROGRAM, act],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=environment if torchrun else environment | variables(rank, ranks, port),
+        )
+        for rank, command in enumerate(commands)
+        if rank not in leave_out
+    ]
+    try:
+        yield Job(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM if torchrun else signal.SIGKILL)
+            process.communicate(timeout=30)
+
+
+def nothing_left(server: dict[str, Any]) -> bool:
+    """Whether a server that a rank spoke of has gone, with its directory."""
+    directory = Path(server["address"].removeprefix("unix:")).parent
+    return not Path(f"/proc/{server['pid']}").exists() and not directory.exists()
+
+
+@pytest.mark.parametrize(
+    "torchrun",
+    [pytest.param(True, id="torchrun"), pytest.param(False, id="by hand", marks=pytest.mark.soak)],
+)
+async def test_stores_of_ranks_come_and_go_in_every_order(torchrun: bool) -> None:
+    with job("rounds", torchrun=torchrun) as ranks:
+        said = await ranks.end()
+    servers = [line for line in said if line["say"] == "server"]
+    assert len({line["pid"] for line in servers}) == 3
+    assert len(servers) == 6
+    for server in servers:  # gone with the last rank, before the ranks have ended
+        assert nothing_left(server)
+    assert sorted(line["rank"] for line in said if line["say"] == "done") == [0, 1]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+async def test_a_killed_rank_does_not_take_the_store_along(killed: int) -> None:
+    other = 1 - killed
+    with job("stay") as ranks:
+        server = await ranks.line(other)
+        assert (await ranks.line(killed))["pid"] == server["pid"]
+        ranks.processes[killed].kill()
+        ranks.processes[killed].wait()
+        ranks.tell(other)
+        assert await ranks.line(other) == {"rank": other, "say": "still here", "value": other}
+        assert not nothing_left(server)
+        ranks.processes[other].kill()
+        await until(lambda: nothing_left(server))
+
+
+@pytest.mark.quick
+async def test_a_store_ends_when_all_ranks_end_without_shutdown() -> None:
+    with job("end_without_shutdown") as ranks:
+        said = await ranks.end()
+    assert len(said) == 2
+    await until(lambda: nothing_left(said[0]))
+
+
+async def all_go_on(ranks: Job) -> None:
+    """At the same time: a rank that comes when rank 0 tries again would see no failure."""
+    for index in range(len(ranks.processes)):
+        assert (await ranks.line(index))["say"] == "here"
+    for index in range(len(ranks.processes)):
+        ranks.tell(index)
+
+
+async def cannot_start(ranks: Job) -> list[dict[str, Any]]:
+    """Two ranks fail together, and come again together; what they said."""
+    await all_go_on(ranks)
+    said = [await ranks.line(index) for index in (0, 1)]
+    for index in (0, 1):
+        ranks.tell(index)
+    return said + await ranks.end()
+
+
+async def use(ranks: Job) -> None:
+    """They have joined; now they use the store, and leave it."""
+    for index in range(len(ranks.processes)):
+        ranks.tell(index)
+    assert await ranks.end() == []
+
+
+async def test_jobs_of_one_port_do_not_mix() -> None:
+    """As two `mp.spawn` with the port of an example would be."""
+    port = free_port()
+    with job("meet", port=port) as first:
+        servers = [await first.line(index) for index in (0, 1)]
+        assert servers[0]["pid"] == servers[1]["pid"]
+        with job("meet", port=port) as second:
+            errors = await second.end()
+        assert [error.get("code") for error in errors] == ["configuration"] * 2
+        for error in errors:
+            assert "Another job uses this MASTER_PORT" in error["message"]
+        await use(first)
+
+
+async def test_a_rank_that_is_given_twice_is_refused_by_all() -> None:
+    port = free_port()
+    with (
+        job("meet", port=port, ranks=3, leave_out=[2]) as first,  # they wait for rank 2
+        job("meet", port=port, ranks=3, leave_out=[0, 2]) as twin,
+    ):
+        errors = [*await twin.end(), *await first.end()]
+    assert [error["code"] for error in errors] == ["configuration"] * 3
+    assert all("rank 1 is there already" in error["message"] for error in errors)
+
+
+@pytest.mark.soak
+async def test_ranks_come_again_to_a_rendezvous_that_stays() -> None:
+    """torchrun's agents keep theirs when hosts come and go, and count that as no restart."""
+    port = free_port()
+    kept = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with job("meet", port=port, **agent) as ranks:
+        before = await ranks.line()
+        await ranks.line(1)
+        for process in ranks.processes:
+            process.kill()
+    with job("meet", port=port, ranks=3, **agent) as ranks:  # more of them
+        said = [await ranks.line(index) for index in range(3)]
+        assert {line["pid"] for line in said} == {said[0]["pid"]} != {before["pid"]}
+        await use(ranks)
+    with job("cannot_start", port=port, **agent) as ranks:  # what failed then does not fail now
+        assert [line["say"] for line in await cannot_start(ranks)].count("done") == 2
+    with job("meet", port=port, **agent) as ranks:
+        assert await ranks.line() != await ranks.line(1)
+        await use(ranks)
+    del kept
+
+
+async def test_a_rank_that_has_the_name_already_tells_the_others() -> None:
+    port = free_port()
+    begun = time.monotonic()
+    async with running_store():
+        with job("meet", port=port, leave_out=[0]) as other:
+            env = ts.SPMDEnv(0, 0, 2, 2, "127.0.0.1", port)
+            with pytest.raises(ts.ConfigurationError, match="initialized in this process already"):
+                await ts.initialize_spmd(env=env, **SMALL)
+            (error,) = await other.end()
+    assert error["code"] == "configuration"
+    assert "rank 0: store 'torchstore' is initialized in this process already" in error["message"]
+    assert time.monotonic() - begun < 25
+
+
+async def test_a_rank_whose_warning_of_a_second_store_is_an_error_tells_the_others() -> None:
+    port = free_port()
+    async with running_store(store_name="elsewhere") as there:
+        os.environ["TORCHSTORE_ADDRESS"] = there.address
+        try:
+            with job("meet", port=port, leave_out=[0]) as other:  # rank 1 does not warn again
+                env = ts.SPMDEnv(0, 0, 2, 2, "127.0.0.1", port)
+                with pytest.raises(RuntimeWarning, match="connect_or_initialize"):
+                    await ts.initialize_spmd(env=env, **SMALL)
+                (error,) = await other.end()
+        finally:
+            del os.environ["TORCHSTORE_ADDRESS"]
+    assert "rank 0: it gave up: RuntimeWarning" in error["message"]
+
+
+async def test_what_fails_at_the_very_end_of_a_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHSTORE_ADDRESSES", "no JSON")
+    before = servers()
+    for start in (
+        lambda: ts.initialize(store_name="other", **SMALL),
+        lambda: ts.initialize_spmd(env=alone(0, 1), store_name="other", **SMALL),
+    ):
+        with pytest.raises(ts.ConfigurationError, match="TORCHSTORE_ADDRESSES"):
+            await start()
+    assert servers() <= before
+    monkeypatch.setenv("TORCHSTORE_ADDRESSES", '{"other": "unix:/inherited"}')
+    await ts.initialize(store_name="other", **SMALL)
+    assert "/inherited" not in os.environ["TORCHSTORE_ADDRESSES"]
+    await ts.shutdown("other")
+    assert json.loads(os.environ["TORCHSTORE_ADDRESSES"]) == {"other": "unix:/inherited"}
+
+
+async def test_what_is_no_environment_is_refused() -> None:
+    with pytest.raises(ts.ConfigurationError, match="env is an SPMDEnv"):
+        await ts.initialize_spmd(env={"rank": 0})  # type: ignore[arg-type]
+
+
+async def test_all_ranks_are_told_why_the_server_does_not_start() -> None:
+    started = time.monotonic()
+    with job("cannot_start") as ranks:
+        said = await cannot_start(ranks)
+    assert time.monotonic() - started < 25
+    errors = {line["rank"]: line for line in said if line["say"] == "error"}
+    assert [errors[rank]["code"] for rank in (0, 1)] == ["configuration"] * 2
+    assert "rank 0" in errors[1]["message"]
+    assert [line["say"] for line in said].count("done") == 2
+
+
+def alone(rank: int, world: int = 2) -> ts.SPMDEnv:
+    return ts.SPMDEnv(rank, rank, world, world, "127.0.0.1", free_port())
+
+
+async def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(ts.StoreTimeoutError, match=r"ranks 1, 2 of 3 did not come.* 1 s") as caught:
+        await ts.initialize_spmd(env=alone(0, 3), **{**SMALL, "timeout": 1})
+    assert caught.value.details["missing_ranks"] == [1, 2]
+    with pytest.raises(ts.StoreClosedError):
+        await ts.keys()
+    assert not servers()
+
+
+def servers() -> set[str]:
+    """The pids of the servers that this process has started."""
+    found = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread, or a child, that has ended meanwhile
+            for pid in path.read_text().split():
+                if "torchstore_core.server" in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.add(pid)
+    return found
+
+
+async def test_a_rank_0_that_does_not_come_is_named() -> None:
+    with pytest.raises(ts.StoreTimeoutError, match=r"MASTER_ADDR:MASTER_PORT.*rank 0") as caught:
+        await ts.initialize_spmd(env=alone(1), timeout=0.3)
+    assert caught.value.details["missing_ranks"] == [0]
+
+
+async def test_what_hangs_at_the_port_is_waited_for_in_time_and_blocks_nobody() -> None:
+    """torch itself would wait for ever."""
+    env = alone(1)
+    started = time.monotonic()
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.01)
+            beats += 1
+
+    beating = asyncio.create_task(beat())
+    with socket.create_server(("127.0.0.1", env.master_port)):
+        with pytest.raises((ts.StoreTimeoutError, ts.StoreClosedError), match="rendezvous store"):
+            await ts.initialize_spmd(env=env, timeout=1)
+        assert time.monotonic() - started < 5
+        assert beats > 20
+        beating.cancel()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def test_a_cancelled_start_leaves_nothing_and_the_next_one_works() -> None:
+    env = alone(0)
+    task = asyncio.create_task(ts.initialize_spmd(env=env, **SMALL))
+    await until(lambda: listens(env.master_port))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    one = ts.SPMDEnv(0, 0, 1, 1, "127.0.0.1", free_port())
+    fds = 0
+    for round_ in range(4):
+        await ts.initialize_spmd(env=one, **SMALL)
+        await ts.put("k", round_)
+        assert (await ts.versions("k"), await ts.get("k")) == ([1], round_)
+        with pytest.raises(ts.ConfigurationError, match="initialized in this process already"):
+            await ts.initialize_spmd(env=one, **SMALL)
+        await ts.shutdown()
+        if round_ == 1:
+            fds = len(os.listdir("/proc/self/fd"))
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= fds)
+
+
+async def test_several_hosts_need_a_package_and_its_name_is_said() -> None:
+    env = ts.SPMDEnv(0, 0, 4, 2, "127.0.0.1", free_port())
+    with pytest.raises(ts.PluginError, match="pip install torchstore-monarch"):
+        await ts.initialize_spmd(env=env, block=["monarch"])
+
+
+async def test_without_its_package_the_error_names_it() -> None:
+    printed = await run_script(
+        """
+        import importlib.metadata as metadata
+        found = metadata.distributions
+
+        def distributions(**context):
+            return (d for d in found(**context) if d.metadata["Name"] != "torchstore-spmd")
+
+        metadata.distributions = distributions
+        sys.modules["torchstore_spmd"] = None  # importing it fails
+        import torchstore_core.blocking as blocking
+
+        assert "initialize_spmd" in dir(ts) and "initialize_spmd" in dir(blocking)
+        assert ts.SPMDEnv(0, 0, 1, 1, "127.0.0.1", 1).one_host
+        for name in ("runtime='spmd'", ""):
+            try:
+                await (ts.initialize(runtime="spmd") if name else ts.initialize_spmd())
+            except ts.PluginError as error:
+                print("pip install torchstore-spmd" in str(error))
+        """,
+        fresh=True,
+    )
+    assert printed.split() == ["True", "True"]
+
+
+async def test_the_runtime_of_a_rank_takes_its_place_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As all runtimes do, it works by its name alone."""
+    with pytest.raises(ts.ConfigurationError, match="torchrun"):
+        await ts.initialize(runtime="spmd", **SMALL)
+    for name, value in variables(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    await ts.initialize(runtime="spmd", **SMALL)
+    await ts.shutdown()
+    with pytest.raises(ts.PluginError, match="'spmd' is blocked"):
+        await ts.initialize_spmd(block=["spmd"], **SMALL)
+
+
+async def test_the_program_of_the_readme_prints_what_it_says(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (printed,) = re.findall(r"^\$ torchrun .*?\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        str(script),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert sorted(out.decode().splitlines()) == printed.splitlines()
+
+
+# ---- members of a server ------------------------------------------------------------------
+
+
+async def test_a_server_ends_with_its_last_member() -> None:
+    runtime = LocalRuntime(members=True)
+    address = await runtime.start(StoreOptions("m", capacity=32 << 20, prefault=0), None)
+    reaper = runtime.release()
+    first, second = [await Member.join(address, (rank, rank), 10) for rank in (0, 1)]
+    client = await ts.connect(address, store_name="m")
+    await client.put("k", 1)
+    assert [session.role for session in (await client.status()).sessions] == [""]  # no members
+    assert await first.leave(10) is False
+    assert not second.server_ended
+    assert await client.get("k") == 1
+    assert await second.leave(10) is True
+    await asyncio.to_thread(reaper.join, 10)
+    assert not reaper.is_alive()
+    assert not Path(address.removeprefix("unix:")).parent.exists()
+    with pytest.raises(ts.StoreClosedError):
+        await Member.join(address, (0, 0), 10)
+    await ts.shutdown("m")
+
+
+async def test_a_forked_child_has_no_part_in_being_a_member() -> None:
+    runtime = LocalRuntime(members=True)
+    address = await runtime.start(StoreOptions("m", capacity=32 << 20, prefault=0), None)
+    reaper = runtime.release()
+    member = await Member.join(address, (0, 0), 10)
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(send)
+        os.read(receive, 1)  # until the parent closes its end
+        os._exit(0)
+    os.close(receive)
+    member.close()
+    await asyncio.to_thread(reaper.join, 10)
+    assert not reaper.is_alive()
+    os.close(send)
+    os.waitpid(child, 0)
+
+
+async def test_a_server_that_ends_takes_no_more_members() -> None:
+    """Stopped between the two messages of its last member, say."""
+    runtime = LocalRuntime(members=True)
+    address = await runtime.start(StoreOptions("m", capacity=32 << 20, prefault=0), None)
+    try:
+        member = await Member.join(address, (0, 0), 10)
+        os.kill(runtime.server_pid, signal.SIGSTOP)
+        leaving = asyncio.ensure_future(member.leave(10))
+        await asyncio.sleep(0)
+        joining = asyncio.ensure_future(Member.join(address, (1, 1), 10))
+        for _ in range(100):  # turns of the loop, in which both send what they have to say
+            await asyncio.sleep(0)
+        os.kill(runtime.server_pid, signal.SIGCONT)
+        assert await leaving is True
+        with pytest.raises(ts.StoreClosedError, match="last rank has left"):
+            await joining
+    finally:
+        await runtime.stop(5)

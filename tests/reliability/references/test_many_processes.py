@@ -1,0 +1,172 @@
+"""Many processes that are forked, spawned and killed at random while they refer to objects: nothing
+is freed early, and in the end memory is exactly what is still referred to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import random
+import time
+from typing import NamedTuple
+
+import pytest
+from tests.reliability.harness import Child, fds
+from tests.reliability.references import busy
+from tests.support import running_store, until
+
+KILL_EVERY_S = 0.5
+
+
+class Load(NamedTuple):
+    """How many processes at a time, for how long, and how many of them are spawned. The grace must
+    be longer than one of them may take to start: until then, what it was sent is in flight.
+    """
+
+    processes: int
+    seconds: float
+    spawned: float
+    grace_s: float
+
+
+class Crowd:
+    """The processes, and what each has sent to another that has not received it yet.
+
+    What a process was sent and may not have received when it was killed, is received here: so all
+    that is in flight arrives somewhere.
+    """
+
+    def __init__(self, load: Load, address: str, chance: random.Random) -> None:
+        self._load = load
+        self._address = address
+        self._chance = chance
+        self._members: dict[Child, dict[int, bytes]] = {}
+        self._sent = 0
+        self.received = self.killed = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def join(self) -> None:
+        start = "spawn" if self._chance.random() < self._load.spawned else "fast"
+        seed, joins = self._chance.randrange(1 << 30), self._chance.random() < 0.7
+        self._members[Child(busy.worker, seed, self._address, joins, start=start)] = {}
+
+    def kill(self) -> None:
+        child = self._chance.choice([*self._members])
+        unread = self._members.pop(child)
+        child.kill()
+        self.killed += 1
+        for encoded in unread.values():
+            pickle.loads(encoded)
+
+    async def listen(self) -> None:
+        """Pass on what has been sent."""
+        for child in [*self._members]:
+            while child.has_said():
+                kind, what = await child.said()
+                if kind == "received":
+                    del self._members[child][what]
+                    self.received += 1
+                elif kind == "send":
+                    self._send(what)
+
+    def _send(self, encoded: bytes) -> None:
+        target = self._chance.choice([*self._members])
+        if len(self._members[target]) > 20:  # it is just starting
+            pickle.loads(encoded)
+            return
+        self._sent += 1
+        self._members[target][self._sent] = encoded
+        target.tell((self._sent, encoded))
+
+    async def stop(self) -> dict[int, int]:
+        """Stop all; what they hold then: the bytes of each object, by its number."""
+        waiting = set(self._members)
+        for child in self._members:
+            child.tell("stop")
+        kept: dict[int, int] = {}
+        while waiting:
+            for child in [*waiting]:
+                while child in waiting and child.has_said():
+                    kind, what = await child.said()
+                    if kind == "kept":
+                        kept.update(what)
+                        waiting.discard(child)
+                    elif kind == "received":
+                        del self._members[child][what]
+                    else:
+                        pickle.loads(what)
+            await asyncio.sleep(0.01)
+        for unread in self._members.values():  # what came after it was told to stop
+            for encoded in unread.values():
+                pickle.loads(encoded)
+        return kept
+
+    async def end(self) -> None:
+        for child in self._members:
+            child.tell("end")
+        for child in self._members:
+            await child.ended()
+
+    def close(self) -> None:
+        for child in self._members:
+            child.kill()
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(Load(8, 5.0, 0.0, 4.0), id="short", marks=pytest.mark.soak),
+        pytest.param(Load(50, 60.0, 0.05, 30.0), id="long", marks=pytest.mark.soak),
+    ],
+)
+async def test_memory_is_exactly_what_is_referred_to(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHSTORE_REF_GRACE", str(load.grace_s))
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    async with running_store() as client:
+        pid = (await client.status()).controller_pid
+        before = fds(pid)
+        crowd = Crowd(load, client.address, chance)
+        try:
+            for _ in range(load.processes):
+                crowd.join()
+            next_kill = time.monotonic()
+            end = next_kill + load.seconds
+            while time.monotonic() < end:
+                await crowd.listen()
+                if time.monotonic() > next_kill:
+                    next_kill += 2 * chance.random() * KILL_EVERY_S
+                    crowd.kill()
+                    crowd.join()
+                await asyncio.sleep(0.01)
+            kept = await crowd.stop()
+            gc.collect()
+            assert crowd.received > 3
+            assert crowd.killed > 1
+
+            async def only_what_is_kept_is_held() -> bool:
+                held = {ref.version: ref.nbytes for ref in await client.refs()}
+                assert held.keys() >= kept.keys()
+                return held == kept
+
+            await until(only_what_is_kept_is_held, load.grace_s + 2)
+            (volume,) = (await client.status()).volumes
+            assert volume.leased_bytes == 0
+            # What lies in the segment takes whole cache lines there.
+            rounded = sum(n if n <= 5000 else -(-n // 64) * 64 for n in kept.values())
+            assert volume.used_bytes == rounded
+            await crowd.end()
+        finally:
+            crowd.close()
+
+        async def nothing_is_left() -> bool:
+            (volume,) = (await client.status()).volumes
+            return not await client.refs() and volume.used_bytes == 0 and fds(pid) <= before
+
+        await until(nothing_is_left, load.grace_s + 3)

@@ -1,0 +1,445 @@
+"""The counts of holds against a model made of sets: whatever order messages arrive in, a version is
+there exactly as long as its key has it, or somebody holds it, or it is in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+from tests.unit.server.test_controller import HERE, facts, inline, volumes
+
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.errors import KeyNotFoundError, ProtocolError, VersionGoneError
+from torchstore_core.plugins.registry import Registry
+from torchstore_core.server.controller import Controller
+from torchstore_core.server.index.records import SessionRecord
+from torchstore_core.server.index.references import holds as holding
+from torchstore_core.server.index.references.holds import Holds
+from torchstore_core.values import ObjectMeta
+from torchstore_core.wire import messages as m
+
+GRACE_S = 10.0
+KEYS = ("a", "b")
+OBJECT = ObjectMeta("pickle")
+Ref = tuple[str, int]
+
+
+def singleton() -> Strategy:
+    return Registry().strategy("singleton")()
+
+
+class Clock:
+    """Seconds that pass when a test says so, and what is to be called then."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._calls: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def later(self, delay: float, call: Callable[[], None]) -> None:
+        self._calls.append((self.now + delay, call))
+
+    def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while due := [one for one in self._calls if one[0] <= end]:
+            first = min(due, key=lambda one: one[0])
+            self._calls.remove(first)
+            self.now = max(self.now, first[0])
+            first[1]()
+        self.now = end
+
+
+class Store:
+    """A controller with small inline values, and a clock of its own."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self._volumes = volumes(1 << 20)
+        self.controller = Controller(self._volumes.__enter__(), singleton(), prefault=False)
+        controller = self.controller
+        controller.holds = self.holds = Holds(
+            controller.catalog, controller._free, self.clock.later, GRACE_S, self.clock.time
+        )
+        self._ids = itertools.count(1)
+
+    def close(self) -> None:
+        self._volumes.__exit__(None, None, None)
+
+    def session(self) -> SessionRecord:
+        return self.controller.open_session(facts(), HERE)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def put(self, session: SessionRecord, key: str, data: bytes) -> Ref:
+        put = m.Put(self.next_id(), self.next_id(), [inline(key, data)])
+        versions, _ = self.controller.put(session, put)
+        return key, versions[0]
+
+    def put_object(self, session: SessionRecord, hold: int, data: bytes) -> Ref:
+        item = m.PutItem("", OBJECT, len(data), data)
+        put = m.PutObject(self.next_id(), self.next_id(), item, hold)
+        versions, _ = self.controller.put_object(session, put)
+        return "", versions[0]
+
+    def claim(self, session: SessionRecord, hold: int, ticket: int, ref: Ref) -> None:
+        self.holds.claim(session, m.Claim(hold, ticket, *ref, timeline=0))
+
+    def hold(self, session: SessionRecord, hold: int, key: str, version: int = 0) -> int:
+        return self.holds.hold(session, m.Hold(self.next_id(), hold, key, version)).version
+
+    def has(self, ref: Ref) -> bool:
+        try:
+            return self.controller.catalog.find(*ref) is not None
+        except VersionGoneError:
+            return False
+
+    @property
+    def used(self) -> int:
+        return self.controller.volumes[0].used
+
+
+class _Ticket:
+    """A reference in flight, as the model sees it."""
+
+    def __init__(self, sender: SessionRecord, held: dict[int, Ref]) -> None:
+        self.sender = sender
+        self.held = held
+        self.claimed = False
+        self.due: float | None = None
+
+
+class HoldsMachine(RuleBasedStateMachine):
+    """Requests of living and dead sessions, in any order that their connections allow."""
+
+    sessions: Bundle[SessionRecord] = Bundle("sessions")
+    sent: Bundle[tuple[int, Ref]] = Bundle("sent")  # what a decoder may find, for ever
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Store()
+        self.sizes: dict[Ref, int] = {}
+        self.current: dict[str, Ref] = {}
+        self.holds: dict[bytes, dict[int, Ref]] = {}
+        self.tickets: dict[int, _Ticket] = {}
+        self.dying: set[bytes] = set()
+        self.numbers = itertools.count(1)
+        self.early: set[int] = set()  # tickets that were claimed before their sender was read
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    # ---- sessions -------------------------------------------------------------------------
+
+    @initialize(target=sessions)
+    def begin(self):
+        return multiple(self._open(), self._open())
+
+    @rule(target=sessions)
+    def open(self):
+        return self._open()
+
+    def _open(self) -> SessionRecord:
+        session = self.store.session()
+        self.holds[session.token] = {}
+        return session
+
+    @rule(session=sessions)
+    def die(self, session):
+        """The process is seen to be dead; its connection may still be open, and unread."""
+        if session.token in self.holds and session.closed is None:
+            self.store.controller.end_session(session)
+            self.dying.add(session.token)
+
+    @rule(session=consumes(sessions))
+    def close(self, session):
+        if session.token in self.holds:
+            self._ended(session.token)
+            self.store.controller.close_session(session)
+
+    def _ended(self, token: bytes) -> None:
+        self.holds.pop(token)
+        self.dying.discard(token)
+        for ticket in self.tickets.values():
+            if ticket.sender.token == token and ticket.due is None:
+                ticket.due = self.store.clock.now + GRACE_S
+
+    def _living(self, session: SessionRecord) -> bool:
+        return session.token in self.holds and session.closed is None
+
+    # ---- holds ----------------------------------------------------------------------------
+
+    @rule(session=sessions, key=st.sampled_from(KEYS), size=st.integers(1, 100))
+    def put(self, session, key, size):
+        if self._living(session):
+            ref = self.store.put(session, key, bytes(size))
+            self.sizes[ref] = size
+            self.current[key] = ref
+
+    @rule(key=st.sampled_from(KEYS))
+    def delete(self, key):
+        self.store.controller.delete([key], strict=False)
+        self.current.pop(key, None)
+
+    @rule(session=sessions, size=st.integers(1, 100), given_back=st.booleans())
+    def put_object(self, session, size, given_back):
+        """``given_back``: its process has been cancelled, and that has come first."""
+        if not self._living(session):
+            return
+        hold = self.store.next_id()
+        if given_back:
+            self.store.holds.unhold(session, [hold])
+        ref = self.store.put_object(session, hold, bytes(size))
+        self.sizes[ref] = size
+        if not given_back:
+            self.holds[session.token][hold] = ref
+
+    @rule(session=sessions, key=st.sampled_from(KEYS))
+    def hold(self, session, key):
+        if not self._living(session):
+            return
+        hold = self.store.next_id()
+        if key not in self.current:
+            with pytest.raises(KeyNotFoundError):
+                self.store.hold(session, hold, key)
+            return
+        assert self.store.hold(session, hold, key) == self.current[key][1]
+        self.holds[session.token][hold] = self.current[key]
+
+    @rule(session=sessions, data=st.data())
+    def unhold(self, session, data):
+        mine = self.holds.get(session.token)
+        if mine:
+            hold = data.draw(st.sampled_from(sorted(mine)))
+            self.store.holds.unhold(session, [hold])
+            del mine[hold]
+
+    @rule(data=st.data())
+    def free(self, data):
+        if not self.sizes:
+            return
+        ref = data.draw(st.sampled_from(sorted(self.sizes)))
+        held = ref in self._held()
+        assert self.store.holds.free([(*ref, 0)]) == held
+        for mine in self.holds.values():
+            for hold in [hold for hold, there in mine.items() if there == ref]:
+                del mine[hold]
+        for ticket in self.tickets.values():
+            ticket.held = {hold: there for hold, there in ticket.held.items() if there != ref}
+
+    # ---- in flight ------------------------------------------------------------------------
+
+    @rule(target=sent, session=sessions, data=st.data(), overtaken=st.booleans())
+    def send(self, session, data, overtaken):
+        """Encode a reference. ``overtaken``: a receiver is faster than the sender's own message."""
+        mine = self.holds.get(session.token)
+        if not mine:
+            return multiple()
+        hold = data.draw(st.sampled_from(sorted(mine)))
+        ref = mine[hold]
+        number = next(self.numbers)
+        if overtaken:
+            self._receive(data.draw(self.sessions), number, ref)
+        self.store.holds.lend(session, hold, number)
+        ticket = self.tickets[number] = _Ticket(session, {hold: ref})
+        if overtaken and number in self.early:
+            ticket.claimed = True
+            ticket.due = self.store.clock.now + GRACE_S
+        return number, ref
+
+    @rule(session=sessions, what=sent)
+    def receive(self, session, what):
+        self._receive(session, *what)
+
+    def _receive(self, session: SessionRecord, number: int, ref: Ref) -> None:
+        if not self._living(session):
+            return
+        hold = self.store.next_id()
+        ticket = self.tickets.get(number)
+        there = ref in self._alive()
+        self.store.claim(session, hold, number, ref)
+        if ticket is not None:
+            ticket.claimed = True
+            ticket.due = self.store.clock.now + GRACE_S
+        elif there:
+            self.early.add(number)
+        if there:
+            self.holds[session.token][hold] = ref
+
+    @rule(
+        target=sessions,
+        session=sessions,
+        order=st.sampled_from(("parent first", "child first", "child ends first")),
+    )
+    def fork(self, session, order):
+        """Parent and child have connections of their own: which of them is read first?"""
+        if not self._living(session):
+            return multiple()
+        number = next(self.numbers)
+        child = self._open()
+        if order != "parent first":
+            self.store.holds.adopt(child, number)
+        if order == "child ends first":
+            self._ended(child.token)
+            self.store.controller.close_session(child)
+        self.store.holds.lend_all(session, number)
+        if order == "parent first":
+            self.store.holds.adopt(child, number)
+        if order != "child ends first":
+            self.holds[child.token] = dict(self.holds[session.token])
+        return child
+
+    @rule(seconds=st.sampled_from((1.0, GRACE_S / 2, GRACE_S + 1)))
+    def wait(self, seconds):
+        end = self.store.clock.now + seconds
+        for token in list(self.dying):  # a quarter of a second later, what it sent has been read
+            self._ended(token)
+        self.store.clock.advance(seconds)
+        for number, ticket in list(self.tickets.items()):
+            if ticket.due is not None and ticket.due < end - 0.5:
+                del self.tickets[number]
+
+    # ---- what must be so ------------------------------------------------------------------
+
+    def _held(self) -> set[Ref]:
+        held = {ref for mine in self.holds.values() for ref in mine.values()}
+        return held | {ref for ticket in self.tickets.values() for ref in ticket.held.values()}
+
+    def _alive(self) -> set[Ref]:
+        return self._held() | set(self.current.values())
+
+    @invariant()
+    def what_is_referred_to_is_there_and_nothing_else(self):
+        alive = self._alive()
+        assert self.store.used == sum(self.sizes[ref] for ref in alive)
+        for ref in self.sizes:
+            assert self.store.has(ref) == (ref in alive), ref
+
+    @invariant()
+    def the_report_agrees(self):
+        sessions = self.store.controller.sessions.values()
+        reports = self.store.holds.report(sessions, set())
+        assert {(one.key, one.version) for one in reports} == self._held()
+        assert all(one.holders for one in reports)
+
+
+TestHolds = HoldsMachine.TestCase
+
+
+@pytest.fixture
+def store():
+    made = Store()
+    yield made
+    made.close()
+
+
+def test_a_ticket_of_a_dead_sender_lasts_for_the_grace(store: Store):
+    sender, receiver = store.session(), store.session()
+    ref = store.put_object(sender, 1, b"value")
+    store.holds.lend(sender, 1, 77)
+    store.controller.close_session(sender)
+    store.clock.advance(GRACE_S - 1)
+    assert store.has(ref)
+    store.claim(receiver, 5, 77, ref)
+    store.clock.advance(10 * GRACE_S)
+    assert store.has(ref)
+    store.holds.unhold(receiver, [5])
+    assert not store.has(ref)
+    assert store.used == 0
+
+
+def test_a_ticket_that_nobody_claims_ends_after_the_grace(store: Store):
+    sender = store.session()
+    ref = store.put_object(sender, 1, b"value")
+    store.holds.lend(sender, 1, 77)
+    store.holds.unhold(sender, [1])
+    store.clock.advance(100 * GRACE_S)  # its sender lives: it may be anywhere
+    assert store.has(ref)
+    store.controller.close_session(sender)
+    store.clock.advance(GRACE_S - 1)
+    assert store.has(ref)
+    store.clock.advance(2)
+    assert not store.has(ref)
+
+
+def test_what_a_dead_process_sent_last_counts(store: Store):
+    """A process that was killed may have sent messages that the server has not read yet."""
+    sender, receiver = store.session(), store.session()
+    ref = store.put_object(sender, 1, b"value")
+    store.controller.end_session(sender)  # seen by its process id
+    store.holds.lend(sender, 1, 77)  # and now its connection is read
+    store.controller.close_session(sender)
+    store.clock.advance(1)
+    store.claim(receiver, 5, 77, ref)
+    assert store.has(ref)
+
+
+def test_a_claim_that_comes_too_late_holds_nothing(store: Store):
+    sender, receiver = store.session(), store.session()
+    ref = store.put_object(sender, 1, b"value")
+    store.holds.lend(sender, 1, 77)
+    store.controller.close_session(sender)
+    store.clock.advance(GRACE_S + 1)
+    store.claim(receiver, 5, 77, ref)
+    assert not receiver.holds
+    with pytest.raises(VersionGoneError, match="had ended before this one arrived"):
+        store.controller.catalog.find(*ref)
+
+
+def test_ids_that_are_in_use_are_refused(store: Store):
+    session = store.session()
+    ref = store.put_object(session, 1, b"value")
+    with pytest.raises(ProtocolError, match="in use"):
+        store.put_object(session, 1, b"another")
+    with pytest.raises(ProtocolError, match="in use"):
+        store.hold(session, 1, *ref)
+    assert store.used == 5
+
+
+def test_claims_that_are_remembered_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(holding, "_MAX_EARLY", 10)
+    session = store.session()
+    store.put(session, "a", b"value")
+    for number in range(1, 100):
+        store.claim(session, 1000 + number, number, ("a", 1))
+    assert len(store.holds._early) == 10
+
+
+def test_a_claim_that_overtakes_its_ticket_counts(store: Store):
+    """They come over different connections."""
+    sender, receiver = store.session(), store.session()
+    ref = store.put_object(sender, 1, b"value")
+    store.claim(receiver, 5, 77, ref)
+    store.holds.lend(sender, 1, 77)
+    store.holds.unhold(sender, [1])
+    store.clock.advance(GRACE_S + 1)
+    assert store.has(ref)
+    store.holds.unhold(receiver, [5])
+    assert not store.has(ref)  # although the sender lives: it is known that it has arrived
+
+
+def test_holds_outlast_the_relay_of_their_session(store: Store):
+    """Its process may live, and a volume of its host says when it has ended."""
+    controller, session = store.controller, store.session()
+    ref = store.put_object(session, 1, b"value")
+    controller.detached.detach(session, None)
+    store.clock.advance(100 * GRACE_S)
+    assert store.has(ref)
+    (report,) = store.holds.report(controller.detached.sessions.values(), {session.token})
+    assert [holder.state for holder in report.holders] == ["orphan"]
+    controller.detached.process_ended(session.token)
+    assert not store.has(ref)

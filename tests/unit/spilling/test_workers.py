@@ -1,0 +1,78 @@
+"""The threads that spill."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torchstore_core.server.spilling.workers import Workers
+
+
+def test_jobs_are_done_once_and_reported() -> None:
+    done: list[int] = []
+    all_done = threading.Event()
+
+    def job(number: int) -> Callable[[], Callable[[], None]]:
+        return lambda: lambda: (done.append(number), len(done) == 50 and all_done.set())  # type: ignore[func-returns-value]
+
+    workers = Workers("test", 3, 5, lambda call: call())
+    for number in range(50):
+        workers.submit(job(number))
+        if number % 10 == 0:
+            workers.hurry()
+    assert all_done.wait(20)
+    workers.close()
+    assert sorted(done) == list(range(50))
+
+
+def test_others_help_when_somebody_waits() -> None:
+    release, helped = threading.Event(), threading.Event()
+
+    def stuck() -> Callable[[], None]:
+        release.wait(20)
+        return lambda: None
+
+    workers = Workers("test", 1, 5, lambda call: call())
+    workers.submit(stuck)
+    workers.submit(lambda: helped.set)
+    assert not helped.wait(0.05)
+    workers.hurry()
+    assert helped.wait(20)
+    release.set()
+    workers.close()
+
+
+def test_a_job_that_fails_ends_no_thread() -> None:
+    done = threading.Event()
+
+    def fails() -> Callable[[], None]:
+        raise RuntimeError("a bug")
+
+    workers = Workers("test", 1, 0, lambda call: call())
+    workers.submit(fails)
+    workers.submit(lambda: done.set)
+    assert done.wait(20)
+    workers.close()
+
+
+def test_close_leaves_what_waits() -> None:
+    release, begun = threading.Event(), threading.Event()
+    later: list[int] = []
+
+    def stuck() -> Callable[[], None]:
+        begun.set()
+        release.wait(20)
+        return lambda: None
+
+    workers = Workers("test", 1, 0, lambda call: call())
+    workers.submit(stuck)
+    workers.submit(lambda: lambda: later.append(1))
+    assert begun.wait(20)
+    closing = threading.Thread(target=workers.close)
+    closing.start()
+    while not workers._closed:
+        pass
+    release.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert later == []

@@ -1,0 +1,283 @@
+"""References that own: a version lives as long as any process has one. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+import weakref
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torchstore_core.clients.session.holder import Holder, StorePlace, holder_of
+from torchstore_core.errors import StoreClosedError, StoreTimeoutError, TorchStoreError
+from torchstore_core.values import ObjectRef
+
+__all__ = ["TRACE", "HeldRef", "caller", "claim_waiting"]
+
+#: The environment variable that has every reference remember the line that made it.
+TRACE = "TORCHSTORE_TRACE_REFS"
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclasses.dataclass
+class _Encoded:
+    """The fields that a reference is encoded with."""
+
+    ref: ObjectRef
+    store: StorePlace
+    ticket: int
+
+
+class HeldRef:
+    """A reference to one version, or to an object without a key, which keeps it alive.
+
+    ``put_object`` and ``hold`` return one. What it refers to can be read with ``get`` as long as
+    any process has a reference to it, also after its key was overwritten or deleted; when the last
+    one is gone, its memory is free again, within a second. A process stops holding a reference when
+    the object is collected (``del``, or its scope ends), or when the process ends, however it ends.
+    A forked child holds what its parent held at the fork.
+
+    References can be pickled, encoded by msgspec (decode them with this class as the type), put
+    into queues of ``multiprocessing``, and passed to actors. While one is on its way, it is held,
+    too: until it was received or its sender has ended, and for a grace period after that. The
+    period is 10 s, or what ``TORCHSTORE_REF_GRACE`` says (in seconds) where the server is started.
+    The same bytes may be decoded several times, each within the grace period after the time before;
+    later, only while another reference keeps the version alive. Bytes that nobody ever decodes hold
+    the version until the process that has encoded them ends, or until ``free``.
+
+    A receiver on the host of the sender holds a reference from the moment when it is decoded. On
+    another host, it has to have joined the store; otherwise it holds it from its first call on.
+
+    Two references are equal if they name the same version. A copy (``copy.copy``) is the reference
+    itself, since it does not change.
+
+    >>> import asyncio, pickle
+    >>> import torchstore_core as ts
+    >>> async def main():
+    ...     await ts.initialize(capacity=64 << 20)
+    ...     ref = await ts.put_object([1, 2, 3])
+    ...     received = pickle.loads(pickle.dumps(ref))
+    ...     del ref
+    ...     print(await ts.get(received))
+    ...     await ts.shutdown()
+    >>> asyncio.run(main())
+    [1, 2, 3]
+    """
+
+    __slots__ = ("__weakref__", "_holder", "_ident", "_place", "_ref", "_ticket")
+
+    if TYPE_CHECKING:
+        _holder: Holder | None
+        _ident: int
+        _place: StorePlace
+        _ref: ObjectRef
+        _ticket: int
+
+    # msgspec encodes and decodes it as a dataclass, and reads the fields in this order.
+    __dataclass_fields__: ClassVar[dict[str, Any]] = _Encoded.__dataclass_fields__
+    __dataclass_params__: ClassVar[Any] = vars(_Encoded)["__dataclass_params__"]
+    __annotations__ = _Encoded.__annotations__
+
+    def __init__(self) -> None:
+        raise TypeError("a HeldRef is returned by put_object and by hold")
+
+    @classmethod
+    def beginning(cls, holder: Holder) -> Beginning:
+        """A reference whose hold is about to be requested; for the client's own use."""
+        return Beginning(holder)
+
+    # ---- what it refers to ----------------------------------------------------------------
+
+    @property
+    def ref(self) -> ObjectRef:
+        """What it refers to, as a reference that keeps nothing alive."""
+        return self._ref
+
+    @ref.setter
+    def ref(self, ref: ObjectRef) -> None:  # a decoder sets ref, store and ticket, each once
+        _set_once(self, "_ref", ref)
+
+    @property
+    def key(self) -> str:
+        """The key; empty for an object without one."""
+        return self._ref.key
+
+    @property
+    def version(self) -> int:
+        """The version of the key; the number of an object without one."""
+        return self._ref.version
+
+    @property
+    def store_name(self) -> str:
+        """The name of the store that it belongs to."""
+        return self._place.name
+
+    def __repr__(self) -> str:
+        if not self.key:
+            return f"HeldRef(object {self.version:x})"
+        return f"HeldRef(key={self.key!r}, version={self.version})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HeldRef):
+            return NotImplemented
+        return self._ref == other._ref
+
+    def __hash__(self) -> int:
+        return hash(self._ref)
+
+    def __copy__(self) -> HeldRef:
+        return self
+
+    def __deepcopy__(self, memo: object) -> HeldRef:
+        return self
+
+    def __del__(self) -> None:
+        holder = getattr(self, "_holder", None)
+        if holder is not None:
+            holder.end(self._ident)
+
+    # ---- sending and receiving ------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._ref, self._place, self._lend())
+
+    def _lend(self) -> int:
+        # Without a holder, it is being decoded, or could not claim what it is yet: then it is
+        # passed on as it came.
+        holder = getattr(self, "_holder", None)
+        return self._ticket if holder is None else holder.lend(self._ident)
+
+    @property
+    def store(self) -> StorePlace:
+        """Where it belongs, for its receiver."""
+        return self._place
+
+    @store.setter
+    def store(self, place: StorePlace) -> None:
+        _set_once(self, "_place", place)
+
+    @property
+    def ticket(self) -> int:
+        """For encoders: every time that this is read, the reference is on its way once more."""
+        return self._lend()
+
+    @ticket.setter
+    def ticket(self, ticket: int) -> None:
+        _set_once(self, "_ticket", ticket)
+
+    def __post_init__(self) -> None:
+        self._holder = None
+        self._ident = 0
+        if not self._claim():
+            with _lock:
+                _waiting.add(self)
+
+    def _claim(self) -> bool:
+        """Hold what has arrived, if its store can be reached; returns whether it does now."""
+        holder = holder_of(self._place)
+        if holder is None:
+            return False
+        self._ident = holder.next_id()
+        holder.claim(self._ident, self._ticket, self._ref, caller())
+        self._holder = holder
+        return True
+
+
+class Beginning:
+    """A reference whose hold is about to begin; it ends with the block, unless it is returned from
+    there.
+
+    It exists before the server is asked: if the answer never arrives, its end is what takes the
+    hold back, or refuses the hold if the request arrives after that.
+    """
+
+    __slots__ = ("_ref", "ident")
+
+    def __init__(self, holder: Holder) -> None:
+        self.ident = holder.next_id()
+        made = self._ref = HeldRef.__new__(HeldRef)
+        made._holder = holder
+        made._ident = self.ident
+        made._place = holder.place
+        made._ticket = 0
+        holder.begin(self.ident, ObjectRef("", 0))
+
+    def __enter__(self) -> Beginning:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TorchStoreError) and not isinstance(
+            error, StoreTimeoutError | StoreClosedError
+        ):  # the server has answered that there is no hold
+            holder = self._ref._holder
+            if holder is not None:
+                holder.live.pop(self.ident, None)
+
+    def refers(self, ref: ObjectRef) -> HeldRef:
+        """The server has begun the hold, of this version."""
+        made = self._ref
+        made._ref = ref
+        if made._holder is not None:
+            made._holder.begin(self.ident, ref)
+        return made
+
+
+def _set_once(ref: HeldRef, name: str, value: object) -> None:
+    if hasattr(ref, name):
+        raise AttributeError("a HeldRef does not change")
+    setattr(ref, name, value)
+
+
+def _received(ref: ObjectRef, place: StorePlace, ticket: int) -> HeldRef:
+    """Rebuild a reference that was pickled."""
+    made = HeldRef.__new__(HeldRef)
+    made._ref, made._place, made._ticket = ref, place, ticket
+    made.__post_init__()
+    return made
+
+
+# References whose store could not be reached when they arrived.
+_waiting: weakref.WeakSet[HeldRef] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def claim_waiting() -> None:
+    """Claim what has arrived before its store could be reached: there is a new session."""
+    if not _waiting:
+        return
+    with _lock:
+        for ref in list(_waiting):
+            if ref._claim():
+                _waiting.discard(ref)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
+
+
+# ---- which line made it -------------------------------------------------------------------
+
+
+def caller() -> str:
+    """The innermost line of the program that is not of this package, as ``file:line in function``;
+    empty unless references are traced.
+    """
+    if os.environ.get(TRACE, "") in ("", "0"):
+        return ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in _OF_NO_USER:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "unknown"
+
+
+# A reference is received within a decoder, which tells nobody anything.
+_OF_NO_USER = frozenset(
+    (_PACKAGE, "pickle", "copyreg", "multiprocessing", "cloudpickle", "asyncio")
+)

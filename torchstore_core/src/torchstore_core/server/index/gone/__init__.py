@@ -1,0 +1,1 @@
+"""What is remembered of versions that are gone."""

@@ -1,0 +1,134 @@
+"""Versions that had to make room for others, and what is remembered of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchstore_core.errors import EvictedError, VersionGoneError
+from torchstore_core.server.index.records import Stored, Value, all_values, release
+
+if TYPE_CHECKING:
+    from torchstore_core.server.index.catalog import Catalog
+
+__all__ = ["Evictions"]
+
+# Keys of which it is remembered that they were evicted.
+_MAX_REMEMBERED = 4096
+
+
+class Eviction(NamedTuple):
+    """The last version of a key that was evicted, its size in bytes, and when that was."""
+
+    version: int
+    nbytes: int
+    at: float
+
+
+class Evictions:
+    """Evicts versions of values that may be evicted, and explains that later.
+
+    Args:
+        catalog: what they are taken out of.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._latest: dict[str, Eviction] = {}
+
+    def can_evict(self, key: str, value: Value, *, newest_too: bool) -> bool:
+        """Whether a value belongs only to versions of a key that can be read, and no put that is
+        under way is based on it: what a reference holds stays. ``newest_too``: it may belong to the
+        newest version.
+        """
+        newest = self._catalog.newest.get(key)
+        if newest is value:
+            return newest_too and value.uses == 1
+        history = self._catalog.histories.get(key)
+        if history is not None and (
+            history.branches or any(g.is_partial for g in history.pending.values())
+        ):
+            return False
+        count = 0 if newest is None else _count(newest, value)
+        if count and not newest_too:
+            return False
+        if history is not None:
+            count += sum(_count(old, value) for old in history.kept.values())
+        return 0 < count == value.uses
+
+    def evict(self, key: str, value: Value) -> list[Value]:
+        """Forget the versions of a key that hold a value. If the newest is one of them, older ones
+        are forgotten, too: nobody may take one of these for the newest. Returns the values that
+        nobody holds any more.
+        """
+        catalog = self._catalog
+        newest = catalog.newest.get(key)
+        history = catalog.histories.get(key)
+        kept = {} if history is None else history.kept
+        going: list[Stored] = []
+        if newest is not None and _count(newest, value):
+            going = [*kept.values(), newest]
+            kept.clear()
+            catalog.hide(key)
+        else:
+            for version in [v for v, old in kept.items() if _count(old, value)]:
+                going.append(kept.pop(version))
+        if not going:
+            return []
+        last = going[-1]
+        self._latest.pop(key, None)
+        self._latest[key] = Eviction(last.version, last.nbytes, time.time())
+        if len(self._latest) > _MAX_REMEMBERED:
+            forgotten = next(iter(self._latest))
+            del self._latest[forgotten]
+            history = catalog.histories.get(forgotten)
+            if history is not None and forgotten not in catalog.newest and not history.pending:
+                del catalog.histories[forgotten]
+        return [one for stored in going for one in release(all_values(stored))]
+
+    def forget(self, key: str) -> None:
+        """A key is deleted: that it was evicted before is no longer of interest."""
+        self._latest.pop(key, None)
+
+    def missing_error(self, keys: Sequence[str]) -> EvictedError | None:
+        """The error for keys that do not exist, if one of them was evicted."""
+        for key in keys:
+            found = self._latest.get(key)
+            if found is not None:
+                return EvictedError(
+                    f"{key!r} was evicted {_ago(found.at)} ago to make room for others: version "
+                    f"{found.version}, {found.nbytes:,} bytes, had been put with "
+                    'when_full="evictable". Put it again; what must stay is put with "spillable" '
+                    'or "pinned"',
+                    key=key,
+                    details={
+                        "missing": list(keys),
+                        "version": found.version,
+                        "nbytes": found.nbytes,
+                        "evicted": found.at,
+                        "reason": "evicted",
+                    },
+                )
+        return None
+
+    def gone_error(self, key: str, version: int, now: Sequence[int]) -> VersionGoneError | None:
+        """The error for a version that cannot be read, if it was evicted."""
+        found = self._latest.get(key)
+        if found is None or version != found.version:
+            return None
+        return VersionGoneError(
+            f"version {version} of {key!r} was evicted {_ago(found.at)} ago to make room for "
+            'others; it had been put with when_full="evictable"',
+            key=key,
+            details={"current": max(now, default=0), "reason": "evicted", "evicted": found.at},
+        )
+
+
+def _count(stored: Stored, value: Value) -> int:
+    """How often a stored version contains a value: tied weights are several names of one."""
+    return 1 if stored is value else sum(one is value for one in all_values(stored))
+
+
+def _ago(then: float) -> str:
+    return f"{max(0.0, time.time() - then):.0f} s"

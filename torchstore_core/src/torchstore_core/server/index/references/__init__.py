@@ -1,0 +1,1 @@
+"""References that own: what keeps versions alive besides their keys."""

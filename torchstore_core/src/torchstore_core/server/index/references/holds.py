@@ -1,0 +1,364 @@
+"""Holds: what keeps versions alive for the processes that refer to them. Pure bookkeeping.
+
+A version is held by sessions, and by *tickets*: references that have been sent and may not have
+arrived. As long as there is one of either, the version can be read, whatever happens to its key.
+An object without a key exists only as long as that; its key is empty, and its version its number.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from torchstore_core.errors import (
+    KeyNotFoundError,
+    ProtocolError,
+    StoreClosedError,
+    VersionGoneError,
+)
+from torchstore_core.reports.refs import HolderReport, RefReport
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.records import (
+    HeldVersion,
+    Hold,
+    Manifest,
+    SessionRecord,
+    Value,
+    all_values,
+    release,
+    retain,
+)
+from torchstore_core.values import ObjectMeta
+from torchstore_core.wire import messages as m
+
+__all__ = ["DEFAULT_GRACE_S", "Holds"]
+
+#: How long a reference in flight is kept after its sender has ended, and after it was received.
+DEFAULT_GRACE_S = 10.0
+# A process that died may have sent tickets that have not been read yet: its holds end after this.
+_READ_REST_S = 0.25
+# Claims that are remembered because they came before their tickets, which other sockets carry.
+_MAX_EARLY = 100_000
+
+
+class Ticket(msgspec.Struct, eq=False):
+    """A reference in flight; or all that a forked child inherits, until it is adopted
+    (``is_fork``).
+
+    Args:
+        holds: what it holds; of a fork by the ids of the parent's session, otherwise one.
+        due: when it ends, as the clock has it; None: not before it is claimed, or its sender ends.
+    """
+
+    holds: dict[int, Hold]
+    sender: SessionRecord
+    is_fork: bool = False
+    claimed: bool = False
+    due: float | None = None
+
+
+class Holds:
+    """All holds of one store.
+
+    Args:
+        catalog: whose versions are held. Its ``held`` is kept by this class alone.
+        free: takes values that nobody holds any more.
+        later: has a function called after so many seconds; only :meth:`sweep` is.
+        grace_s: see :data:`DEFAULT_GRACE_S`.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        free: Callable[[Iterable[Value]], None],
+        later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
+        grace_s: float = DEFAULT_GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._catalog = catalog
+        self._held = catalog.held
+        self._free = free
+        self._later = later
+        self._grace_s = grace_s
+        self._clock = clock
+        self._tickets: dict[int, Ticket] = {}
+        self._early: dict[int, SessionRecord | None] = {}
+        self._deadlines: list[tuple[float, int, int | SessionRecord]] = []
+        self._counter = 0
+        self._is_armed = False
+        # Starts anywhere, so that a number never means an object of another store, or of this one
+        # before it was started again.
+        self._number = secrets.randbits(61)
+
+    # ---- beginning ------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """The number of a new object without a key."""
+        self._number += 1
+        return self._number
+
+    def publish(self, session: SessionRecord, ident: int, value: Value, where: str) -> None:
+        """An object without a key is complete: from now on its holds keep it, and this one is the
+        first. The put that made it gives up its own.
+        """
+        value.created = time.time()
+        held = HeldVersion("", value.version, value)
+        self._held["", value.version, 0] = held
+        held.count += 1  # while it has none, it must not end
+        self._begin(session, ident, held, where)
+        self._end(held)
+
+    def hold(self, session: SessionRecord, request: m.Hold) -> HeldVersion:
+        """Hold a version of a key, or of an entry of a state dict; 0: the newest. Returns it.
+
+        Raises:
+            KeyNotFoundError, PartialPutError, VersionGoneError: it cannot be read.
+            ProtocolError: the id is in use.
+        """
+        if session.closed is not None:
+            raise StoreClosedError("the process of this session has ended")
+        if request.hold in session.holds:
+            raise ProtocolError(f"hold id {request.hold} is in use")
+        held = self._find(request.key, request.version, request.timeline)
+        self._begin(session, request.hold, held, request.where)
+        self._end(held)
+        return held
+
+    def _find(self, key: str, version: int, timeline: int) -> HeldVersion:
+        """A version as one that is held, once more than it is: the caller gives that up."""
+        catalog = self._catalog
+        of = None if timeline < 0 else timeline
+        held = catalog.held_version(key, version, of) if version else None
+        if held is None:
+            if version and of is not None:
+                catalog.check_timeline(key, version, of)
+            found = catalog.find(key, version)
+            if found is None:
+                raise catalog.missing_error([key])
+            stored, version = found
+            held = catalog.held_version(key, version)
+            if held is None:
+                of = catalog.timeline(key, version)
+                held = HeldVersion(key, version, stored, of)
+                self._held[key, version, of] = held
+                retain(all_values(stored))
+        held.count += 1
+        return held
+
+    def _begin(self, session: SessionRecord, ident: int, held: HeldVersion, where: str) -> None:
+        if ident in session.given_back:  # its process does not want it any more
+            session.given_back.discard(ident)
+            return
+        held.count += 1
+        session.holds[ident] = Hold(held, time.time(), where)
+
+    # ---- ending ---------------------------------------------------------------------------
+
+    def unhold(self, session: SessionRecord, idents: Iterable[int]) -> None:
+        """End holds of a session; ids that are unknown are refused when they are to begin."""
+        for ident in idents:
+            hold = session.holds.pop(ident, None)
+            if hold is not None:
+                self._end(hold.version)
+            else:
+                session.give_back(ident)
+
+    def session_ended(self, session: SessionRecord) -> None:
+        """A session has ended, and all that it has sent is read. Idempotent."""
+        holds = list(session.holds.values())
+        session.holds.clear()
+        now = self._clock()
+        for number in session.tickets:
+            ticket = self._tickets[number]
+            if ticket.due is None:
+                self._set_due(number, ticket, now + self._grace_s)
+        for hold in holds:
+            self._end(hold.version)
+
+    def process_died(self, session: SessionRecord) -> None:
+        """The process of a session has died. Its holds end when what it had sent has been read."""
+        if session.holds or session.tickets:
+            self._push(self._clock() + _READ_REST_S, session)
+
+    def free(self, refs: Iterable[tuple[str, int, int]]) -> int:
+        """End all holds of these versions, also those in flight; returns how many were held."""
+        freed = 0
+        for key, version, timeline in refs:
+            of = None if timeline < 0 else timeline
+            held = self._catalog.held_version(key, version, of)
+            if held is not None:
+                freed += 1
+                held.freed = True
+                self._forget(held)
+        return freed
+
+    def _forget(self, held: HeldVersion) -> None:
+        del self._held[held.key, held.version, held.timeline]
+        self._free(release(all_values(held.stored)))
+
+    def _end(self, held: HeldVersion) -> None:
+        held.count -= 1
+        if not held.count and not held.freed:
+            self._forget(held)
+
+    # ---- in flight ------------------------------------------------------------------------
+
+    def lend(self, session: SessionRecord, ident: int, number: int) -> None:
+        """A session sends a reference."""
+        hold = session.holds.get(ident)
+        if hold is None or number in self._tickets:
+            return  # it was freed, or its session has ended
+        ticket = Ticket({0: Hold(hold.version, time.time(), hold.where)}, session)
+        self._add(number, ticket)
+        if number in self._early:
+            del self._early[number]
+            self._received(number, ticket)
+
+    def lend_all(self, session: SessionRecord, number: int) -> None:
+        """The process of a session forks."""
+        if number not in self._tickets:
+            self._add(number, Ticket(dict(session.holds), session, is_fork=True))
+            child = self._early.pop(number, None)
+            if child is not None:
+                self.adopt(child, number)
+
+    def _add(self, number: int, ticket: Ticket) -> None:
+        self._tickets[number] = ticket
+        ticket.sender.tickets.add(number)
+        for hold in ticket.holds.values():
+            hold.version.count += 1
+
+    def claim(self, session: SessionRecord, request: m.Claim) -> None:
+        """A reference has arrived. If it comes too late, its session does not hold it, and is told
+        so when it reads it.
+        """
+        if session.closed is not None or request.hold in session.holds:
+            return
+        ticket = self._tickets.get(request.ticket)
+        if ticket is not None and not ticket.is_fork:
+            held = ticket.holds[0].version
+            held.count += 1
+            self._received(request.ticket, ticket)
+        else:
+            try:
+                held = self._find(request.key, request.version, request.timeline)
+            except (KeyNotFoundError, VersionGoneError):
+                return
+            if request.ticket:
+                self._remember_early(request.ticket, None)
+        self._begin(session, request.hold, held, request.where)
+        self._end(held)
+
+    def _received(self, number: int, ticket: Ticket) -> None:
+        """It may be received again, but nobody knows how often: from now on only for a while."""
+        ticket.claimed = True
+        self._set_due(number, ticket, self._clock() + self._grace_s)
+
+    def adopt(self, session: SessionRecord, number: int) -> None:
+        """A forked child takes over what its parent has lent to it."""
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            self._remember_early(number, session)
+            return
+        if not ticket.is_fork:
+            return
+        inherited = ticket.holds if session.closed is None else {}  # it may have ended already
+        for ident, hold in inherited.items():
+            if ident in session.given_back:  # the child has dropped it already
+                session.given_back.discard(ident)
+            elif ident not in session.holds:
+                hold.version.count += 1
+                session.holds[ident] = Hold(hold.version, hold.since, hold.where)
+        self._end_ticket(number)
+
+    def _remember_early(self, number: int, child: SessionRecord | None) -> None:
+        """A ticket was claimed, or adopted by a child, before its sender's socket was read."""
+        self._early[number] = child
+        while len(self._early) > _MAX_EARLY:
+            del self._early[next(iter(self._early))]
+
+    def _end_ticket(self, number: int) -> None:
+        """Nothing is in flight by that ticket any more."""
+        ticket = self._tickets.pop(number, None)
+        if ticket is not None:
+            ticket.sender.tickets.discard(number)
+            for hold in ticket.holds.values():
+                self._end(hold.version)
+
+    # ---- time -----------------------------------------------------------------------------
+
+    def _set_due(self, number: int, ticket: Ticket, due: float) -> None:
+        ticket.due = due
+        self._push(due, number)
+
+    def _push(self, due: float, what: int | SessionRecord) -> None:
+        self._counter += 1
+        heapq.heappush(self._deadlines, (due, self._counter, what))
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._deadlines and not self._is_armed:
+            self._is_armed = True
+            self._later(max(0.0, self._deadlines[0][0] - self._clock()) + 0.01, self.sweep)
+
+    def sweep(self) -> None:
+        """End what is due."""
+        self._is_armed = False
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            due, _, what = heapq.heappop(self._deadlines)
+            if isinstance(what, SessionRecord):
+                self.session_ended(what)
+                continue
+            ticket = self._tickets.get(what)
+            if ticket is not None and ticket.due == due:
+                self._end_ticket(what)
+        self._arm()
+
+    # ---- for people -----------------------------------------------------------------------
+
+    def report(self, sessions: Iterable[SessionRecord], orphans: set[bytes]) -> list[RefReport]:
+        """Every version that is held, and by whom."""
+        holders: dict[int, list[HolderReport]] = {}
+        for session in sessions:
+            state = "orphan" if session.token in orphans else "held"
+            for hold in session.holds.values():
+                holders.setdefault(id(hold.version), []).append(_holder(session, hold, state))
+        for ticket in self._tickets.values():
+            state = "received" if ticket.claimed else "in flight"
+            for hold in ticket.holds.values():
+                there = holders.setdefault(id(hold.version), [])
+                there.append(_holder(ticket.sender, hold, state))
+        reports: list[RefReport] = []
+        for held in self._held.values():
+            stored = held.stored
+            kind = "tensor"
+            if type(stored) is Manifest:
+                kind = "state dict"
+            elif isinstance(stored.meta, ObjectMeta):
+                kind = "object"
+            there = sorted(holders.get(id(held), ()), key=lambda one: one.since)
+            current = self._catalog.is_kept(held.key, held.version, held.timeline)
+            reports.append(
+                RefReport(
+                    held.key, held.version, stored.nbytes, kind, current, there, held.timeline
+                )
+            )
+        return reports
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the versions that are there only because they are held."""
+        kept = self._catalog.is_kept
+        every = self._held.values()
+        return sum(h.stored.nbytes for h in every if not kept(h.key, h.version, h.timeline))
+
+
+def _holder(session: SessionRecord, hold: Hold, state: str) -> HolderReport:
+    facts = session.facts
+    return HolderReport(facts.pid, facts.hostname, facts.rank, hold.since, hold.where, state)

@@ -1,0 +1,305 @@
+"""Moves values between memory and the spill file: starts the I/O, and notes how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from torchstore_core.reports.units import human_bytes
+from torchstore_core.server.memory.allocator import ALIGNMENT, Allocator, rounded
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.spilling.policy import Residency, State, Tracked
+from torchstore_core.server.spilling.spill_file import DamagedError, Extent, SpillFile
+from torchstore_core.server.spilling.workers import Workers
+
+__all__ = ["Mover"]
+
+log = logging.getLogger(__name__)
+
+_PAGE = 4096
+_WRITERS = 2
+_READERS = 4
+_NICE = 10
+# A thread reads at least so many pieces of a value.
+_LEAST_PIECES = 2
+# A job writes several values if they are small, of so many bytes in all.
+_BATCH = 16 << 20
+# After the disk has refused a write, none is tried for so many seconds.
+_PAUSE_S = 1.0
+
+_Written = tuple[Tracked, list[int], OSError | None]
+
+
+class Mover:
+    """Moves values between the segments of this process and one spill file.
+
+    Args:
+        file: where they are spilled to.
+        volumes: whose memory it is.
+        memories: the descriptors of their segments.
+        soon: calls something in the thread of the event loop; it may be called in any thread.
+
+    Attributes:
+        trouble: why nothing could be written the last time; empty if it could.
+        written_bytes, read_bytes: how much has been moved so far.
+    """
+
+    def __init__(
+        self,
+        file: SpillFile,
+        volumes: Sequence[VolumeRecord],
+        memories: Sequence[int],
+        soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.file = file
+        self._volumes = volumes
+        self._memories = memories
+        self._writers = Workers("torchstore-spill", _WRITERS, _NICE, soon)
+        self._readers = Workers("torchstore-unspill", _READERS, 0, soon)
+        self._trimming = False
+        self._paused_until = 0.0
+        self.trouble = ""
+        self.written_bytes = self.read_bytes = 0
+
+    def begin(self, values: Residency, moved: Callable[[], None]) -> None:
+        """The values that it moves, and what to call when some have been moved."""
+        self._values = values
+        self._moved = moved
+
+    # ---- to disk --------------------------------------------------------------------------
+
+    def write(self, nbytes: int, *, at_any_price: bool = False) -> None:
+        """Have values written, the least recently used first, until ``nbytes`` are under way.
+
+        Args:
+            at_any_price: somebody waits for it. If the spill file is full, also give up the copies
+                in it of values that are in memory.
+        """
+        self._write(nbytes, at_any_price)
+        if at_any_price:
+            self._writers.hurry()
+
+    def _write(self, nbytes: int, at_any_price: bool) -> None:
+        if time.monotonic() < self._paused_until:
+            return
+        values = self._values
+        batch: list[Tracked] = []
+        size = 0
+        for tracked in values.oldest(State.DIRTY, nbytes - values.bytes_of[State.WRITING]):
+            extent = self._extent(tracked, at_any_price)
+            if extent is None:
+                full = human_bytes(self.file.capacity)
+                self._pause(f"its capacity of {full} is used up (see spill_capacity=)")
+                break
+            tracked.extent = extent
+            values.move(tracked, State.WRITING)
+            batch.append(tracked)
+            size += tracked.nbytes
+            if size >= _BATCH:
+                self._submit(batch)
+                batch, size = [], 0
+        if batch:
+            self._submit(batch)
+
+    def _extent(self, tracked: Tracked, at_any_price: bool) -> Extent | None:
+        value = tracked.value
+        head = value.offset % _PAGE
+        extent = self.file.reserve(head, value.nbytes)
+        if extent is not None or not at_any_price:
+            return extent
+        for clean in self._values.newest(State.CLEAN):
+            if clean.extent is not None:
+                self.file.release(clean.extent)
+                clean.extent = None
+            self._values.move(clean, State.DIRTY)
+            extent = self.file.reserve(head, value.nbytes)
+            if extent is not None:
+                return extent
+        return None
+
+    def _submit(self, batch: list[Tracked]) -> None:
+        places = [(t, *t.value.places[0], t.extent) for t in batch]
+
+        def job() -> Callable[[], None]:
+            done: list[_Written] = []
+            for tracked, volume, offset, extent in places:
+                if extent is None or tracked.gone:
+                    done.append((tracked, [], None))
+                    continue
+                try:
+                    sums = self.file.write(self._memories[volume], offset, extent)
+                except OSError as error:
+                    done.append((tracked, [], error))
+                else:
+                    done.append((tracked, sums, None))
+            return functools.partial(self._written, done)
+
+        self._writers.submit(job)
+
+    def _written(self, done: list[_Written]) -> None:
+        for tracked, sums, error in done:
+            if tracked.gone:
+                self._discard(tracked)
+            elif error is not None:
+                self._discard(tracked)
+                self._values.move(tracked, State.DIRTY, first=True)
+                self._pause(os.strerror(error.errno or errno.EIO))
+            else:
+                self.trouble = ""
+                tracked.sums = sums
+                self.written_bytes += tracked.value.nbytes
+                self._values.move(tracked, State.CLEAN)
+        self._moved()
+
+    def _pause(self, why: str) -> None:
+        if why != self.trouble:
+            log.warning("cannot spill to %s: %s", self.file.directory, why)
+        self.trouble = why
+        self._paused_until = time.monotonic() + _PAUSE_S
+
+    # ---- from disk ------------------------------------------------------------------------
+
+    def read(self, wanted: Sequence[Tracked]) -> bool:
+        """Have values read into memory. Returns False, and does nothing, if there is no room for
+        all of them.
+        """
+        places: list[tuple[int, int]] = []
+        for tracked in wanted:
+            place = self._place(tracked)
+            if place is None:
+                for (volume, offset), other in zip(places, wanted, strict=False):
+                    self._volumes[volume].allocator.free([(offset, other.value.nbytes)])
+                return False
+            places.append(place)
+        for tracked, place in zip(wanted, places, strict=True):
+            tracked.place = place
+            self._values.move(tracked, State.READING)
+            self._submit_read(tracked)
+        return True
+
+    def _submit_read(self, tracked: Tracked) -> None:
+        """Have all readers read pieces of a large value."""
+        count = len(tracked.sums)
+        step = max(-(-count // _READERS), _LEAST_PIECES)
+        shares = [slice(start, start + step) for start in range(0, count, step)]
+        tracked.reads, tracked.error = len(shares), None
+        for share in shares:
+            self._readers.submit(functools.partial(self._read_in_thread, tracked, share))
+
+    def _place(self, tracked: Tracked) -> tuple[int, int] | None:
+        """Memory for a value, in the volume where it was if there is room."""
+        value, extent = tracked.value, tracked.extent
+        head = 0 if extent is None else extent.head
+        order = sorted(self._volumes, key=lambda v: v.index != value.volume)
+        for volume in order:
+            if volume.lost or volume.free < tracked.nbytes:
+                continue
+            offset = _allocate_at(volume.allocator, head, value.nbytes)
+            if offset is not None:
+                return volume.index, offset
+        return None
+
+    def _read_in_thread(self, tracked: Tracked, share: slice) -> Callable[[], None]:
+        volume, offset = tracked.place
+        extent, memory = tracked.extent, self._memories[volume]
+        if extent is not None and not tracked.gone:
+            try:
+                self.file.read(memory, offset, extent, tracked.sums, share)
+            except OSError as error:
+                return functools.partial(self._share_read, tracked, error)
+        return functools.partial(self._share_read, tracked, None)
+
+    def _share_read(self, tracked: Tracked, error: OSError | None) -> None:
+        tracked.error = tracked.error or error
+        tracked.reads -= 1
+        if not tracked.reads:
+            self._read(tracked, tracked.error)
+
+    def _read(self, tracked: Tracked, error: OSError | None) -> None:
+        at, offset = tracked.place
+        volume, value = self._volumes[at], tracked.value
+        if tracked.gone or error is not None:
+            volume.allocator.free([(offset, value.nbytes)])
+        if tracked.gone:
+            self._discard(tracked)
+        elif error is not None:
+            tracked.is_damaged = isinstance(error, DamagedError)
+            tracked.failure = error.strerror or str(error)
+            log.error("%r cannot be read from %s: %s", tracked.key, self.file.directory, error)
+            self._values.move(tracked, State.ON_DISK)
+        else:
+            value.volume, value.offset = at, offset
+            volume.memory.touched(offset + value.nbytes)
+            self.read_bytes += value.nbytes
+            self._values.move(tracked, State.CLEAN)
+        waiting, tracked.waiting = tracked.waiting, []
+        for ticket in waiting:
+            ticket.one_read()
+        self._moved()
+
+    # ---- ends -----------------------------------------------------------------------------
+
+    def forget(self, tracked: Tracked) -> bool:
+        """Nobody holds a value any more. Returns whether it has memory that can be freed now."""
+        if tracked.state is State.READING:
+            return False  # freed as soon as nothing is read into it any more
+        if tracked.state is not State.WRITING:
+            self._discard(tracked)
+        return tracked.state is not State.ON_DISK
+
+    def _discard(self, tracked: Tracked) -> None:
+        if tracked.extent is not None:
+            self.file.release(tracked.extent)
+            tracked.extent = None
+
+    def trim(self) -> None:
+        """Return the unused end of the file to the file system. It takes long on some, so the space
+        is not returned whenever a value goes, but used for the next one.
+        """
+        if self._trimming:
+            return
+        tail = self.file.take_tail()
+        if tail is None:
+            return
+        self._trimming = True
+
+        def job() -> Callable[[], None]:
+            with contextlib.suppress(OSError):  # then it stays on disk, and is used again
+                self.file.cut(tail)
+            return functools.partial(self._trimmed, tail)
+
+        self._writers.submit(job)
+
+    def _trimmed(self, tail: tuple[int, int]) -> None:
+        self._trimming = False
+        self.file.return_tail(tail)
+        self._moved()
+
+    def close(self) -> None:
+        """End the threads and close the file."""
+        self.file.stop()
+        self._writers.close()
+        self._readers.close()
+        self.file.close()
+
+
+def _allocate_at(allocator: Allocator, head: int, nbytes: int) -> int | None:
+    """Allocate memory at the same position within a page, because it is then read without a copy;
+    if there is none, anywhere.
+
+    >>> _allocate_at(Allocator(1 << 20), 128, 100), _allocate_at(Allocator(4096), 128, 4096)
+    (128, 0)
+    """
+    size = max(rounded(nbytes), ALIGNMENT)
+    start = allocator.allocate(size + _PAGE)
+    if start is None:
+        return allocator.allocate(nbytes)
+    offset = start + (head - start) % _PAGE
+    spare = [(start, offset - start), (offset + size, start + _PAGE - offset)]
+    allocator.free([(at, length) for at, length in spare if length])
+    return offset

@@ -1,0 +1,221 @@
+"""Which values leave memory first: pure bookkeeping, without memory, files or time.
+
+A value is *tracked* from its commit on if it may leave memory. It is in one of these states:
+
+| state | in memory | on disk | what may happen to it |
+|---|---|---|---|
+| ``CACHED`` | yes | no | it is evicted |
+| ``DIRTY`` | yes | no | it is written |
+| ``WRITING`` | yes | not yet | it becomes clean |
+| ``CLEAN`` | yes | yes | its memory is freed, at no cost |
+| ``ON_DISK`` | no | yes | it is read when somebody wants it |
+| ``READING`` | not yet | yes | it becomes clean |
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from torchstore_core.server.index.records import Value
+from torchstore_core.server.memory.allocator import rounded
+from torchstore_core.server.spilling.spill_file import Extent
+
+__all__ = ["Residency", "State", "Ticket", "Tracked"]
+
+
+class State(enum.IntEnum):
+    """Where a tracked value is; see the table above."""
+
+    CACHED = 0
+    DIRTY = 1
+    WRITING = 2
+    CLEAN = 3
+    ON_DISK = 4
+    READING = 5
+
+
+_RANKED = (State.CACHED, State.DIRTY, State.CLEAN)
+
+
+class Tracked(msgspec.Struct, eq=False):
+    """A value that may leave memory.
+
+    Args:
+        key: of the version that it is, or that it is part of.
+        wanted: how many delayed requests are to find it in memory when they are retried.
+        extent, sums: where it lies in the spill file, and the checksums of its pieces.
+        gone: nobody holds the value any more; what is under way only has to be cleaned up.
+        failure: why it could not be read.
+        is_damaged: whether it never can be.
+        place: volume and offset that it is being read to.
+        reads, error: how many threads are reading pieces of it, and the first error of one.
+        waiting: requests that are retried when it has been read.
+    """
+
+    value: Value
+    key: str
+    state: State
+    wanted: int = 0
+    extent: Extent | None = None
+    sums: list[int] = []
+    gone: bool = False
+    failure: str = ""
+    is_damaged: bool = False
+    place: tuple[int, int] = (-1, -1)
+    reads: int = 0
+    error: OSError | None = None
+    waiting: list[Ticket] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that one copy of it takes."""
+        value = self.value
+        return value.nbytes if value.data is not None else rounded(value.nbytes)
+
+    @property
+    def is_free_to_go(self) -> bool:
+        """Whether nobody reads it, or is about to."""
+        return not (self.value.pins or self.wanted)
+
+
+class Ticket:
+    """A request that waits until values have been read. Meanwhile all values that it wants stay in
+    memory, also those that were there already.
+
+    Args:
+        wanted: all values that it wants.
+    """
+
+    def __init__(self, wanted: Sequence[Tracked]) -> None:
+        self._wanted = wanted
+        self._left = 0
+        self._retry: Callable[[], None] | None = None
+        for tracked in wanted:
+            tracked.wanted += 1
+
+    def await_read(self, tracked: Tracked) -> None:
+        """Wait for this one of them."""
+        self._left += 1
+        tracked.waiting.append(self)
+
+    def then(self, retry: Callable[[], None]) -> None:
+        """What to call when all have been read."""
+        self._retry = retry
+
+    def one_read(self) -> None:
+        """One has been read, or cannot be."""
+        self._left -= 1
+        if not self._left:
+            self.give_up()
+            if self._retry is not None:
+                self._retry()
+
+    def give_up(self) -> None:
+        """From now on, the values may leave memory again."""
+        for tracked in self._wanted:
+            tracked.wanted -= 1
+        self._wanted = ()
+
+
+class Residency:
+    """The tracked values, in the order of their last use.
+
+    Attributes:
+        away: how many are not in memory.
+        bytes_of: bytes of the values in each state.
+    """
+
+    def __init__(self) -> None:
+        self._tracked: dict[int, Tracked] = {}
+        self._by_use: dict[State, OrderedDict[int, Tracked]] = {s: OrderedDict() for s in _RANKED}
+        self.bytes_of = dict.fromkeys(State, 0)
+        self.count_of = dict.fromkeys(State, 0)
+
+    def __len__(self) -> int:
+        return len(self._tracked)
+
+    @property
+    def away(self) -> int:
+        """How many values are not in memory."""
+        return self.count_of[State.ON_DISK] + self.count_of[State.READING]
+
+    def find(self, value: Value) -> Tracked | None:
+        """What is known of a value; None if it is not tracked."""
+        return self._tracked.get(id(value))
+
+    def add(self, value: Value, key: str, state: State) -> Tracked:
+        """Track a value, as the one that was used last."""
+        tracked = self._tracked[id(value)] = Tracked(value, key, state)
+        self._enter(tracked)
+        return tracked
+
+    def remove(self, value: Value) -> Tracked | None:
+        """Stop tracking a value, because nobody holds it any more."""
+        tracked = self._tracked.pop(id(value), None)
+        if tracked is not None:
+            self._leave(tracked)
+            tracked.gone = True
+        return tracked
+
+    def move(self, tracked: Tracked, state: State, *, first: bool = False) -> None:
+        """Change the state of a value; ``first``: it is then the first to go on from there."""
+        if not tracked.gone:
+            self._leave(tracked)
+        tracked.state = state
+        if not tracked.gone:
+            self._enter(tracked)
+            if first and state in self._by_use:
+                self._by_use[state].move_to_end(id(tracked.value), last=False)
+
+    def touch(self, tracked: Tracked) -> None:
+        """It is used now."""
+        order = self._by_use.get(tracked.state)
+        if order is not None:
+            order.move_to_end(id(tracked.value))
+
+    def oldest(
+        self, state: State, nbytes: int, among: Callable[[Tracked], bool] = lambda tracked: True
+    ) -> list[Tracked]:
+        """The least recently used values in this state that are free to go, ``among`` those that
+        this says: as few as have ``nbytes`` together, or all if they have less.
+        """
+        found: list[Tracked] = []
+        for tracked in self._by_use[state].values():
+            if nbytes <= 0:
+                break
+            if tracked.is_free_to_go and among(tracked):
+                found.append(tracked)
+                nbytes -= tracked.nbytes
+        return found
+
+    def largest_on_disk(self) -> int:
+        """Bytes of memory that the largest value takes that is on disk, or can be at once."""
+        states = (State.ON_DISK, State.READING, State.CLEAN)
+        return max((t.nbytes for t in self._tracked.values() if t.state in states), default=0)
+
+    def newest(self, state: State) -> Iterator[Tracked]:
+        """The values in this state, the most recently used first."""
+        return iter(list(reversed(self._by_use[state].values())))
+
+    def tracked(self, values: Iterable[Value]) -> list[Tracked]:
+        """Those of the values that are tracked."""
+        get = self._tracked.get
+        return [found for value in values if (found := get(id(value))) is not None]
+
+    def _enter(self, tracked: Tracked) -> None:
+        self.bytes_of[tracked.state] += tracked.nbytes
+        self.count_of[tracked.state] += 1
+        order = self._by_use.get(tracked.state)
+        if order is not None:
+            order[id(tracked.value)] = tracked
+
+    def _leave(self, tracked: Tracked) -> None:
+        self.bytes_of[tracked.state] -= tracked.nbytes
+        self.count_of[tracked.state] -= 1
+        order = self._by_use.get(tracked.state)
+        if order is not None:
+            del order[id(tracked.value)]

@@ -1,0 +1,337 @@
+"""The file that spilled values lie in. It has no name, so nothing of it is left behind when the
+process ends, however it ends.
+
+Reads and writes bypass the system's page cache where the file system can: cached pages would take
+up the very memory that spilling is to free. For that, addresses, offsets in the file and lengths
+must be multiples of a page. A value begins anywhere in a segment, so whole pages are written,
+with what its neighbours have in them, and a value keeps its position within a page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+
+import msgspec
+
+from torchstore_core.errors import ConfigurationError
+from torchstore_core.machine.directories import MEMORY_FILE_SYSTEMS, file_system
+from torchstore_core.machine.virtual_memory import map_shared, populate_write, unmap
+from torchstore_core.server.memory.allocator import Allocator
+from torchstore_core.server.spilling.checksums import checksum
+
+__all__ = ["DamagedError", "Extent", "SpillFile", "spanned"]
+
+log = logging.getLogger(__name__)
+
+_PAGE = 4096
+#: A value is moved and checked in pieces of this many bytes.
+PIECE = 8 << 20
+_PREFIX = ".torchstore-spill-"
+
+
+class DamagedError(OSError):
+    """What was read is not what was written."""
+
+
+class Extent(msgspec.Struct, frozen=True, gc=False):
+    """Where a value lies in the file.
+
+    Args:
+        offset: a multiple of the page size.
+        head: bytes of the first page that precede the value.
+        nbytes: of the value.
+    """
+
+    offset: int
+    head: int
+    nbytes: int
+
+    @property
+    def span(self) -> int:
+        """Bytes of the file that it takes: whole pages."""
+        return spanned(self.head, self.nbytes)
+
+
+def spanned(head: int, nbytes: int) -> int:
+    """The bytes of whole pages that hold ``nbytes`` which begin ``head`` bytes into a page.
+
+    >>> spanned(0, 4096), spanned(64, 4096), spanned(4032, 1)
+    (4096, 8192, 4096)
+    """
+    return (head + nbytes + _PAGE - 1) & -_PAGE
+
+
+class SpillFile:
+    """One unnamed file, and which parts of it are in use.
+
+    The bookkeeping (:meth:`reserve`, :meth:`release`, :meth:`take_tail`, :meth:`return_tail`)
+    belongs to the event loop; :meth:`write`, :meth:`read` and :meth:`cut` may be called in any
+    thread.
+
+    Args:
+        directory: where to make the file; it is created if it does not exist.
+        capacity: the most bytes that it may have; None: as many as are free on the disk now.
+
+    Attributes:
+        is_direct: whether the page cache is bypassed.
+        file_system: the type of the file system; empty if it is not known.
+
+    Raises:
+        ConfigurationError: no file can be made there.
+    """
+
+    def __init__(self, directory: str, capacity: int | None) -> None:
+        self.directory = directory
+        self._stopped = False
+        self._written_end = 0
+        try:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            _clean(directory)
+            self.fd, self.is_direct = _open_unnamed(directory)
+            there = os.statvfs(directory)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot spill to {directory!r}: {error.strerror}. spill= names a directory on a "
+                "disk that this process may write to",
+                details={"spill": directory},
+            ) from error
+        free = there.f_bavail * there.f_frsize
+        self.capacity = free if capacity is None else capacity
+        self.file_system = file_system(directory)
+        self._allocator = Allocator(self.capacity & -_PAGE)
+        if self.file_system in MEMORY_FILE_SYSTEMS:
+            log.warning(
+                "%s is in memory (%s), so that spilling to it frees none",
+                directory,
+                self.file_system,
+            )
+
+    @property
+    def used(self) -> int:
+        """Bytes of the file that are in use."""
+        return self._allocator.used
+
+    @property
+    def free(self) -> int:
+        """Bytes that are left."""
+        return self._allocator.free_bytes
+
+    def reserve(self, head: int, nbytes: int) -> Extent | None:
+        """Reserve room for a value; None if the capacity is used up."""
+        span = spanned(head, nbytes)
+        offset = self._allocator.allocate(span)
+        if offset is None:
+            return None
+        self._written_end = max(self._written_end, offset + span)
+        return Extent(offset, head, nbytes)
+
+    def release(self, extent: Extent) -> None:
+        """Let the room of a value be used again."""
+        self._allocator.free([(extent.offset, extent.span)])
+
+    def take_tail(self) -> tuple[int, int] | None:
+        """Reserve what was written once, but is not in use now, at the end of the file: its offset
+        and size. None if there is nothing.
+        """
+        if self._allocator.used_end >= self._written_end:
+            return None
+        return self._allocator.take_tail()
+
+    def cut(self, tail: tuple[int, int]) -> None:
+        """Return the disk space of a reserved tail to the file system."""
+        os.ftruncate(self.fd, tail[0])
+
+    def return_tail(self, tail: tuple[int, int]) -> None:
+        """Let a tail that was cut be used again."""
+        self._written_end = tail[0]
+        self._allocator.free([tail])
+
+    def write(self, memory: int, offset: int, extent: Extent) -> list[int]:
+        """Write a value from a segment to its extent.
+
+        Args:
+            memory: descriptor of the segment.
+            offset: of the value in the segment.
+
+        Returns:
+            The checksum of each piece.
+
+        Raises:
+            OSError: the file system is full, or the disk fails.
+        """
+        sums: list[int] = []
+        for at, nbytes in _pieces(extent):
+            self._check_stopped()
+            start = offset - extent.head + at
+            view, address = _mapped(memory, start, nbytes)
+            try:
+                sums.append(checksum(_own(view, extent, at, nbytes)))
+                _write_all(self.fd, view, extent.offset + at)
+            finally:
+                view.release()
+                unmap(address, nbytes)
+        return sums
+
+    def read(
+        self, memory: int, offset: int, extent: Extent, sums: list[int], pieces: slice = slice(None)
+    ) -> None:
+        """Read a value, or some pieces of it, into a segment.
+
+        Args:
+            memory: descriptor of the segment.
+            offset: where in the segment the value is to begin.
+            sums: what :meth:`write` returned.
+            pieces: which ones to read. Several threads may read different pieces of a value.
+
+        Raises:
+            DamagedError: these are not the bytes that were written.
+            OSError: the disk fails.
+        """
+        if offset % _PAGE != extent.head:
+            self._read_through_buffer(memory, offset, extent, sums, pieces)
+            return
+        for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
+            self._check_stopped()
+            start = offset - extent.head + at
+            view, address = _mapped(memory, start, nbytes)
+            try:
+                self._read_piece(view, address, extent, at, nbytes)
+                if checksum(_own(view, extent, at, nbytes)) != expected:
+                    raise DamagedError(errno.EIO, "its bytes do not match their checksum")
+            finally:
+                view.release()
+                unmap(address, nbytes)
+
+    def _read_piece(
+        self, view: memoryview, address: int, extent: Extent, at: int, nbytes: int
+    ) -> None:
+        """Read whole pages of a piece in place. The first and the last page of a value may also
+        have bytes of its neighbours, which must not change, so these pages go through a buffer.
+        """
+        first = _PAGE if at == 0 and extent.head else 0
+        tail = min(nbytes, extent.head + extent.nbytes - at)  # where the value ends in it
+        last = tail & -_PAGE if tail < nbytes else nbytes
+        last = max(last, first)
+        if last > first:
+            populate_write(address + first, last - first)
+            _read_all(self.fd, view[first:last], extent.offset + at + first)
+        if not first and last == nbytes:
+            return
+        with mmap.mmap(-1, _PAGE) as page, memoryview(page) as edge:
+            if first:
+                end = min(_PAGE, tail)
+                _read_all(self.fd, edge, extent.offset + at)
+                view[extent.head : end] = edge[extent.head : end]
+            if last < tail:
+                _read_all(self.fd, edge, extent.offset + at + last)
+                view[last:tail] = edge[: tail - last]
+
+    def _read_through_buffer(
+        self, memory: int, offset: int, extent: Extent, sums: list[int], pieces: slice
+    ) -> None:
+        """Read a value to another position within a page than it had."""
+        with mmap.mmap(-1, PIECE) as buffer, memoryview(buffer) as whole:
+            for (at, nbytes), expected in zip(_pieces(extent)[pieces], sums[pieces], strict=True):
+                with whole[:nbytes] as view, _own(view, extent, at, nbytes) as own:
+                    _read_all(self.fd, view, extent.offset + at)
+                    if checksum(own) != expected:
+                        raise DamagedError(errno.EIO, "its bytes do not match their checksum")
+                    _write_all(memory, own, offset + max(0, at - extent.head))
+
+    def stop(self) -> None:
+        """Have reads and writes that are under way fail soon, because the server ends."""
+        self._stopped = True
+
+    def _check_stopped(self) -> None:
+        if self._stopped:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+    def close(self) -> None:
+        """Close the file; the file system frees it."""
+        os.close(self.fd)
+
+
+def _pieces(extent: Extent) -> list[tuple[int, int]]:
+    """Where in its extent the pieces of a value begin, and how long they are: whole pages."""
+    return [(at, min(PIECE, extent.span - at)) for at in range(0, extent.span, PIECE)]
+
+
+def _own(view: memoryview, extent: Extent, at: int, nbytes: int) -> memoryview:
+    """The part of a piece that belongs to the value."""
+    return view[extent.head if at == 0 else 0 : min(nbytes, extent.head + extent.nbytes - at)]
+
+
+def _mapped(memory: int, start: int, nbytes: int) -> tuple[memoryview, int]:
+    address = map_shared(memory, nbytes, start)
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), address
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        written = os.pwrite(fd, view[done:], offset + done)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done += written
+
+
+def _read_all(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if not count:
+            raise DamagedError(errno.EIO, "the file has become shorter")
+        done += count
+
+
+def _open_unnamed(directory: str) -> tuple[int, bool]:
+    """A new file without a name, and whether it bypasses the page cache."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        fd = os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+            raise
+        # A file that is removed while it is open. Until then it is locked, so that a server that
+        # starts later can tell whether one was left behind (see `_clean`).
+        fd, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        with mmap.mmap(-1, _PAGE) as page:
+            os.pwrite(fd, page, 0)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return fd, True
+        log.info("spilling to %s goes through the page cache: %s", directory, error)
+        flags_now = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags_now)
+        return fd, False
+    return fd, True
+
+
+def _clean(directory: str) -> None:
+    """Remove the files of servers that were killed between making one and removing its name."""
+    for name in os.listdir(directory):
+        if not name.startswith(_PREFIX):
+            continue
+        path = os.path.join(directory, name)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # it is gone, or another user's
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_uid == os.getuid():
+                os.unlink(path)
+        except OSError as error:
+            log.debug("%s is in use: %s", path, error)
+        finally:
+            os.close(fd)

@@ -1,0 +1,389 @@
+"""What leaves memory when it is full, and what comes back: decides, and has threads do the I/O.
+
+Everything here runs in the thread of the event loop and never waits. A request that has to wait
+raises :class:`Delayed`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torchstore_core.errors import ConfigurationError, ObjectLostError, StoreFullError
+from torchstore_core.reports.status import SpillStatus
+from torchstore_core.reports.units import human_bytes
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.records import Txn, Value
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.spilling.delays import Delayed, RoomQueue
+from torchstore_core.server.spilling.moves import Mover
+from torchstore_core.server.spilling.policy import Residency, State, Ticket, Tracked
+from torchstore_core.wire import messages as m
+
+__all__ = ["Spilling"]
+
+# Writing begins when less than the first part of the capacity is free or can be freed at once,
+# and goes on until it is the second.
+_LOW, _HIGH = 0.25, 0.40
+# How long a request waits for readers to release memory if nothing else happens, in seconds.
+_PATIENCE_S = 5.0
+
+
+class Spilling:
+    """Values that may leave memory.
+
+    Args:
+        volumes: whose memory it is.
+        catalog: forgets versions that are evicted.
+        free: frees the memory of values that nobody holds any more.
+        default: what is done with puts that do not say; see ``messages.Put.when_full``.
+        mover: moves values between memory and a spill file; None: the store has no such file.
+        later: calls something after so many seconds.
+
+    Attributes:
+        default: as above, for puts that keep no older versions; never 0.
+        active: whether any value is tracked. Until then there is nothing to do here.
+        room: requests that wait for room.
+        evicted: how many values have been evicted, and how many bytes they had.
+    """
+
+    def __init__(
+        self,
+        volumes: Sequence[VolumeRecord],
+        catalog: Catalog,
+        free: Callable[[Iterable[Value]], None],
+        default: int = 0,
+        mover: Mover | None = None,
+        later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
+    ) -> None:
+        self._volumes = volumes
+        self._catalog = catalog
+        self._free = free
+        self._keeps_spillable = not default and mover is not None
+        self.default = default or m.PINNED
+        self._later = later
+        self._mover = mover
+        self._capacity = sum(v.info.capacity_bytes for v in volumes)
+        self.active = False
+        self.values = Residency()
+        self.room = RoomQueue()
+        self.evicted = (0, 0)
+        self._last_progress = 0.0
+        self._retry_is_due = self._is_timed = False
+        if mover is not None:
+            mover.begin(self.values, self._progress)
+
+    # ---- puts -----------------------------------------------------------------------------
+
+    def choice(self, wanted: int, *, keeps: bool = False) -> int:
+        """What is done with the values of a put when memory is full.
+
+        Args:
+            wanted: what the put wants; see ``messages.Put``.
+            keeps: whether the put keeps older versions.
+
+        Raises:
+            ConfigurationError: it wants to be spilled, but the store has no place for that.
+        """
+        if not 0 <= wanted <= m.EVICTABLE:
+            raise ConfigurationError(f"this server does not know when_full={wanted}")
+        if wanted == m.SPILLABLE and self._mover is None:
+            raise ConfigurationError(
+                'when_full="spillable" needs a store with a place to spill to: initialize it with '
+                "spill= (a directory)"
+            )
+        if not wanted and keeps and self._keeps_spillable:
+            return m.SPILLABLE
+        return wanted or self.default
+
+    def track(self, values: Iterable[Value], choice: int) -> None:
+        """Values that are versions of their keys by themselves are committed."""
+        for value in values:
+            self._track(value, value.key, choice)
+        self._write_ahead()
+
+    def track_put(self, txn: Txn) -> None:
+        """A put is committed."""
+        for value in txn.plain:
+            self._track(value, value.key, txn.when_full)
+        for target, contribution in txn.contributions:
+            for _, value in contribution.items:
+                self._track(value, target.key, txn.when_full)
+        self._write_ahead()
+
+    def _track(self, value: Value, key: str, choice: int) -> None:
+        if choice == m.EVICTABLE:
+            if value.nbytes:
+                self.active = True
+                self.values.add(value, key, State.CACHED)
+        elif choice == m.SPILLABLE and value.data is None:
+            self.active = True
+            self.values.add(value, key, State.DIRTY)
+
+    # ---- gets -----------------------------------------------------------------------------
+
+    def use(self, values: Iterable[Value], prefix: str = "") -> None:
+        """Values are about to be read: they are now the last that were used.
+
+        Args:
+            prefix: precedes the names of the values in errors.
+
+        Raises:
+            Delayed: some are not in memory; they are being read.
+            ObjectLostError: some cannot be read any more.
+            StoreFullError: memory has no room for those that have to be read.
+        """
+        tracked = self.values.tracked(values)
+        for one in tracked:
+            self.values.touch(one)
+        if not self.values.away:
+            return
+        away = [t for t in tracked if t.state in (State.ON_DISK, State.READING)]
+        if not away or self._mover is None:
+            return
+        away = list({id(t): t for t in away}.values())
+        for one in away:
+            if one.failure:
+                raise self._failed(one, prefix)
+        ticket = Ticket(tracked)
+        try:
+            self._bring_back([t for t in away if t.state is State.ON_DISK], self._mover)
+        except BaseException:
+            ticket.give_up()
+            raise
+        for one in away:
+            ticket.await_read(one)
+        nbytes = sum(t.nbytes for t in away)
+        raise Delayed(f"{human_bytes(nbytes)} of it were being read from disk", ticket.then)
+
+    def _bring_back(self, values: Sequence[Tracked], mover: Mover) -> None:
+        nbytes = sum(t.nbytes for t in values)
+        while not mover.read(values):
+            if nbytes <= self._capacity and self.make_room(nbytes):
+                continue
+            count = f"{len(values):,} values" if len(values) > 1 else repr(values[0].value.key)
+            leased = sum(v.leased for v in self._volumes)
+            raise StoreFullError(
+                f"{count} ({nbytes:,} bytes) cannot be brought back from disk, because memory of "
+                f"{self._capacity:,} bytes has no room: readers hold {leased:,}. Get fewer values "
+                "at once, or drop tensors that zero-copy gets returned",
+                key=values[0].key,
+                details={
+                    "capacity_bytes": self._capacity,
+                    "requested_bytes": nbytes,
+                    "leased_bytes": leased,
+                    "unfinished_bytes": sum(v.unfinished for v in self._volumes),
+                },
+            )
+
+    def _failed(self, tracked: Tracked, prefix: str) -> ObjectLostError:
+        """The error of a value that could not be read from disk."""
+        value = tracked.value
+        key = prefix + value.key if prefix or value.box is None else tracked.key
+        reason = tracked.failure
+        place = "" if self._mover is None else self._mover.file.directory
+        advice = "Put it again"
+        if not tracked.is_damaged:
+            tracked.failure = ""  # the next get tries again
+            advice = "Get it again, or put it again"
+        return ObjectLostError(
+            f"version {value.version} of {key!r} was spilled to {place!r}, and cannot be read from "
+            f"there: {reason}. {advice}",
+            key=key,
+            details={"version": value.version, "spill": place, "reason": reason},
+        )
+
+    # ---- room -----------------------------------------------------------------------------
+
+    def make_room(self, nbytes: int, keys: Collection[str] = ()) -> bool:
+        """Free memory, for ``nbytes``. Returns whether some was freed, so that it is worth while to
+        try again; False if nothing can be.
+
+        Args:
+            keys: of the put that needs it; the newest versions of these are not evicted.
+
+        Raises:
+            Delayed: some will be freed soon.
+        """
+        if len(self.room) and not self.room.retrying:
+            raise self._delayed("others were waiting for room in memory before")
+        free = max((v.free for v in self._volumes if not v.lost), default=0)
+        short = nbytes - free if nbytes > free else nbytes
+        if clean := self.values.oldest(State.CLEAN, short):
+            self._drop(clean)
+            return True
+        if self._evict(short, keys):
+            return True
+        mover = self._mover
+        if mover is None:
+            return False
+        mover.write(short, at_any_price=True)
+        bytes_of = self.values.bytes_of
+        if bytes_of[State.WRITING]:
+            waiting = human_bytes(bytes_of[State.WRITING] + bytes_of[State.DIRTY])
+            place = f"{waiting} were still to be written to {mover.file.directory!r}"
+            raise self._delayed(f"memory was full, and {place} to make room")
+        held = sum(bytes_of[state] for state in State if state is not State.ON_DISK)
+        patient = not len(self.room) and not self.room.retrying
+        patient = patient or time.monotonic() - self._last_progress < _PATIENCE_S
+        if held >= short and patient:
+            leased = sum(v.leased for v in self._volumes)
+            raise self._delayed(f"memory was full, and readers held {human_bytes(leased)} of it")
+        return False
+
+    def leaves_room(self, nbytes: int) -> bool:
+        """Whether values on disk can still be brought back after a put of so many bytes. While the
+        disk takes more, they always can.
+
+        Raises:
+            Delayed: it is being tried whether the disk takes more now.
+        """
+        mover = self._mover
+        if mover is None or (mover.file.free >= self._capacity and not mover.trouble):
+            return True
+        largest = self.values.largest_on_disk()
+        if mover.file.free >= 2 * largest and not mover.trouble:
+            return True
+        of = self.values.bytes_of
+        there = sum(v.free for v in self._volumes) + of[State.CLEAN] + of[State.CACHED]
+        if there - nbytes >= largest:
+            return True
+        mover.write(nbytes)
+        if of[State.WRITING]:
+            raise self._delayed(f"memory was full, and so was {mover.file.directory!r}")
+        return False
+
+    def _delayed(self, why: str) -> Delayed:
+        return Delayed(why, self._add)
+
+    def _add(self, retry: Callable[[], None]) -> None:
+        if not len(self.room) and not self.room.retrying:
+            self._last_progress = time.monotonic()
+        self.room.add(retry)
+        self._retry_later()
+
+    def _retry_later(self) -> None:
+        """Retry requests that wait for room even if nothing happens, so that they are refused."""
+        if not self._is_timed and len(self.room):
+            self._is_timed = True
+            self._later(_PATIENCE_S / 4, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._is_timed = False
+        if time.monotonic() - self._last_progress > _PATIENCE_S:
+            self.room.retry()
+        self._retry_later()
+
+    def retry_soon(self) -> None:
+        """Memory was freed, or readers have released some: retry requests that wait for room."""
+        if not self._retry_is_due:
+            self._retry_is_due = True
+            self._later(0, self._progress)
+
+    def _progress(self) -> None:
+        """Something has changed."""
+        self._retry_is_due = False
+        self._last_progress = time.monotonic()
+        self._write_ahead()
+        if len(self.room):
+            self.room.retry()
+
+    def _write_ahead(self) -> None:
+        """Write values before their memory is needed."""
+        if self._mover is None or not self.values.count_of[State.DIRTY]:
+            return
+        of = self.values.bytes_of
+        there = sum(v.free for v in self._volumes)
+        there += of[State.CLEAN] + of[State.CACHED] + of[State.WRITING]
+        if there < _LOW * self._capacity or of[State.WRITING]:
+            self._mover.write(int(_HIGH * self._capacity) - there + of[State.WRITING])
+
+    def _drop(self, clean: Sequence[Tracked]) -> None:
+        """Free the memory of values that are on disk, too."""
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for tracked in clean:
+            value = tracked.value
+            for volume, offset in value.places:
+                ranges.setdefault(volume, []).append((offset, value.nbytes))
+            self.values.move(tracked, State.ON_DISK)
+            value.offset, value.more = -1, ()
+        for volume, freed in ranges.items():
+            self._volumes[volume].allocator.free(freed)
+
+    def _evict(self, nbytes: int, keys: Collection[str]) -> bool:
+        """Evict versions; returns whether any was."""
+        evictions = self._catalog.evictions
+        found = self.values.oldest(
+            State.CACHED,
+            nbytes,
+            lambda t: evictions.can_evict(t.key, t.value, newest_too=t.key not in keys),
+        )
+        for tracked in found:
+            if tracked.gone:  # it went with another one of its version
+                continue
+            freed = evictions.evict(tracked.key, tracked.value)
+            count, before = self.evicted
+            self.evicted = count + len(freed), before + sum(value.nbytes for value in freed)
+            self._free(freed)
+        return bool(found)
+
+    # ---- ends -----------------------------------------------------------------------------
+
+    def forget(self, values: Iterable[Value]) -> list[Value]:
+        """Nobody holds these values any more. Returns those whose memory is to be freed now."""
+        here: list[Value] = []
+        for value in values:
+            tracked = self.values.remove(value)
+            if tracked is None or self._mover is None or self._mover.forget(tracked):
+                here.append(value)
+        return here
+
+    def trim(self) -> None:
+        """Return disk space that is not used to the file system."""
+        if self._mover is not None:
+            self._mover.trim()
+
+    def close(self) -> None:
+        """End the threads, and give the disk space back."""
+        if self._mover is not None:
+            self._mover.close()
+
+    def status(self) -> SpillStatus:
+        """What has left memory."""
+        values, mover = self.values, self._mover
+        evicted, evicted_bytes = self.evicted
+        if mover is None:
+            return SpillStatus(evicted=evicted, evicted_bytes=evicted_bytes)
+        return SpillStatus(
+            directory=mover.file.directory,
+            capacity_bytes=mover.file.capacity,
+            disk_bytes=mover.file.used,
+            spilled=values.count_of[State.ON_DISK],
+            spilled_bytes=values.bytes_of[State.ON_DISK],
+            clean_bytes=values.bytes_of[State.CLEAN],
+            waiting=len(self.room),
+            written_bytes=mover.written_bytes,
+            read_bytes=mover.read_bytes,
+            evicted=evicted,
+            evicted_bytes=evicted_bytes,
+            trouble=mover.trouble,
+            file_system=mover.file.file_system,
+        )
+
+    def noted(self, error: StoreFullError) -> StoreFullError:
+        """Add what spilling has to do with it to the error of a put that does not fit."""
+        if self._mover is None:
+            return error
+        of, mover = self.values.bytes_of, self._mover
+        text = f"{human_bytes(of[State.ON_DISK])} are spilled to {mover.file.directory!r}"
+        trouble = mover.trouble
+        if not trouble and mover.file.free < self._capacity:
+            trouble = (
+                f"{human_bytes(mover.file.free)} of {human_bytes(mover.file.capacity)} are left"
+            )
+        if trouble:
+            text += f", and no more can be: {trouble}"
+        else:
+            text += ", and what is left in memory is pinned or being used"
+        details = {**error.details, "spilled_bytes": of[State.ON_DISK], "spill": trouble}
+        return StoreFullError(f"{error.message}. {text}", key=error.key, details=details)
