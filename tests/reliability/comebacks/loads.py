@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
+import pickle
 import random
 from multiprocessing.connection import Connection
 
@@ -34,6 +37,7 @@ async def one(pipe: Connection, index: int, number: int, seed: int) -> tuple[int
     versions: dict[str, int] = {}
     values: dict[str, int] = {}
     held: list[tuple[torch.Tensor, float]] = []
+    owned: list[tuple[ts.HeldRef, int]] = []
     seen = 0
     calls = 0
     longest = 0.0
@@ -43,7 +47,7 @@ async def one(pipe: Connection, index: int, number: int, seed: int) -> tuple[int
         calls += 1
         key = f"{mine}/{chance.randrange(3)}"
         size = chance.choice((SMALL, SMALL, LARGE))
-        what = chance.randrange(9)
+        what = chance.randrange(11)
         if what < 4:
             ref = await ts.put(key, torch.full((size,), float(calls)))
             # Exactly one: a put is neither lost nor done twice.
@@ -67,6 +71,12 @@ async def one(pipe: Connection, index: int, number: int, seed: int) -> tuple[int
             got = await ts.get_state_dict(f"{mine}/model")
             assert (got["a"] == calls).all()
             assert (got["b"] == calls).all()
+        elif what == 8:
+            owned.append((await ts.put_object(torch.full((size,), float(calls))), calls))
+        elif what == 9 and key in values:
+            ref = pickle.loads(pickle.dumps(await ts.hold(key)))
+            assert ref.version == versions[key]
+            owned.append((ref, values[key]))
         else:
             await ts.put("shared", torch.full((LARGE,), float(index)))
             version = await ts.latest_version("shared")
@@ -76,6 +86,11 @@ async def one(pipe: Connection, index: int, number: int, seed: int) -> tuple[int
             assert (tensor == tensor[0]).all()
             held.append((tensor, float(tensor[0])))
         longest = max(longest, loop.time() - begun)
+        while len(owned) > 3:
+            ref, was = owned.pop(chance.randrange(len(owned)))
+            tensor = await ts.get(ref)
+            assert (tensor == was).all(), (ref, tensor[:3], was)
+            del tensor, ref
         while len(held) > 4:
             tensor, was = held.pop(chance.randrange(len(held)))
             assert (tensor == was).all()
@@ -89,6 +104,37 @@ async def holding(pipe: Connection, address: str) -> None:
     pipe.send("holds")
     await asyncio.to_thread(pipe.recv)
     assert tensor.sum() == 0
+
+
+async def referring(pipe: Connection) -> None:
+    """Have a reference without having joined the store, then have a child have it, until told."""
+    ref = await asyncio.to_thread(pipe.recv)
+    pipe.send("received")
+    assert await asyncio.to_thread(pipe.recv) == "fork"
+    end, other = multiprocessing.Pipe()
+    if not (child := os.fork()):
+        other.recv()  # and nothing else: it ends, and so does what it holds
+        os._exit(0)
+    del ref
+    pipe.send("forked")
+    assert await asyncio.to_thread(pipe.recv) == "end"
+    end.send("end")
+    os.waitpid(child, 0)
+    pipe.send("ended")
+    await asyncio.to_thread(pipe.recv)
+
+
+async def inheriting(pipe: Connection, address: str) -> None:
+    """Fork a child that has a tensor and ends with the pipe."""
+    await ts.connect(address, timeout=60)
+    tensor = await ts.get("large")
+    if not os.fork():
+        try:
+            pipe.recv()
+        finally:
+            os._exit(0 if (tensor == 7).all() else 1)
+    pipe.send("forked")
+    await asyncio.Event().wait()
 
 
 async def owning(pipe: Connection) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import pickle
 import random
 import signal
 import time
@@ -35,8 +36,10 @@ PAUSE_S = 5.0  # on a busy machine; see benchmarks for what it takes
 
 @pytest.fixture
 async def store() -> AsyncIterator[ts.Client]:
-    async with running_store(keeper=True, timeout=30) as client:
-        yield client
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHSTORE_REF_GRACE", "0.5")
+        async with running_store(keeper=True, timeout=30) as client:
+            yield client
 
 
 async def server_pid() -> int:
@@ -105,6 +108,10 @@ CALLS: dict[str, Callable[[], Awaitable[Any]]] = {
     "put": lambda: ts.put("a", torch.zeros(MB)),
     "put_batch": lambda: ts.put_batch({"a": 1, "b": torch.zeros(MB)}),
     "put_state_dict": lambda: ts.put_state_dict({"x": torch.zeros(MB), "y": 1}, "sd"),
+    "put_object": lambda: ts.put_object([1]),
+    "put_object large": lambda: ts.put_object(torch.zeros(MB)),
+    "hold": lambda: ts.hold("small"),
+    "refs": lambda: ts.refs(),
     "get": lambda: ts.get("large"),
     "get in place": lambda: ts.get("large", torch.empty(MB)),
     "get_batch": lambda: ts.get_batch(["small", "large"]),
@@ -179,6 +186,70 @@ async def test_what_dead_processes_held_is_free_again(store: ts.Client) -> None:
         assert (await account()).sessions == 1
 
 
+async def test_references_are_held_while_there_is_no_server(store: ts.Client) -> None:
+    """By this process, on their way, by one that has not joined the store, by a forked child."""
+    value = torch.arange(float(MB))
+    mine = await ts.put_object(value)
+    passed = await ts.put_object(value + 1)
+    await ts.put("k", value + 2)
+    old = await ts.hold("k")
+    await ts.put("k", value)
+    await lose_the_server()
+    with Child(loads.referring) as child:
+        os.kill((pid := await server_pid()), signal.SIGSTOP)
+        child.tell(passed)  # encoded, and read by a server that is dead
+        del passed
+        gc.collect()
+        kill(pid)
+        assert await child.said() == "received"
+        assert torch.equal(await ts.get(mine), value)
+        assert torch.equal(await ts.get(old), value + 2)
+        assert await _held() == 3
+        await lose_the_server()
+        child.tell("fork")
+        assert await child.said() == "forked"
+        await lose_the_server()
+        assert await _held() == 3
+        again = pickle.loads(pickle.dumps(mine))
+        assert again == mine
+        await lose_the_server()
+        del mine, again, old
+        gc.collect()
+        await until(lambda: _holds(1))
+        await lose_the_server()
+        child.tell("end")
+        assert await child.said() == "ended"
+        await until(lambda: _holds(0))
+    assert (await account()).used == 4 * MB
+
+
+async def _held() -> int:
+    return len(await ts.refs())
+
+
+async def _holds(number: int) -> bool:
+    return await _held() == number
+
+
+async def test_a_child_reads_what_it_inherited_when_its_parent_is_gone(store: ts.Client) -> None:
+    """The parent's connection, which the child has, too, protects it, whatever dies first."""
+    await ts.put("large", torch.full((MB,), 7.0))
+    with Child(loads.inheriting, store.address) as child:
+        assert await child.said() == "forked"
+        await lose_the_server()
+        os.kill(child.pid, signal.SIGKILL)
+        await child.ended()
+        await ts.delete("large")
+        for n in range(4):
+            await ts.put(f"k{n}", torch.zeros(MB))
+        assert (await account()).leased == 4 * MB
+
+
+async def test_a_keeper_and_a_place_to_spill_exclude_each_other_yet(tmp_path: Path) -> None:
+    with pytest.raises(ts.ConfigurationError, match="keeper"):
+        await ts.initialize(store_name="both", keeper=True, spill=tmp_path)
+
+
 async def test_it_ends_with_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
     with Child(loads.owning) as child:
         address, server = await child.said()
@@ -234,12 +305,15 @@ async def test_a_server_that_dies_at_once_again_and_again_is_given_up(store: ts.
         pytest.param(8, 200, marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
     ],
 )
-async def test_mixed_load_while_it_is_killed(processes: int, kills: int) -> None:
+async def test_mixed_load_while_it_is_killed(
+    processes: int, kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every put happens once, every get gives what was put last, whoever waits goes on; and in the
     end there is as much memory, and as many descriptors, as if nothing had happened.
     """
     seed = random.randrange(1 << 30)
     chance = random.Random(seed)
+    monkeypatch.setenv("TORCHSTORE_REF_GRACE", "0.5")
     async with running_store(keeper=True, capacity=1 << 30, timeout=60) as store:
         with contextlib.ExitStack() as stack:
             loading = [
@@ -257,17 +331,26 @@ async def test_mixed_load_while_it_is_killed(processes: int, kills: int) -> None
                 child.tell("stop")
             counts = [await child.said(60) for child in loading]
             assert all(calls > kills for calls, _ in counts), (seed, counts)
-            there = await account()
-            assert there.unfinished == there.leased == 0, (seed, there)
+            await until(_idle)  # tensors have just died
             assert await ts.keys("last/") == [f"last/{n}" for n in range(processes)]
             for child in loading:
                 child.tell("end")
         await until(_alone)
         await ts.delete_batch([key for key in await ts.keys() if not key.count("/model/")])
-        assert (await account()).used == 0
+        await until(_empty)  # references on their way have their grace
+        assert await _held() == 0
         pid = await server_pid()
         assert fds(pid) < 40
         assert fds(keeper_of(pid)) < 15
+
+
+async def _idle() -> bool:
+    there = await account()
+    return there.unfinished == there.leased == 0
+
+
+async def _empty() -> bool:
+    return (await account()).used == 0
 
 
 async def _alone() -> bool:

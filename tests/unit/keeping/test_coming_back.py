@@ -6,6 +6,8 @@ time the controller is lost, and another one takes its place that has nothing of
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,8 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
+from tests.unit.references.test_holds import singleton
+from tests.unit.server.test_controller import HERE, facts, inline, volumes
 from tests.unit.server.test_joint_puts import JointPuts
 
 from torchstore_core.contracts.strategy import Strategy
@@ -21,15 +25,18 @@ from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
+from torchstore_core.server.keeping.recorded_holds import HOLDS
 from torchstore_core.server.keeping.state import CATALOG
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.wire import messages as m
 
 #: What a controller and a catalog have that is no state, or that a log says in another way.
 WIRING = {
     *("volumes", "strategy", "detached", "_holders", "catalog", "operations", "_prefault"),
     *("_warmed", "_last_put", "lost_volumes", "waiting", "_leases", "sessions", "incarnation"),
+    *("spilling", "holds"),
 }
-INDEX = {"_sessions", "newest", "names", "timelines"}
+INDEX = {"_sessions", "newest", "names", "timelines", "evictions"}
 
 
 def state_of(controller: Controller) -> Any:
@@ -41,6 +48,10 @@ def state_of(controller: Controller) -> Any:
         dict(sorted(catalog.newest.items())),
         vars(catalog.timelines),
         *(getattr(catalog, name) for name in CATALOG),
+        {name: getattr(controller.holds, name) for name in HOLDS},
+        catalog.evictions.remembered,
+        controller.spilling.values.cached(),
+        controller.spilling.evicted,
     ]
     return plain([*roots, dict(sorted(controller.sessions.items())), accounts], {})
 
@@ -125,6 +136,44 @@ TestComingBack = pytest.mark.timeout(600)(ComingBack.TestCase)
 
 def test_every_attribute_of_a_catalog_is_state_or_wiring() -> None:
     assert set(vars(Catalog({}))) == {*CATALOG, *INDEX}
+
+
+def test_what_is_evicted_next_is_what_would_have_been() -> None:
+    """Also after gets, which change it; and after a log that was written anew."""
+    chance = random.Random(7)
+    with volumes(16 << 10) as there:
+        logs = [Log()]
+
+        def made(of: list[VolumeRecord]) -> RecordedController:
+            again = [VolumeRecord(v.info, v.memory, v.halves) for v in of]
+            one = RecordedController(logs[-1], again, singleton(), prefault=False)
+            one.restore()
+            return one
+
+        controller = made(there)
+        session = controller.open_session(facts(), HERE)
+        token = session.token
+        numbers = itertools.count(1)
+        for step in range(400):
+            key = f"k{chance.randrange(40)}"
+            number = next(numbers)
+            if chance.random() < 0.5:
+                item = inline(key, bytes(chance.randrange(1, 1500)))
+                put = m.Put(number, number, [item], when_full=m.EVICTABLE)
+                controller.put(session, put)
+            elif key in controller.catalog.newest:
+                controller.locate(session, m.Locate(number, number, [m.Want(key)], 1 << 20))
+            if step % 40 == 39:
+                if step % 80 == 79:
+                    logs.append(Log())
+                    controller.write_state(logs[-1])
+                before = state_of(controller)
+                controller = made(controller.volumes)
+                session = controller.sessions[token]
+                assert state_of(controller) == before
+        assert controller.spilling.evicted[0] > 50
+        for log in logs:
+            log.close()
 
 
 @pytest.fixture

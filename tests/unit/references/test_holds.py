@@ -53,6 +53,10 @@ class Clock:
     def later(self, delay: float, call: Callable[[], None]) -> None:
         self._calls.append((self.now + delay, call))
 
+    def forget(self) -> None:
+        """Call nothing of what was to be called."""
+        self._calls.clear()
+
     def advance(self, seconds: float) -> None:
         end = self.now + seconds
         while due := [one for one in self._calls if one[0] <= end]:
@@ -129,9 +133,11 @@ class HoldsMachine(RuleBasedStateMachine):
     sessions: Bundle[SessionRecord] = Bundle("sessions")
     sent: Bundle[tuple[int, Ref]] = Bundle("sent")  # what a decoder may find, for ever
 
+    make_store: Callable[[], Store] = Store
+
     def __init__(self) -> None:
         super().__init__()
-        self.store = Store()
+        self.store = self.make_store()
         self.sizes: dict[Ref, int] = {}
         self.current: dict[str, Ref] = {}
         self.holds: dict[bytes, dict[int, Ref]] = {}

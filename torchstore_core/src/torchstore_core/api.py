@@ -156,6 +156,11 @@ async def initialize(
                 f"{type(host).__name__} cannot start its server again when it dies: it takes no "
                 "keeper"
             )
+        if keeper and place is not None:
+            raise ConfigurationError(
+                "a server with a keeper cannot spill yet: what is on disk would be lost when it "
+                "dies. Leave out keeper= or spill="
+            )
         if not host.shared:  # an engine that keeps track of stores refuses a second one itself
             await starting.warn_of_another(store_name)
         return await starting.start(

@@ -22,6 +22,7 @@ monotonic: Callable[[], float] = time.monotonic
 def then() -> Iterator[Callable[[float], None]]:
     """Within this, the clocks show the time, of the monotonic one, that the function is told."""
     global wall, monotonic
+    now = wall, monotonic
     ahead = time.time() - time.monotonic()
     shown = 0.0
 
@@ -33,4 +34,4 @@ def then() -> Iterator[Callable[[float], None]]:
     try:
         yield show
     finally:
-        wall, monotonic = time.time, time.monotonic
+        wall, monotonic = now

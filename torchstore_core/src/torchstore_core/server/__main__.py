@@ -131,7 +131,9 @@ def main() -> int:
     options = msgspec.json.decode(sys.argv[1].encode(), type=ProcessOptions)
     keeper = None
     if len(sys.argv) > 2:  # the keeper's addition
-        keeper = KeeperLink(msgspec.json.decode(sys.argv[2].encode(), type=Given))
+        with open(int(sys.argv[2]), "rb") as paper:
+            paper.seek(0)
+            keeper = KeeperLink(msgspec.json.decode(paper.read(), type=Given))
     return run(options, None, keeper)
 
 

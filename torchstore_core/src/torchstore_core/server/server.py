@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -55,6 +56,8 @@ __all__ = ["Ready", "Server", "ServerOptions"]
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_GRACE_S = 0.5
+# What precedes the number of a session in the name by which the keeper has its connection.
+_SESSION = "session "
 
 
 class ServerOptions(msgspec.Struct, frozen=True):
@@ -164,6 +167,7 @@ class Server:
             self._spill_file = self._open_spill_file()
             if not options.attached:
                 self._begin([await self._volume(i) for i in range(options.num_storage_volumes)])
+            await self._take_connections()
             listening = None if keeper is None else keeper.kept("control")
             self._listener.open(self._directory.control, listening)
             if keeper is not None:
@@ -266,7 +270,8 @@ class Server:
         keeper.keep("log", log.fd, incarnation=str(controller.incarnation))
         controller.restore()
         self.returning = Returning(controller, self._died_meanwhile)
-        self.returning.begin()
+        names = [name.removeprefix(_SESSION) for name in keeper.names() if _SESSION in name]
+        self.returning.begin({int(name) for name in names})
         self._compaction = Compaction(controller, functools.partial(keeper.keep, "log"))
         if keeper.life > 1 and self._compaction.is_due:
             self._compaction.begin()
@@ -274,6 +279,39 @@ class Server:
             took_s = time.monotonic() - begun
             journal.restored(len(controller.catalog.newest), len(controller.sessions), took_s)
         return controller
+
+    def keep_connection(self, session: SessionRecord, fd: int) -> bool:
+        """Have a session's liveness connection outlive this server; whether it will."""
+        if self._keeper is None:
+            return False
+        self._keeper.keep(f"{_SESSION}{session.serial}", fd)
+        return True
+
+    def drop_connection(self, serial: int) -> None:
+        """The liveness connection of the session with this number has closed."""
+        if self._keeper is not None:
+            self._keeper.drop(f"{_SESSION}{serial}")
+
+    async def _take_connections(self) -> None:
+        """Go on with the liveness connections that have outlived an earlier life."""
+        keeper, returning = self._keeper, self.returning
+        if keeper is None or returning is None:
+            return
+        for name in keeper.names():
+            fd = keeper.kept(name) if name.startswith(_SESSION) else None
+            if fd is None:
+                continue
+            accepted = socket.socket(fileno=fd)
+            accepted.set_inheritable(False)
+            accepted.setblocking(False)
+            found = returning.of(int(name.removeprefix(_SESSION)))
+            if found is None:
+                keeper.drop(name)
+                accepted.close()
+                continue
+            session, pid, is_there = found
+            make = functools.partial(Connection, self, pid, session, is_there)
+            await self._loop.connect_accepted_socket(make, accepted)
 
     def _died_meanwhile(self, session: SessionRecord) -> None:
         """The process of a session has ended before it came back."""
@@ -447,6 +485,8 @@ class Server:
         """Record that a session is about to end."""
         if self.members is not None:
             self.members.left(session)
+        if self.returning is not None:
+            self.returning.gone(session)
         if not self._stopping:
             others = self.controller.sessions.keys() - {session.token}
             journal.client_left(session, why, len(others))

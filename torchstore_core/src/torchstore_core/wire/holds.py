@@ -77,11 +77,13 @@ class Claim(Message, frozen=True, tag="claim"):
 class Free(Message, frozen=True, tag="free"):
     """End all holds of these versions, whoever has them. Reply ``Deleted``: how many were held.
 
-    ``refs``: key, version and timeline (-1: as for :class:`Hold`) of each.
+    ``refs``: key, version and timeline (-1: as for :class:`Hold`) of each. ``txn``: see
+    ``messages.Delete``.
     """
 
     id: int
     refs: list[tuple[str, int, int]]
+    txn: int = 0
 
 
 class WaitAny(Message, frozen=True, tag="wait-any"):

@@ -50,7 +50,7 @@ from torchstore_core.wire.memory import Warm as Warm
 from torchstore_core.wire.memory import Warmed as Warmed
 from torchstore_core.wire.memory import WatchProcess as WatchProcess
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 #: Largest frame, in bytes. A longer reply is sent in pages (``wire.paging``); a longer request is
 #: not possible. 18,000 entries of a state dict take about 2 MB.
@@ -385,6 +385,11 @@ class Settle(Message, frozen=True, tag="settle"):
 Repeatable = (
     Put
     | Rewind
+    | PutObject
+    | Hold
+    | Free
+    | WaitAny
+    | Refs
     | Commit
     | Locate
     | LocateRefs
@@ -477,7 +482,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     topology of the relay that carries the connection; None: there is no relay. ``owner``: the pid
     of the process with which the store ends; 0: none. ``incarnation``: of the store's memory;
     see ``ServerOptions``. ``life``: which one of the server's lives this is, from 1; 0:
-    it does not come back when it dies.
+    it does not come back when it dies. On a liveness connection, a Welcome that nothing has asked
+    for says that the server has come back; the client answers with a :class:`Resume`.
     """
 
     id: int

@@ -143,7 +143,7 @@ class ReferenceOperations(KeyOperations):
             current = session.welcome.incarnation
             here = [ref for ref in named if ref.incarnation in (0, current)]
             which = [(r.key, r.version, r.timeline if r.incarnation else -1) for r in here]
-            freed = m.Free(channel.next_id(), which)
+            freed = m.Free(channel.next_id(), which, session.next_id())
             return (await channel.call(freed, m.Deleted, clock.left())).count
 
     async def refs(self, *, timeout: float | None = None) -> list[RefReport]:

@@ -21,16 +21,19 @@ from torchstore_core.errors import StoreClosedError
 from torchstore_core.machine import topology
 from torchstore_core.values import ObjectRef
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import encode
+from torchstore_core.wire.framing import FrameReader, encode
 
 __all__ = ["Holder", "StorePlace", "holder_of"]
 
 # How long encoding a reference, or a fork, waits for a server that takes no messages.
 _PATIENCE_S = 1
+# How long a new session waits for a server that comes back.
+_RETURN_S = 5.0
+_RECEIVE = 1 << 16
 # Holds that end one after the other are told to the server together, at most this much later.
 _TOGETHER_S = 0.01
-# The most holds in one Unhold.
-_MOST_IDS = 1 << 20
+# The most holds in one Unhold, which so fits into the kernel's buffer.
+_MOST_IDS = 1 << 12
 
 
 class StorePlace(msgspec.Struct, frozen=True, array_like=True):
@@ -40,12 +43,14 @@ class StorePlace(msgspec.Struct, frozen=True, array_like=True):
         name: the store's name.
         incarnation: of the store, see ``StatusReport``.
         address: a socket (``unix:/path``) that leads to it on the host ``host_id``.
+        keeps: whether its server comes back when it dies.
     """
 
     name: str
     incarnation: int
     address: str
     host_id: str
+    keeps: bool = False
 
 
 class Holder:
@@ -202,6 +207,17 @@ class Holder:
         if self._connection is None:
             raise ConnectionResetError("the server is gone")
 
+    def use(self, connection: socket.socket) -> None:
+        """Go on with another connection of the same session: the server has come back, but the one
+        before was lost. What that had not read is said again. For the reclaimer thread.
+        """
+        with self._lock:
+            self._connection = connection
+            self._unsent.clear()
+            for ident, ref in list(self.live.items()):
+                self._outbox.append(m.Claim(ident, 0, ref.key, ref.version, ref.timeline))
+        self._nudge()
+
     def close(self) -> None:
         """The session has ended: nothing can be held any more."""
         connection, self._connection = self._connection, None
@@ -311,7 +327,8 @@ class Holder:
 
 
 def _connect(place: StorePlace, *messages: m.Message) -> socket.socket:
-    """Connect to a server, say hello, and send these messages, without waiting for a reply.
+    """Connect to a server, say hello, and send these messages, without waiting for a reply. Only a
+    server that comes back is waited for: once it has answered, it does not forget the session.
 
     Raises:
         OSError: nothing listens there, or it cannot be reached at this moment.
@@ -324,12 +341,29 @@ def _connect(place: StorePlace, *messages: m.Message) -> socket.socket:
         # The system waits while the queue of the listener is full, but not longer than this.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _PATIENCE_S, 0))
         sock.connect(socket_path(place.address))
-        hello = m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts)
-        sock.sendall(b"".join(map(encode, (hello, *messages))))
+        sock.sendall(encode(m.Hello(1, m.PROTOCOL_VERSION, b"", here, facts)))
+        if place.keeps:
+            _await_welcome(sock)
+        if messages:
+            sock.sendall(b"".join(map(encode, messages)))
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def _await_welcome(sock: socket.socket) -> None:
+    """Wait for the answer to a hello.
+
+    Raises:
+        OSError: there was none.
+    """
+    sock.settimeout(_RETURN_S)
+    reader = FrameReader(m.MAX_FRAME)
+    while not reader.feed(data := sock.recv(_RECEIVE)):
+        if not data:
+            raise ConnectionResetError("the server has closed the connection")
+    sock.settimeout(None)
 
 
 def _wait_writable(connection: socket.socket, seconds: float | None) -> bool:

@@ -60,6 +60,16 @@ class Owner(Protocol):
         on it in part; None if there is none. ``leases``: what tensors hold.
         """
 
+    def came_back(
+        self,
+        welcome: m.Welcome,
+        liveness: socket.socket,
+        leases: Callable[[], list[tuple[int, list[int] | None]]],
+    ) -> None:
+        """The server has died and is back, with the liveness connection that it had: tell it what
+        this client has. ``leases``: what tensors hold.
+        """
+
     def on_end(self) -> None:
         """Called once, when the session has ended."""
 
@@ -185,12 +195,17 @@ class Reclaimer:
             return False
         self._connection.close()
         self._connection, self._unread = found
+        self.holder.use(self._connection)
+        self._ask_again()
+        return True
+
+    def _ask_again(self) -> None:
+        """What the server was asked before it died, and has not answered."""
         self._waiting.extend(itertools.chain(*self._flushes.values()))
         self._flushes.clear()
         self._probes.clear()
         self._waking = False
         self.wake()
-        return True
 
     def _leases(self) -> list[tuple[int, list[int] | None]]:
         """What tensors hold, those included whose releases are still to be sent."""
@@ -207,7 +222,7 @@ class Reclaimer:
         """Ask the server whether it lives, and call ``alive`` if it answers. In the thread."""
         probe = m.Exists(self._owner.next_id(), [])
         self._probes[probe.id] = alive
-        self._connection.sendall(encode(probe))
+        self.holder.write(encode(probe))
 
     def _step(self) -> bool:
         """Wait for work and do it. Returns False when the session has ended."""
@@ -251,7 +266,10 @@ class Reclaimer:
             if isinstance(message, m.Failure):
                 log.warning("the server ends this session: %s", message.message)
                 return False
-            if isinstance(message, m.Flags) and message.id in self._probes:
+            if isinstance(message, m.Welcome):
+                self._ask_again()
+                self._owner.came_back(message, self._connection, self._leases)
+            elif isinstance(message, m.Flags) and message.id in self._probes:
                 self._probes.pop(message.id)()
             elif isinstance(message, m.Flags):
                 _cancel(self._flushes.pop(message.id, []))

@@ -35,7 +35,7 @@ from torchstore_core.machine import topology
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.wire import messages as m
-from torchstore_core.wire.framing import FrameReader
+from torchstore_core.wire.framing import FrameReader, encode
 
 __all__ = ["Session"]
 
@@ -336,13 +336,7 @@ class Session:
             return None
 
         def messages() -> list[m.Message]:
-            # In this order: what a call hands over to its tensors is in one of the two.
-            in_use: list[tuple[int, list[int] | None]] = [
-                (x, None) for x in self.leases_in_use.copy()
-            ]
-            resume = m.Resume(2, list(self._unfinished.copy()), leases() + in_use)
-            keep = [m.Keep()] if self._keeps_memory else []
-            return [self._hello(returns=True), resume, *keep]
+            return [self._hello(returns=True), *self._resuming(leases)]
 
         try:
             found = rejoin(socket_path(self.address), messages, lambda: not self._is_idle)
@@ -351,11 +345,36 @@ class Session:
             return None
         if found is None:
             return None
-        sock, self.welcome, unread = found
-        for volume, info in zip(self.volumes, self.welcome.volumes, strict=True):
-            volume.renew(info)
+        sock, welcome, unread = found
+        self._renew(welcome)
         self._reconnect_channels(sock)
         return sock, unread
+
+    def came_back(
+        self,
+        welcome: m.Welcome,
+        liveness: socket.socket,
+        leases: Callable[[], list[tuple[int, list[int] | None]]],
+    ) -> None:
+        """See ``reclaimer.Owner``. The channels are given new connections."""
+        self._renew(welcome)
+        for message in self._resuming(leases):
+            self.holder.write(encode(message))
+        self._reconnect_channels(liveness)
+
+    def _resuming(
+        self, leases: Callable[[], list[tuple[int, list[int] | None]]]
+    ) -> list[m.Message]:
+        """What the server must know that has come back."""
+        # In this order: what a call hands over to its tensors is in one of the two.
+        in_use: list[tuple[int, list[int] | None]] = [(x, None) for x in self.leases_in_use.copy()]
+        resume = m.Resume(2, list(self._unfinished.copy()), leases() + in_use)
+        return [resume, m.Keep()] if self._keeps_memory else [resume]
+
+    def _renew(self, welcome: m.Welcome) -> None:
+        self.welcome = welcome
+        for volume, info in zip(self.volumes, welcome.volumes, strict=True):
+            volume.renew(info)
 
     def _hello(self, *, returns: bool = False) -> m.Hello:
         token = self.welcome.session
@@ -488,7 +507,7 @@ class Session:
 def _place(address: str, welcome: m.Welcome) -> StorePlace:
     """What references say of the store of a session."""
     host_id = topology.probe().host_id
-    return StorePlace(welcome.store_name, welcome.incarnation, address, host_id)
+    return StorePlace(welcome.store_name, welcome.incarnation, address, host_id, bool(welcome.life))
 
 
 def _is_left_alone(channel: Channel) -> bool:

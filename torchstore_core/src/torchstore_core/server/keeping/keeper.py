@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import secrets
 import select
 import shutil
@@ -57,6 +58,10 @@ class Keeper:
             signal.signal(signum, self._stop)
         # Sets of names must have the same order in every life of the server.
         os.environ.setdefault("PYTHONHASHSEED", str(secrets.randbelow(1 << 32)))
+        # One for each client, besides what the server has.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         try:
             return self._run()
         finally:
@@ -106,13 +111,19 @@ class Keeper:
             "life": self._lives,
             "owner_ended": self._owner_ended,
         }
-        for fd in (connection, *self._kept.values()):
+        # In memory rather than in an argument, whose length is limited.
+        paper = os.memfd_create("given")
+        os.write(paper, json.dumps(given).encode())
+        for fd in (paper, connection, *self._kept.values()):
             os.set_inheritable(fd, True)
         actions = []
         if self._lives > 1:  # whoever started the first one reads its line no more
             actions = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
-        command = [*self._command, json.dumps(given)]
-        return os.posix_spawn(command[0], command, os.environ, file_actions=actions)
+        command = [*self._command, str(paper)]
+        try:
+            return os.posix_spawn(command[0], command, os.environ, file_actions=actions)
+        finally:
+            os.close(paper)
 
     def _attend(self, connection: socket.socket, watch: int) -> None:
         """Return when the server has ended."""
@@ -165,6 +176,8 @@ class Keeper:
             if name in self._kept:
                 os.close(self._kept[name])
             self._kept[name] = fd
+        if (dropped := self._kept.pop(said.get("drop", ""), None)) is not None:
+            os.close(dropped)
         self._facts.update(said.get("facts", {}))
         if said.get("ready"):
             self._ready = True

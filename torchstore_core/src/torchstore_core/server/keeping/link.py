@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -55,12 +56,31 @@ class KeeperLink:
         """Have the keeper hold a copy of a descriptor, and ``facts``, in place of what it has under
         that name. From then on it survives the server.
         """
-        said = json.dumps({"keep": [name], "facts": facts}).encode()
-        socket.send_fds(self._socket, [said], [fd])
+        self._say({"keep": [name], "facts": facts}, fd)
+
+    def names(self) -> list[str]:
+        """The names of what an earlier life has left, and nobody has taken yet."""
+        return list(self._kept)
+
+    def drop(self, name: str) -> None:
+        """What has that name need not be held any more."""
+        self._say({"drop": name})
 
     def ready(self) -> None:
         """Clients can connect: from now on the server is started again if it dies."""
-        self._socket.send(json.dumps({"ready": True}).encode())
+        self._say({"ready": True})
+
+    def _say(self, what: dict[str, object], *fds: int) -> None:
+        said = json.dumps(what).encode()
+        while True:
+            try:
+                socket.send_fds(self._socket, [said], fds)
+            except BlockingIOError:  # it has not read what came before; it always does, at once
+                select.select([], [self._socket], [])
+            except (BrokenPipeError, ConnectionResetError):
+                return  # it has ended, and so will this server
+            else:
+                return
 
     def watch(self, owner_ended: Callable[[], None], keeper_ended: Callable[[], None]) -> None:
         """Call one of these, on the running event loop, when it has happened."""

@@ -21,21 +21,40 @@ from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Versions
+from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
 from torchstore_core.server.keeping.log import Log, Record
+from torchstore_core.server.keeping.recorded_holds import RecordedHolds
 from torchstore_core.server.keeping.state import StateReader, written
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
 
-__all__ = ["Opened", "RecordedController", "Repeated"]
+__all__ = ["Opened", "RecordedController", "Repeated", "number_of"]
 
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
-_VALUES, _STATE = 8, 9
+_VALUES, _STATE, _DUE, _BEGIN = range(8, 12)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
-    m.Put | m.Rewind | m.Commit | m.Delete | m.Locate | m.LocateRefs | m.Fetch | m.FetchRef
+    m.Put
+    | m.Rewind
+    | m.PutObject
+    | m.Commit
+    | m.Delete
+    | m.Locate
+    | m.LocateRefs
+    | m.Fetch
+    | m.FetchRef
+    | m.Hold
+    | m.Unhold
+    | m.Free
+    | m.Lend
+    | m.LendAll
+    | m.Claim
+    | m.Adopt
 ).decode
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
+_decode_due = msgspec.msgpack.Decoder(tuple[list[int], list[int]]).decode
+_decode_number = msgspec.msgpack.Decoder(int).decode
 _decode_release = msgspec.msgpack.Decoder(tuple[list[int], list[tuple[int, list[int]]]]).decode
 
 
@@ -81,18 +100,34 @@ class RecordedController(Controller):
         log: the one that it writes.
         opened: the sessions that are open, by token, with their processes.
         results: of requests that were repeated, by token, and by the class of the request and its
-            ``txn``. Of puts, commits and deletions.
+            number, see :func:`number_of`. Of those alone that have one.
     """
 
     def __init__(self, log: Log, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.log = log
+        self.holds: RecordedHolds = RecordedHolds(
+            self._record,
+            self._record_due,
+            self.catalog,
+            self._free,
+            options.get("later", lambda delay, call: None),
+            options.get("grace_s", DEFAULT_GRACE_S),
+        )
+        if not log.nbytes:
+            self.log.append(_BEGIN, 0, _encode(self.holds._number))
         self._next_serial = 1
         self._silent = False  # what happens now is part of something that is recorded
         self.opened: dict[bytes, Opened] = {}
         self.results: dict[bytes, dict[tuple[str, int], Repeated]] = {}
 
     # ---- what is recorded -----------------------------------------------------------------
+
+    def _record(self, serial: int, request: m.Message) -> None:
+        self.log.append(_REQUEST, serial, _encode(request))
+
+    def _record_due(self, sessions: list[int], tickets: list[int]) -> None:
+        self.log.append(_DUE, 0, _encode((sessions, tickets)))
 
     def open_session(self, facts: ClientFacts, topology: Topology, pid: int = 0) -> SessionRecord:
         session = super().open_session(facts, topology, pid)
@@ -138,6 +173,12 @@ class RecordedController(Controller):
         self.log.append(_REQUEST, session.serial, _encode(request))
         return Controller.put(self, session, request)
 
+    def put_object(
+        self, session: SessionRecord, request: m.PutObject
+    ) -> tuple[list[int], list[m.Grant | None] | None]:
+        self.log.append(_REQUEST, session.serial, _encode(request))
+        return super().put_object(session, request)
+
     def commit(self, session: SessionRecord, txn_id: int) -> list[int]:
         self.log.append(_REQUEST, session.serial, _encode(m.Commit(0, txn_id)))
         self._silent = True  # it may abort
@@ -155,12 +196,18 @@ class RecordedController(Controller):
         super().abort(session, txn_ids, remember=remember)
 
     def locate(self, session: SessionRecord, request: m.Locate) -> tuple[list[m.Entry], bool]:
+        if self.spilling.active:  # it changes what is evicted next
+            self.log.append(_REQUEST, session.serial, _encode(request))
+            return super().locate(session, request)
         entries, leased = super().locate(session, request)
         if leased:  # nobody knows of the lease before it is answered
             self.log.append(_REQUEST, session.serial, _encode(request))
         return entries, leased
 
     def fetch(self, session: SessionRecord, request: m.Fetch) -> m.Fetched:
+        if self.spilling.active:
+            self.log.append(_REQUEST, session.serial, _encode(request))
+            return super().fetch(session, request)
         fetched = super().fetch(session, request)
         if fetched.leased:
             self.log.append(_REQUEST, session.serial, _encode(request))
@@ -206,7 +253,7 @@ class RecordedController(Controller):
         prefault, self._prefault = self._prefault, False
         self._silent = True
         try:
-            with moments.then() as show:
+            with self.holds.repeating(), moments.then() as show:
                 for record in self.log:
                     show(record.at)
                     self._repeat[record.kind](self, record)
@@ -214,6 +261,16 @@ class RecordedController(Controller):
             self._silent = False
             self._prefault = prefault
             del self._restoring, self._known
+        for session in self.sessions.values():
+            session.lanes = 0
+
+    def _begin_again(self, record: Record) -> None:
+        self.holds._number = _decode_number(record.body)
+
+    def _due_again(self, record: Record) -> None:
+        serials, tickets = _decode_due(record.body)
+        sessions = [self._known[serial] for serial in serials if serial in self._known]
+        Holds.end_due(self.holds, sessions, tickets)
 
     def _values_again(self, record: Record) -> None:
         self._restoring.add_values(record.body)
@@ -248,12 +305,12 @@ class RecordedController(Controller):
     def _request_again(self, record: Record) -> None:
         request = _decode(record.body)
         session = self._known.get(record.session)
-        if session is None and not isinstance(request, m.Delete):
+        if session is None and not isinstance(request, m.Delete | m.Free):
             return
         done = self._tried(session, request)
-        if session is not None and not isinstance(request, m.Locate | m.Fetch):
+        if session is not None and (number := number_of(request)):
             mine = self.results.setdefault(session.token, {})
-            mine[type(request).__name__, request.txn] = done
+            mine[type(request).__name__, number] = done
 
     def _tried(self, session: Any, request: Any) -> Repeated:
         """What a request gives; an error is part of that, as it was the first time."""
@@ -267,9 +324,16 @@ class RecordedController(Controller):
                     return Repeated(list(versions), None, _timelines(versions))
                 case m.Delete():
                     return Repeated(Controller.delete(self, request.keys, request.strict))
+                case m.PutObject():
+                    return Repeated(Controller.put_object(self, session, request))
                 case m.Locate():
                     return Repeated(Controller.locate(self, session, request))
-            return Repeated(Controller.fetch(self, session, request))
+                case m.Fetch():
+                    return Repeated(Controller.fetch(self, session, request))
+                case m.Hold():
+                    held = self.holds.answer(session, request)
+                    return Repeated([held.version], None, [held.timeline])
+            return Repeated(self.holds.answer(session, request))
         except TorchStoreError as error:
             return Repeated(None, (error.code, error.message, error.key, portable(error)[1]))
 
@@ -295,7 +359,21 @@ class RecordedController(Controller):
         _RELEASE_EARLY: _release_again,
         _VALUES: _values_again,
         _STATE: _state_again,
+        _DUE: _due_again,
+        _BEGIN: _begin_again,
     }
+
+
+def number_of(request: m.Message) -> int:
+    """The number that tells a request from all others of its class and its session, and that is the
+    same when it is sent again; 0: it has none, and may be executed again.
+    """
+    match request:
+        case m.Put() | m.PutObject() | m.Commit() | m.Delete() | m.Free():
+            return request.txn
+        case m.Hold():
+            return request.hold
+    return 0
 
 
 def _timelines(versions: list[int]) -> list[int] | None:

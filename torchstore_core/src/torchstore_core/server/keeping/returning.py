@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 from torchstore_core.errors import StoreClosedError, TorchStoreError, from_wire
 from torchstore_core.machine.processes import ProcessWatch, started
 from torchstore_core.server.index.records import SessionRecord, Versions
+from torchstore_core.server.keeping.recorded import Opened, RecordedController, number_of
+from torchstore_core.server.serving.holding import is_holder
 from torchstore_core.wire import messages as m
-
-if TYPE_CHECKING:
-    from torchstore_core.server.keeping.recorded import RecordedController
 
 __all__ = ["Returning"]
 
@@ -41,16 +39,31 @@ class Returning:
         self._controller = controller
         self._dead = dead
         self._watches: dict[bytes, ProcessWatch] = {}
+        self._connected: dict[int, SessionRecord] = {}
         # Channels whose session has not come back yet, by its token.
         self._waiting: dict[bytes, list[Callable[[], None]]] = {}
 
-    def begin(self) -> None:
-        """Wait for all of them. On the running event loop."""
+    def begin(self, connected: Collection[int]) -> None:
+        """Wait for all of them. On the running event loop.
+
+        Args:
+            connected: the serial numbers of those whose liveness connection is still there.
+        """
+        self._connected = {
+            session.serial: session
+            for session in self._controller.sessions.values()
+            if session.serial in connected
+        }
         for token, opened in list(self._controller.opened.items()):
+            session = self._controller.sessions[token]
+            if session.serial in self._connected:
+                if not is_holder(session):  # which has nothing that it could say
+                    self._waiting[token] = []
+                continue
             self._waiting[token] = []
             ended = self._ended_of(token)
             # 0 is a process that this one cannot see: it may live as long as the store.
-            if opened.pid and opened.started != started(opened.pid):
+            if not _is_there(opened):
                 asyncio.get_running_loop().call_soon(ended)
             else:
                 self._watches[token] = ProcessWatch(opened.pid, ended)
@@ -63,6 +76,20 @@ class Returning:
                 self._dead(session)
 
         return ended
+
+    def of(self, serial: int) -> tuple[SessionRecord, int, bool] | None:
+        """The session of that number, if it waits for what comes on its liveness connection; the
+        pid of its process, and whether that still runs.
+        """
+        session = self._connected.pop(serial, None)
+        if session is None:
+            return None
+        opened = self._controller.opened[session.token]
+        return session, opened.pid, _is_there(opened)
+
+    def gone(self, session: SessionRecord) -> None:
+        """A session has ended."""
+        self._no_longer(session.token)
 
     def take(self, token: bytes) -> SessionRecord:
         """The session of a client that has come back; it still has to say what it has.
@@ -121,9 +148,9 @@ class Returning:
     def again(
         self, session: SessionRecord, request: m.Repeatable
     ) -> tuple[list[int], list[m.Grant | None] | None] | list[int] | int | None:
-        """What a request gave in an earlier life, which its client asks for again: of a ``Put``, a
-        ``Commit`` or a ``Delete`` the result of the controller's method; None if it was not
-        executed, or does not change anything.
+        """What a request gave in an earlier life, which its client asks for again: the result of
+        the controller's method, of a ``Hold`` the version; None if it was not executed, or does not
+        change anything.
 
         Raises:
             TorchStoreError: what it raised.
@@ -133,10 +160,9 @@ class Returning:
             if request.lease in session.leases:  # the client never learned what it holds
                 controller.release(session, [request.lease], [])
             return None
-        if not isinstance(request, m.Put | m.Commit | m.Delete):
-            return None
+        number = number_of(request)
         known = controller.results.get(session.token, {})
-        found = known.get((type(request).__name__, request.txn))
+        found = known.get((type(request).__name__, number)) if number else None
         if found is None:
             return None
         if found.error is not None:
@@ -154,3 +180,8 @@ class Returning:
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
+
+
+def _is_there(opened: Opened) -> bool:
+    """Whether the process of a session still runs, as far as can be seen."""
+    return not opened.pid or opened.started == started(opened.pid)

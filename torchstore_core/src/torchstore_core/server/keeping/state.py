@@ -11,13 +11,14 @@ from typing import Any
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Stored, Value
 from torchstore_core.server.keeping.graph import Reader, Writer
+from torchstore_core.server.keeping.recorded_holds import HOLDS
 from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume_record import VolumeRecord
 
 __all__ = ["CATALOG", "StateReader", "written"]
 
 #: The attributes of a catalog that are state, besides the newest versions and the timelines.
-CATALOG = ("histories", "unsettled", "_deleted", "_version_floor")
+CATALOG = ("histories", "held", "unsettled", "_deleted", "_version_floor")
 
 
 def written(controller: Controller, more: dict[str, Any]) -> Iterator[tuple[bool, bytes]]:
@@ -37,6 +38,10 @@ def written(controller: Controller, more: dict[str, Any]) -> Iterator[tuple[bool
         "others": others,
         "catalog": {name: getattr(catalog, name) for name in CATALOG},
         "timelines": dict(vars(catalog.timelines)),
+        "evictions": catalog.evictions.remembered,
+        "holds": {name: getattr(controller.holds, name) for name in HOLDS},
+        "tracked": controller.spilling.values.cached(),
+        "evicted": controller.spilling.evicted,
         "sessions": list(controller.sessions.values()),
         "volumes": [_volume_state(volume) for volume in controller.volumes],
         "more": more,
@@ -61,7 +66,14 @@ class StateReader:
         catalog.newest.update([(stored.key, stored) for stored in state["others"]])
         catalog.names.add(list(catalog.newest))
         for name, value in state["catalog"].items():
-            setattr(catalog, name, value)
+            if name == "held":  # which the holds have, too
+                catalog.held.update(value)
+            else:
+                setattr(catalog, name, value)
+        catalog.evictions.remembered.update(state["evictions"])
+        for name, value in state["holds"].items():
+            setattr(controller.holds, name, value)
+        controller.spilling.track_again(state["tracked"], state["evicted"])
         vars(catalog.timelines).update(state["timelines"])
         sessions: list[SessionRecord] = state["sessions"]
         controller.sessions.update([(session.token, session) for session in sessions])

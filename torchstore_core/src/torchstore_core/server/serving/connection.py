@@ -7,8 +7,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from torchstore_core.errors import ProtocolError
+from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.serving.conversation import Conversation
 from torchstore_core.server.serving.frames import ClientSocket
+from torchstore_core.server.serving.kept_reader import KeptReader
 from torchstore_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -20,12 +22,30 @@ _HELLO_TIMEOUT_S = 10.0
 
 
 class Connection(ClientSocket):
-    """A connection that carries one conversation."""
+    """A connection that carries one conversation.
 
-    def __init__(self, server: Server, pid: int) -> None:
+    Args:
+        server: whose it is.
+        pid: see ``ClientSocket``.
+        returned: the session of which this has been the liveness connection in an earlier life of
+            the server; None: it is new.
+        is_there: whether the process of that session still runs.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        pid: int,
+        returned: SessionRecord | None = None,
+        is_there: bool = True,
+    ) -> None:
         super().__init__(m.MAX_HELLO_FRAME, pid, server)
         self._server = server
-        self._conversation = Conversation(server, self.write, self.close, pid=pid)
+        self._conversation = Conversation(server, self.write, self.close, pid=pid, keep=self._keep)
+        self._returned = returned
+        self._is_there = is_there
+        self._kept: KeptReader | None = None
+        self._kept_as = 0
         self._backlog: deque[bytes] = deque()
         self._paused = False
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -33,6 +53,15 @@ class Connection(ClientSocket):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._server.connections.add(self)
+        if self._returned is not None:
+            self._keep(self._returned)
+            self._conversation.go_on(self._returned)
+            self._read_as_kept()
+            if self._is_there:
+                self.watch()
+            else:
+                asyncio.get_running_loop().call_soon(self.process_died)
+            return
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(_HELLO_TIMEOUT_S, self.abort)
 
@@ -57,6 +86,30 @@ class Connection(ClientSocket):
         self._hello_timer = None
         if self._conversation.is_liveness:
             self.watch()
+        self._read_as_kept()
+
+    def _keep(self, session: SessionRecord) -> None:
+        """This is the liveness connection of a session, which is to outlive the server."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        if sock is not None and self._server.keep_connection(session, sock.fileno()):
+            self._kept_as = session.serial
+
+    def _read_as_kept(self) -> None:
+        if not self._kept_as or self._transport is None:
+            return
+        self._transport.pause_reading()
+        sock = self._transport.get_extra_info("socket")
+        what = self._heard, self._closed_by_client, self.unreadable
+        self._kept = KeptReader(sock, m.MAX_FRAME, *what)
+        self._kept.read()
+
+    def _heard(self, body: bytes) -> bool:
+        self.received([body])
+        return self.is_open and not self._paused
+
+    def _closed_by_client(self) -> None:
+        if not self.eof_received():
+            self.close()
 
     def process_died(self) -> None:
         """Undo the unfinished puts of the client's process, which can no longer commit them."""
@@ -66,7 +119,9 @@ class Connection(ClientSocket):
         # The client does not read its replies: stop reading and answering requests.
         self._paused = True
         self._conversation.pause()
-        if self._transport is not None and self.is_open:
+        if self._kept is not None:
+            self._kept.pause()
+        elif self._transport is not None and self.is_open:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
@@ -74,12 +129,19 @@ class Connection(ClientSocket):
         self._conversation.resume()
         if self.is_open:
             self.received([])
-        if self._transport is not None and self.is_open and not self._paused:
+        if self._kept is not None:
+            if self.is_open and not self._paused:
+                self._kept.read()
+        elif self._transport is not None and self.is_open and not self._paused:
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
+        if self._kept is not None:
+            self._kept.close()
+        if self._kept_as:
+            self._server.drop_connection(self._kept_as)
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:

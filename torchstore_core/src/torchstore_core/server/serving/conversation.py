@@ -53,6 +53,8 @@ class Conversation:
         via: the topology of the relay that carries the conversation; None if there is no relay.
         process: the client's process, if a relay carries the conversation and knows the process.
         pid: of the process at the other end, as the kernel tells it; 0: unknown.
+        keep: called with a session of which this is the liveness connection, before its client
+            knows of it.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Conversation:
         via: Topology | None = None,
         process: Process | None = None,
         pid: int = 0,
+        keep: Callable[[SessionRecord], None] = lambda session: None,
     ) -> None:
         self._server = server
         self._pid = pid
+        self._keep = keep
         self._sender = Sender(write)
         self.send = self._sender.send
         self.pause = self._sender.pause
@@ -288,6 +292,7 @@ class Conversation:
                 raise StoreClosedError("this server has no sessions of an earlier one")
             session = returning.take(hello.session)
             self._liveness = True
+            self._keep(session)
         elif hello.session:
             if returning is not None and returning.hold_back(
                 hello.session, lambda: self._held_back(hello, controller)
@@ -298,9 +303,19 @@ class Conversation:
         else:
             session = controller.open_session(hello.facts, hello.topology, self._pid)
             self._liveness = True
+            self._keep(session)
             self._server.joined(session)
         self._session = session
         self.send(self._server.welcome(hello.id, session.token, self._via))
+
+    def go_on(self, session: SessionRecord) -> None:
+        """This is the liveness connection of a session, and the client does not know yet that the
+        server has died and is back.
+        """
+        self._session = session
+        self._liveness = True
+        if not self.is_deaf:
+            self.send(self._server.welcome(0, session.token, self._via))
 
     def _held_back(self, hello: m.Hello, controller: Controller) -> None:
         """Let a channel in whose session has come back."""

@@ -12,8 +12,6 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from torchstore_core.errors import ConfigurationError
 from torchstore_core.server.index.records import SessionRecord
 from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S
@@ -67,14 +65,11 @@ def answer_holds(
         case m.LendAll():
             holds.lend_all(session, request.ticket)
         case m.Adopt():
-            if request.pid:
-                session.facts = msgspec.structs.replace(session.facts, pid=request.pid)
-            if request.ticket:
-                holds.adopt(session, request.ticket)
+            holds.adopt(session, request.ticket, request.pid)
         case m.Claim():
             holds.claim(session, request)
         case m.Free():
-            return m.Deleted(request.id, holds.free(request.refs))
+            return m.Deleted(request.id, holds.free(request.refs, (session, request.txn)))
         case m.Refs():
             everyone = [*controller.sessions.values(), *controller.detached.sessions.values()]
             return m.RefsReply(

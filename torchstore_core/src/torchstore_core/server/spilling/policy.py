@@ -192,6 +192,10 @@ class Residency:
                 nbytes -= tracked.nbytes
         return found
 
+    def cached(self) -> list[tuple[Value, str]]:
+        """The values that may be evicted, with their keys, the least recently used first."""
+        return [(one.value, one.key) for one in self._by_use[State.CACHED].values()]
+
     def largest_on_disk(self) -> int:
         """Bytes of memory that the largest value takes that is on disk, or can be at once."""
         states = (State.ON_DISK, State.READING, State.CLEAN)

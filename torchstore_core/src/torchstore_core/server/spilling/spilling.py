@@ -111,6 +111,14 @@ class Spilling:
                 self._track(value, target.key, txn.when_full)
         self._write_ahead()
 
+    def track_again(self, cached: Iterable[tuple[Value, str]], evicted: tuple[int, int]) -> None:
+        """Take over from a store that has ended: what may be evicted, the least recently used
+        first, and how much has been.
+        """
+        for value, key in cached:
+            self._track(value, key, m.EVICTABLE)
+        self.evicted = evicted
+
     def _track(self, value: Value, key: str, choice: int) -> None:
         if choice == m.EVICTABLE:
             if value.nbytes:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchstore_core import moments
 from torchstore_core.errors import EvictedError, VersionGoneError
 from torchstore_core.server.index.records import Stored, Value, all_values, release
 
@@ -31,11 +32,14 @@ class Evictions:
 
     Args:
         catalog: what they are taken out of.
+
+    Attributes:
+        remembered: the last eviction of each key, the oldest first.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._latest: dict[str, Eviction] = {}
+        self.remembered: dict[str, Eviction] = {}
 
     def can_evict(self, key: str, value: Value, *, newest_too: bool) -> bool:
         """Whether a value belongs only to versions of a key that can be read, and no put that is
@@ -77,11 +81,11 @@ class Evictions:
         if not going:
             return []
         last = going[-1]
-        self._latest.pop(key, None)
-        self._latest[key] = Eviction(last.version, last.nbytes, time.time())
-        if len(self._latest) > _MAX_REMEMBERED:
-            forgotten = next(iter(self._latest))
-            del self._latest[forgotten]
+        self.remembered.pop(key, None)
+        self.remembered[key] = Eviction(last.version, last.nbytes, moments.wall())
+        if len(self.remembered) > _MAX_REMEMBERED:
+            forgotten = next(iter(self.remembered))
+            del self.remembered[forgotten]
             history = catalog.histories.get(forgotten)
             if history is not None and forgotten not in catalog.newest and not history.pending:
                 del catalog.histories[forgotten]
@@ -89,12 +93,12 @@ class Evictions:
 
     def forget(self, key: str) -> None:
         """A key is deleted: that it was evicted before is no longer of interest."""
-        self._latest.pop(key, None)
+        self.remembered.pop(key, None)
 
     def missing_error(self, keys: Sequence[str]) -> EvictedError | None:
         """The error for keys that do not exist, if one of them was evicted."""
         for key in keys:
-            found = self._latest.get(key)
+            found = self.remembered.get(key)
             if found is not None:
                 return EvictedError(
                     f"{key!r} was evicted {_ago(found.at)} ago to make room for others: version "
@@ -114,7 +118,7 @@ class Evictions:
 
     def gone_error(self, key: str, version: int, now: Sequence[int]) -> VersionGoneError | None:
         """The error for a version that cannot be read, if it was evicted."""
-        found = self._latest.get(key)
+        found = self.remembered.get(key)
         if found is None or version != found.version:
             return None
         return VersionGoneError(

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import heapq
 import secrets
-import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 
+from torchstore_core import moments
 from torchstore_core.errors import (
     KeyNotFoundError,
     ProtocolError,
@@ -35,12 +35,12 @@ from torchstore_core.server.index.records import (
 from torchstore_core.values import ObjectMeta
 from torchstore_core.wire import messages as m
 
-__all__ = ["DEFAULT_GRACE_S", "Holds"]
+__all__ = ["DEFAULT_GRACE_S", "READ_REST_S", "Holds"]
 
 #: How long a reference in flight is kept after its sender has ended, and after it was received.
 DEFAULT_GRACE_S = 10.0
-# A process that died may have sent tickets that have not been read yet: its holds end after this.
-_READ_REST_S = 0.25
+#: A process that died may have sent tickets that have not been read yet: its holds end after this.
+READ_REST_S = 0.25
 # Claims that are remembered because they came before their tickets, which other sockets carry.
 _MAX_EARLY = 100_000
 
@@ -78,7 +78,7 @@ class Holds:
         free: Callable[[Iterable[Value]], None],
         later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
         grace_s: float = DEFAULT_GRACE_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lambda: moments.monotonic(),
     ) -> None:
         self._catalog = catalog
         self._held = catalog.held
@@ -106,7 +106,7 @@ class Holds:
         """An object without a key is complete: from now on its holds keep it, and this one is the
         first. The put that made it gives up its own.
         """
-        value.created = time.time()
+        value.created = moments.wall()
         held = HeldVersion("", value.version, value)
         self._held["", value.version, 0] = held
         held.count += 1  # while it has none, it must not end
@@ -155,7 +155,7 @@ class Holds:
             session.given_back.discard(ident)
             return
         held.count += 1
-        session.holds[ident] = Hold(held, time.time(), where)
+        session.holds[ident] = Hold(held, moments.wall(), where)
 
     # ---- ending ---------------------------------------------------------------------------
 
@@ -183,10 +183,14 @@ class Holds:
     def process_died(self, session: SessionRecord) -> None:
         """The process of a session has died. Its holds end when what it had sent has been read."""
         if session.holds or session.tickets:
-            self._push(self._clock() + _READ_REST_S, session)
+            self._push(self._clock() + READ_REST_S, session)
 
-    def free(self, refs: Iterable[tuple[str, int, int]]) -> int:
-        """End all holds of these versions, also those in flight; returns how many were held."""
+    def free(
+        self, refs: Iterable[tuple[str, int, int]], by: tuple[SessionRecord, int] | None = None
+    ) -> int:
+        """End all holds of these versions, also those in flight; returns how many were held.
+        ``by``: see ``Controller.delete``.
+        """
         freed = 0
         for key, version, timeline in refs:
             of = None if timeline < 0 else timeline
@@ -213,7 +217,7 @@ class Holds:
         hold = session.holds.get(ident)
         if hold is None or number in self._tickets:
             return  # it was freed, or its session has ended
-        ticket = Ticket({0: Hold(hold.version, time.time(), hold.where)}, session)
+        ticket = Ticket({0: Hold(hold.version, moments.wall(), hold.where)}, session)
         self._add(number, ticket)
         if number in self._early:
             del self._early[number]
@@ -225,7 +229,7 @@ class Holds:
             self._add(number, Ticket(dict(session.holds), session, is_fork=True))
             child = self._early.pop(number, None)
             if child is not None:
-                self.adopt(child, number)
+                self._adopt(child, number)
 
     def _add(self, number: int, ticket: Ticket) -> None:
         self._tickets[number] = ticket
@@ -259,8 +263,16 @@ class Holds:
         ticket.claimed = True
         self._set_due(number, ticket, self._clock() + self._grace_s)
 
-    def adopt(self, session: SessionRecord, number: int) -> None:
-        """A forked child takes over what its parent has lent to it."""
+    def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
+        """A forked child takes over what its parent has lent to it (0: nothing), or says that it is
+        ``pid`` that has the session from now on (0: it does not say so).
+        """
+        if pid:
+            session.facts = msgspec.structs.replace(session.facts, pid=pid)
+        if number:
+            self._adopt(session, number)
+
+    def _adopt(self, session: SessionRecord, number: int) -> None:
         ticket = self._tickets.get(number)
         if ticket is None:
             self._remember_early(number, session)
@@ -310,15 +322,26 @@ class Holds:
         """End what is due."""
         self._is_armed = False
         now = self._clock()
+        sessions: list[SessionRecord] = []
+        tickets: list[int] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             due, _, what = heapq.heappop(self._deadlines)
             if isinstance(what, SessionRecord):
-                self.session_ended(what)
+                sessions.append(what)
                 continue
             ticket = self._tickets.get(what)
             if ticket is not None and ticket.due == due:
-                self._end_ticket(what)
+                tickets.append(what)
+        if sessions or tickets:
+            self.end_due(sessions, tickets)
         self._arm()
+
+    def end_due(self, sessions: Iterable[SessionRecord], tickets: Iterable[int]) -> None:
+        """The time of these is over. Others end only with a request."""
+        for session in sessions:
+            self.session_ended(session)
+        for number in tickets:
+            self._end_ticket(number)
 
     # ---- for people -----------------------------------------------------------------------
 

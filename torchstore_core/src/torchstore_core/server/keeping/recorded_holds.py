@@ -1,0 +1,124 @@
+"""Holds that are recorded: every request about them is in the log before it takes effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.records import HeldVersion, SessionRecord, Value
+from torchstore_core.server.index.references.holds import READ_REST_S, Holds
+from torchstore_core.wire import messages as m
+
+__all__ = ["HOLDS", "RecordedHolds"]
+
+#: The attributes of holds that are state, besides the catalog's ``held``.
+HOLDS = ("_tickets", "_early", "_deadlines", "_counter", "_number")
+
+
+class RecordedHolds(Holds):
+    """:class:`Holds` that write to a log.
+
+    Args:
+        record: writes a request of the session with this serial number.
+        record_due: writes what has ended because its time was over: the serial numbers of
+            sessions, and tickets.
+        catalog, free, later, grace_s: of the holds.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[int, m.Message], None],
+        record_due: Callable[[list[int], list[int]], None],
+        catalog: Catalog,
+        free: Callable[[Iterable[Value]], None],
+        later: Callable[[float, Callable[[], None]], object],
+        grace_s: float,
+    ) -> None:
+        self._is_repeating = False
+        super().__init__(catalog, free, self._later_unless_repeating, grace_s)
+        self._really_later = later
+        self._record = record
+        self._record_due = record_due
+
+    def _later_unless_repeating(self, delay: float, call: Callable[[], None]) -> object:
+        return None if self._is_repeating else self._really_later(delay, call)
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """While this lasts, time ends nothing. Then what was to end gets its time anew: nobody
+        could claim anything while there was no server.
+        """
+        self._is_repeating = True
+        try:
+            yield
+        finally:
+            self._is_repeating = False
+        pending, self._deadlines = self._deadlines, []
+        now = self._clock()
+        for _, _, what in pending:
+            if isinstance(what, SessionRecord):
+                self._push(now + READ_REST_S, what)
+        for number, ticket in self._tickets.items():
+            if ticket.due is not None:
+                self._set_due(number, ticket, max(ticket.due, now + self._grace_s))
+        self._is_armed = False
+        self._arm()
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def hold(self, session: SessionRecord, request: m.Hold) -> HeldVersion:
+        self._record(session.serial, request)
+        return super().hold(session, request)
+
+    def unhold(self, session: SessionRecord, idents: Iterable[int]) -> None:
+        idents = list(idents)
+        self._record(session.serial, m.Unhold(idents))
+        super().unhold(session, idents)
+
+    def free(
+        self, refs: Iterable[tuple[str, int, int]], by: tuple[SessionRecord, int] | None = None
+    ) -> int:
+        serial, number = (0, 0) if by is None else (by[0].serial, by[1])
+        refs = list(refs)
+        self._record(serial, m.Free(0, refs, number))
+        return super().free(refs)
+
+    def lend(self, session: SessionRecord, ident: int, number: int) -> None:
+        self._record(session.serial, m.Lend(ident, number))
+        super().lend(session, ident, number)
+
+    def lend_all(self, session: SessionRecord, number: int) -> None:
+        self._record(session.serial, m.LendAll(number))
+        super().lend_all(session, number)
+
+    def claim(self, session: SessionRecord, request: m.Claim) -> None:
+        self._record(session.serial, request)
+        super().claim(session, request)
+
+    def adopt(self, session: SessionRecord, number: int, pid: int = 0) -> None:
+        self._record(session.serial, m.Adopt(number, pid))
+        super().adopt(session, number, pid)
+
+    def end_due(self, sessions: Iterable[SessionRecord], tickets: Iterable[int]) -> None:
+        sessions, tickets = list(sessions), list(tickets)
+        self._record_due([session.serial for session in sessions], tickets)
+        super().end_due(sessions, tickets)
+
+    def answer(self, session: SessionRecord, request: Any) -> Any:
+        """Execute a request that was recorded; what it gives."""
+        match request:
+            case m.Hold():
+                return super().hold(session, request)
+            case m.Unhold():
+                return super().unhold(session, request.holds)
+            case m.Free():
+                return super().free(request.refs)
+            case m.Lend():
+                return super().lend(session, request.hold, request.ticket)
+            case m.LendAll():
+                return super().lend_all(session, request.ticket)
+            case m.Claim():
+                return super().claim(session, request)
+        return super().adopt(session, request.ticket, request.pid)

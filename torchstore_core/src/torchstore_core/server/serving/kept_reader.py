@@ -1,0 +1,143 @@
+"""Reading a connection that outlives the server, so that nothing that was sent on it is lost.
+
+The keeper has a copy of the descriptor, so the connection stays open when the server dies, and the
+client notices nothing. What the server had not read yet, the next life reads. For this a message is
+taken out of the kernel's buffer only after it has been handled, and so after it was recorded. If
+the server dies between the two, the message is handled twice; all that come over such a connection
+carry ids and may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from torchstore_core.errors import ProtocolError
+from torchstore_core.wire.framing import HEADER
+
+__all__ = ["KeptReader"]
+
+_PEEK = 256 << 10
+# Longer frames would not fit into the buffer of the kernel, and are read in pieces.
+_LONGEST = 64 << 10
+# How soon to look for the rest of a frame of which only the beginning has arrived.
+_REST_S = 0.001
+
+
+class KeptReader:
+    """Reads the frames of one connection.
+
+    Args:
+        sock: the connection; this uses a copy of its descriptor.
+        limit: the largest frame that is accepted, in bytes.
+        handle: called with the body of each frame; returns whether it can take another one now.
+        ended: called once, when the client has closed the connection.
+        unreadable: called, also once, when it has sent what is no frame.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        limit: int,
+        handle: Callable[[bytes], bool],
+        ended: Callable[[], None],
+        unreadable: Callable[[ProtocolError], None],
+    ) -> None:
+        self._sock = sock.dup()
+        self._limit = limit
+        self._handle = handle
+        self._ended = ended
+        self._unreadable = unreadable
+        self._loop = asyncio.get_running_loop()
+        self._long = bytearray()  # of a frame that is longer than the kernel's buffer
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_reading = self._is_closed = False
+
+    def read(self) -> None:
+        """Begin to read, or go on."""
+        if not (self._is_reading or self._is_closed):
+            self._is_reading = True
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
+    def pause(self) -> None:
+        """Read nothing until :meth:`read`."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._is_reading:
+            self._is_reading = False
+            self._loop.remove_reader(self._sock.fileno())
+
+    def close(self) -> None:
+        """Read nothing any more. Idempotent."""
+        self.pause()
+        if not self._is_closed:
+            self._is_closed = True
+            self._sock.close()
+
+    def _readable(self) -> None:
+        if self._long:
+            self._read_long()
+            return
+        data = self._receive(_PEEK, socket.MSG_PEEK)
+        if data is None:
+            return
+        start = 0
+        while len(data) - start >= HEADER and self._is_reading:
+            size = int.from_bytes(data[start : start + HEADER], "little")
+            if size > min(self._limit, _LONGEST):
+                break
+            end = start + HEADER + size
+            if end > len(data):
+                break
+            start = end
+            if not self._handle(data[end - size : end]):
+                break
+        if start and not self._is_closed:
+            self._sock.recv(start, socket.MSG_DONTWAIT)
+        elif self._is_reading:
+            self._incomplete(data)
+
+    def _receive(self, most: int, flags: int = 0) -> bytes | None:
+        """What has come; None if nothing has, or nothing ever will."""
+        try:
+            data = self._sock.recv(most, flags | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if data:
+            return data
+        self.close()
+        self._ended()
+        return None
+
+    def _incomplete(self, data: bytes) -> None:
+        """There is no complete frame."""
+        size = int.from_bytes(data[:HEADER], "little") if len(data) >= HEADER else 0
+        if size > self._limit:
+            self.close()
+            self._unreadable(ProtocolError(f"frame of {size} bytes is over the limit"))
+        elif size > _LONGEST:
+            self._read_long()
+        else:
+            self.pause()
+            self._timer = self._loop.call_later(_REST_S, self.read)
+
+    def _read_long(self) -> None:
+        data = self._receive(self._missing)
+        if data is None:
+            return
+        self._long += data
+        if not self._missing:
+            body, self._long = bytes(self._long[HEADER:]), bytearray()
+            if not self._handle(body):
+                self.pause()
+
+    @property
+    def _missing(self) -> int:
+        """How many bytes are missing of a long frame."""
+        if len(self._long) < HEADER:
+            return HEADER - len(self._long)
+        return HEADER + int.from_bytes(self._long[:HEADER], "little") - len(self._long)
