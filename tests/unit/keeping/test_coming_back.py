@@ -49,7 +49,7 @@ def state_of(controller: Controller) -> Any:
         vars(catalog.timelines),
         *(getattr(catalog, name) for name in CATALOG),
         {name: getattr(controller.holds, name) for name in HOLDS},
-        catalog.evictions.remembered,
+        {key: one[:2] for key, one in catalog.evictions.remembered.items()},
         controller.spilling.values.cached(),
         controller.spilling.evicted,
     ]
