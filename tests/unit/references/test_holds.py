@@ -449,3 +449,15 @@ def test_holds_outlast_the_relay_of_their_session(store: Store):
     assert [holder.state for holder in report.holders] == ["orphan"]
     controller.detached.process_ended(session.token)
     assert not store.has(ref)
+
+
+def test_what_is_due_soon_does_not_wait_for_what_is_due_later(store: Store) -> None:
+    sender, receiver = store.session(), store.session()
+    ref = store.put_object(sender, 1, b"value")
+    other = store.put_object(sender, 2, b"other")
+    store.holds.lend(sender, 1, 77)
+    store.claim(receiver, 3, 77, ref)  # the ticket ends in ten seconds
+    store.controller.end_session(sender)
+    store.clock.advance(1.0)
+    assert store.has(ref)
+    assert not store.has(other)

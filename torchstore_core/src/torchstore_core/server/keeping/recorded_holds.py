@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +56,7 @@ class RecordedHolds(Holds):
             yield
         finally:
             self._is_repeating = False
-        pending, self._deadlines = self._deadlines, []
+        pending, self._deadlines, self._armed_for = self._deadlines, [], math.inf
         now = self._clock()
         for _, _, what in pending:
             if isinstance(what, SessionRecord):
@@ -63,8 +64,6 @@ class RecordedHolds(Holds):
         for number, ticket in self._tickets.items():
             if ticket.due is not None:
                 self._set_due(number, ticket, max(ticket.due, now + self._grace_s))
-        self._is_armed = False
-        self._arm()
 
     # ---- requests -------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ An object without a key exists only as long as that; its key is empty, and its v
 from __future__ import annotations
 
 import heapq
+import math
 import secrets
 from collections.abc import Callable, Iterable
 
@@ -90,7 +91,7 @@ class Holds:
         self._early: dict[int, SessionRecord | None] = {}
         self._deadlines: list[tuple[float, int, int | SessionRecord]] = []
         self._counter = 0
-        self._is_armed = False
+        self._armed_for = math.inf  # when :meth:`sweep` is called next
         # Starts anywhere, so that a number never means an object of another store, or of this one
         # before it was started again.
         self._number = secrets.randbits(61)
@@ -314,13 +315,13 @@ class Holds:
         self._arm()
 
     def _arm(self) -> None:
-        if self._deadlines and not self._is_armed:
-            self._is_armed = True
-            self._later(max(0.0, self._deadlines[0][0] - self._clock()) + 0.01, self.sweep)
+        if self._deadlines and self._deadlines[0][0] < self._armed_for:
+            self._armed_for = self._deadlines[0][0]
+            self._later(max(0.0, self._armed_for - self._clock()) + 0.01, self.sweep)
 
     def sweep(self) -> None:
         """End what is due."""
-        self._is_armed = False
+        self._armed_for = math.inf
         now = self._clock()
         sessions: list[SessionRecord] = []
         tickets: list[int] = []
