@@ -428,11 +428,7 @@ class Controller:
         self.spilling.trim()
         if any(session.keeps_memory for session in self._holders.values()):
             return 0
-        return sum(
-            volume.memory.trim(max(volume.allocator.used_end, keep))
-            for volume in self.volumes
-            if not volume.lost
-        )
+        return sum([volume.trim(keep) for volume in self.volumes if not volume.lost])
 
     # ---- get ------------------------------------------------------------------------------
 

@@ -292,7 +292,8 @@ class Server:
             directory,
         )
         self._volumes.append(volume)
-        return VolumeRecord(await volume.start(), volume.memory, volume)
+        info, memory = await volume.start(), volume.memory
+        return VolumeRecord(info, memory, volume, Allocator(memory.nbytes, memory.may_grow))
 
     def volume_attached(self, info: m.VolumeInfo, send: Callable[[m.Message], None]) -> None:
         """Add a volume in another process, which has connected.
@@ -309,9 +310,8 @@ class Server:
         if not 4096 <= info.capacity_bytes < 1 << 60:
             raise StoreFullError(f"a volume cannot have {info.capacity_bytes} bytes")
         allocator = Allocator(info.capacity_bytes)
-        record = VolumeRecord(info, AttachedMemory(send, allocator), AttachedHalves(info.id, send))
-        record.allocator = allocator
-        self._attached[info.index] = record
+        memory, halves = AttachedMemory(send, allocator), AttachedHalves(info.id, send)
+        self._attached[info.index] = VolumeRecord(info, memory, halves, allocator)
         if len(self._attached) == wanted:
             self._begin([self._attached[i] for i in range(wanted)])
             self._say_started()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import StoreFullError
+from torchstore_core.machine.topology import memory_left_bytes
 from torchstore_core.server.index.records import SessionRecord, Stored
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import rounded
@@ -109,6 +110,9 @@ def full_error(
         held: the bytes that are there only because references hold them.
     """
     volumes = [v for v in volumes if not v.lost]
+    left = None  # the memory that the host has, if that is what is lacking
+    if any(v.allocator.refused and requested <= v.free for v in volumes):
+        left = memory_left_bytes()
     capacity = sum(v.info.capacity_bytes for v in volumes)
     used = sum(v.used for v in volumes)
     holders: list[dict[str, object]] = []
@@ -130,11 +134,19 @@ def full_error(
     in_all = (requested - inline) * copies + inline
     pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
     sizes = [item.nbytes for item in items if item.data is None]
-    in_pieces = _in_pieces(requested, volumes, sizes)
+    in_pieces = left is None and _in_pieces(requested, volumes, sizes)
     top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
     by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
     details: dict[str, object] = {}
     advice = "Delete keys, drop tensors that zero-copy gets returned"
+    larger = "initialize with a larger capacity"
+    if left is not None:
+        details["host_left_bytes"] = left
+        pieces = (
+            f"; {free:,} are free, but the host, or a cgroup, has only {left:,} bytes of memory "
+            "left, a part of them in reserve"
+        )
+        larger = "end what else uses memory there"
     if in_pieces:
         count = sum(v.allocator.pieces for v in volumes)
         details["pieces"], details["largest_value_bytes"] = count, max(sizes)
@@ -186,7 +198,7 @@ def full_error(
         f"a put of {requested:,} bytes{in_copies} does not fit: {used:,} of {capacity:,} bytes are "
         f"used ({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
         f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
-        f"{advice}, or initialize with a larger capacity{hint}",
+        f"{advice}, or {larger}{hint}",
         details={
             "capacity_bytes": capacity,
             "used_bytes": used,

@@ -59,6 +59,9 @@ class VolumeRecord:
 
     ``lost`` says why its memory is permanently lost; it is empty while the volume is live. Inline
     values are kept by the controller, so they survive the loss, but they are counted here, too.
+
+    Args:
+        allocator: of the memory; without it, all of the memory may be used at any time.
     """
 
     __slots__ = (
@@ -74,12 +77,18 @@ class VolumeRecord:
         "unfinished",
     )
 
-    def __init__(self, info: m.VolumeInfo, memory: SegmentView, halves: Halves) -> None:
+    def __init__(
+        self,
+        info: m.VolumeInfo,
+        memory: SegmentView,
+        halves: Halves,
+        allocator: Allocator | None = None,
+    ) -> None:
         self.info = info
         self.index = info.index
         self.memory = memory
         self.halves = halves
-        self.allocator = Allocator(info.capacity_bytes)
+        self.allocator = allocator or Allocator(info.capacity_bytes)
         self.inline = 0
         self.leased = 0
         self.unfinished = 0
@@ -109,6 +118,13 @@ class VolumeRecord:
         short = nbytes - (memory.warm - self.allocator.used)
         if short > 0:
             memory.prefault(min(max(memory.warm, 0) + short, self.info.capacity_bytes), warmed)
+
+    def trim(self, keep: int) -> int:
+        """Return free memory beyond the first ``keep`` bytes to the system; returns how much."""
+        given = self.memory.trim(max(self.allocator.used_end, keep))
+        if given:
+            self.allocator.ask_again()
+        return given
 
     def facts(self) -> VolumeFacts:
         """Return the facts about the volume that a strategy sees."""
