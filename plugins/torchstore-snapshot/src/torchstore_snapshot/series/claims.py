@@ -20,10 +20,10 @@ import msgspec
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.errors import TakeLostError
-from torchstore_snapshot.format.paths import claim_file
+from torchstore_snapshot.format.paths import claim_file, take_of
 from torchstore_snapshot.storage.base import Storage
 
-__all__ = ["GRACE_S", "Claim", "Record", "alive", "decode", "require"]
+__all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "require"]
 
 #: Seconds without a sign of life after which a take on another host counts as dead.
 GRACE_S = 900.0
@@ -40,6 +40,9 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
         files: the files of earlier takes that this one may refer to, as (folder, name); None while
             it may be any.
         lost: the take was given up by others, who remove its files.
+        after: the sequence of the snapshot that this one refers to, so that its own is greater.
+        retires: this is no take, but a program that is about to make the snapshot of that take
+            invisible; see :mod:`.retiring`.
     """
 
     take: str
@@ -48,6 +51,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     started: int
     files: tuple[tuple[str, str], ...] | None = None
     lost: bool = False
+    after: int = 0
+    retires: str = ""
 
 
 _records = msgspec.json.Decoder(Record)
@@ -72,7 +77,7 @@ def alive(record: Record, modified: float, grace: float) -> bool:
         return False
     if record.host == _host():
         return _started(record.pid) == record.started
-    return time.time() - modified < grace
+    return max(time.time() - modified, 0.0) < grace
 
 
 def require(storage: Storage, take: str) -> Record:
@@ -93,6 +98,24 @@ def require(storage: Storage, take: str) -> Record:
     return record
 
 
+def claims_in(storage: Storage, grace: float = GRACE_S) -> list[tuple[Record, bool]]:
+    """Return what the claims in a folder say, and whether those who made them are running.
+
+    One that cannot be read may be about to be written: then its take may refer to any file.
+    """
+    found: list[tuple[Record, bool]] = []
+    for info in storage.list():
+        take = take_of(info.name)
+        if take is None or info.name != claim_file(take):
+            continue
+        try:
+            record = decode(storage.read(info.name)) or Record(take, "", 0, 0, None)
+        except FileNotFoundError:
+            continue  # the take has ended
+        found.append((record, alive(record, info.modified, grace)))
+    return found
+
+
 class Claim:
     """The claim of a take of this process. It renews itself until it is stopped.
 
@@ -100,14 +123,18 @@ class Claim:
         storage: where the snapshot is taken.
         take: the id of the take.
         reading: the take is about to read the manifest of another snapshot, to refer to its files.
+        retires: as for :class:`Record`.
 
     Raises:
         OSError: it cannot be published.
     """
 
-    def __init__(self, storage: Storage, take: str, *, reading: bool = False) -> None:
+    def __init__(
+        self, storage: Storage, take: str, *, reading: bool = False, retires: str = ""
+    ) -> None:
         self._storage = storage
-        self._record = _own(take, None if reading else ())
+        own = _own(take, None if reading else ())
+        self._record = msgspec.structs.replace(own, retires=retires)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._publish()
@@ -125,15 +152,22 @@ class Claim:
         claim._stopped, claim._lock = threading.Event(), threading.Lock()
         claim._record = _own(take, ())
         found = claim._found()
-        claim._record = _own(take, found.files)
+        claim._record = msgspec.structs.replace(_own(take, found.files), after=found.after)
         claim._publish()
         claim._start()
         return claim
 
-    def refer(self, files: Sequence[tuple[str, str]]) -> None:
-        """Say which files of earlier takes, as (folder, name), this one may refer to."""
+    @property
+    def after(self) -> int:
+        """The sequence of the snapshot that the take refers to; 0 if there is none."""
+        return self._record.after
+
+    def refer(self, files: Sequence[tuple[str, str]], after: int) -> None:
+        """Say which files of earlier takes, as (folder, name), this one may refer to, and the
+        sequence of the snapshot that named them.
+        """
         with self._lock:
-            self._record = msgspec.structs.replace(self._record, files=tuple(files))
+            self._record = msgspec.structs.replace(self._record, files=tuple(files), after=after)
             self._publish()
 
     def stop(self) -> None:

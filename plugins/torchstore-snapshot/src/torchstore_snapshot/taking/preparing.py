@@ -8,7 +8,6 @@ import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.api.stateful import AppState
-from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.format.safetensors_files import FILE_MAX
@@ -27,9 +26,10 @@ from torchstore_snapshot.taking.planning import (
     plan_files,
     split_work,
 )
+from torchstore_snapshot.taking.replacing import maps_of, refuse_existing, refuse_foreign_maps
 from torchstore_snapshot.taking.reusing import Reused, find_unchanged
 
-__all__ = ["Prepared", "TakeOptions", "prepare", "refuse_existing"]
+__all__ = ["Prepared", "TakeOptions", "prepare"]
 
 
 class TakeOptions(NamedTuple):
@@ -114,6 +114,7 @@ def prepare(
 
     Raises:
         SnapshotExistsError: there is a snapshot, and ``options.overwrite`` is False.
+        SnapshotVersionError, ForeignFileError, NotAtomicError: what is there cannot be replaced.
         RankFailedError: another rank failed.
     """
     proposal: _Proposal | None = None
@@ -126,9 +127,11 @@ def prepare(
         options.check()
         storage = open_storage(path)
         if ranks.rank == 0:
-            storage.prepare()
-            refuse_existing(storage, options)
+            storage.prepare(durable=options.fsync)
+            refuse_existing(storage, overwrite=options.overwrite)
         keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
+        if ranks.rank == 0:
+            refuse_foreign_maps(storage, maps_of(items))
         held, alone = holdings(items) if ranks.size > 1 else ([], 0)
         proposal = _Proposal(storage.url, new_take_id(), held, alone)
         if ranks.rank == 0:
@@ -172,7 +175,7 @@ def _read_base(
             "snapshots in the same folder, so that they can be moved together"
         )
     manifest = read_manifest(base)
-    claim.refer(sorted(references(folder_name(base), manifest)))
+    claim.refer(sorted(references(folder_name(base), manifest)), manifest.sequence)
     return base, manifest
 
 
@@ -195,20 +198,4 @@ def _reuse(
         return units, []
     if manifest.take != take:
         return units, []
-    own = folder_name(open_storage(first.url))
-    return find_unchanged(items, units, manifest, folder_name(found), own)
-
-
-def refuse_existing(storage: Storage, options: TakeOptions) -> None:
-    """Raise SnapshotExistsError if there is a snapshot that must not be replaced."""
-    if options.overwrite:
-        return
-    try:
-        existing = read_manifest(storage)
-    except SnapshotNotFoundError:
-        return
-    raise SnapshotExistsError(
-        f"there already is a snapshot at {storage.url!r} (take {existing.take}); give overwrite="
-        "True to replace it",
-        details={"path": storage.url, "take": existing.take},
-    )
+    return find_unchanged(items, units, manifest, found, folder_name(open_storage(first.url)))

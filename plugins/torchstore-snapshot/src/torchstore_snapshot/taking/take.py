@@ -8,21 +8,19 @@ from typing import Any
 import msgspec
 
 from torchstore_snapshot.api.stateful import AppState
-from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
-from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
-from torchstore_snapshot.format.paths import MANIFEST, new_take_id
-from torchstore_snapshot.format.weight_maps import weight_maps
+from torchstore_snapshot.format.paths import new_take_id
 from torchstore_snapshot.progress import metered
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import Claim
-from torchstore_snapshot.series.gc import remove_replaced
 from torchstore_snapshot.storage.base import Storage
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import collect_values
 from torchstore_snapshot.taking.merging import Part, merge, part_of
 from torchstore_snapshot.taking.planning import holdings, plan_files, split_work
-from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, prepare, refuse_existing
+from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, prepare
+from torchstore_snapshot.taking.publishing import publish
+from torchstore_snapshot.taking.replacing import maps_of, refuse_existing, refuse_foreign_maps
 from torchstore_snapshot.taking.writing import write_files
 
 __all__ = [
@@ -74,69 +72,18 @@ def commit(
     store: dict[str, StoredKey] | None = None,
     claim: Claim | None = None,
 ) -> Manifest:
-    """Make a snapshot of what all ranks have written. With ``overwrite``, the files of the snapshot
-    before it are then removed, except those that other snapshots refer to.
-
-    Args:
-        claim: the claim of the take, which is released.
+    """Make a snapshot of what all ranks have written; see :func:`.publishing.publish`.
 
     Raises:
-        TakeLostError: the take was given up by a garbage collection.
-        SnapshotExistsError: another take was faster.
         LayoutMismatchError: no rank has some part of a sharded tensor.
-        OSError: the storage failed. There is no snapshot then, or still the one before.
+        SnapshotError, OSError: what publishing raises. There is no snapshot then, or still the one
+            before.
     """
     manifest = merge(parts, take, time.time())
     if store:
         manifest = msgspec.structs.replace(manifest, store=store)
     publish(storage, manifest, options, claim)
     return manifest
-
-
-def publish(
-    storage: Storage, manifest: Manifest, options: TakeOptions, claim: Claim | None = None
-) -> None:
-    """Make a snapshot of files that are written already: put its manifest into place.
-
-    Args:
-        claim: as for :func:`commit`.
-
-    Raises:
-        TakeLostError: as for :func:`commit`.
-        SnapshotExistsError: another take was faster.
-        OSError: as for :func:`commit`.
-    """
-    take = manifest.take
-    before: Manifest | None = None
-    if options.overwrite:
-        try:
-            before = read_manifest(storage)
-        except SnapshotNotFoundError:
-            before = None
-    if claim is not None:
-        claim.check()
-    try:
-        storage.publish(
-            MANIFEST,
-            manifests.encode(manifest),
-            take=take,
-            overwrite=options.overwrite,
-            durable=options.fsync,
-        )
-    except FileExistsError as error:
-        raise SnapshotExistsError(
-            f"another take has made a snapshot at {storage.url!r} in the meantime",
-            details={"path": storage.url},
-        ) from error
-    if claim is not None:
-        claim.release()
-    maps = weight_maps(manifest)
-    for name, data in maps.items():
-        storage.publish(name, data, take=take, overwrite=True, durable=False)
-    if before is not None:
-        for name in weight_maps(before).keys() - maps.keys():
-            storage.delete(name)
-        remove_replaced(storage, before)
 
 
 def discard(prepared: Prepared) -> None:
@@ -203,9 +150,10 @@ def take_values(
     """
     options.check()
     storage = open_storage(path)
-    storage.prepare()
-    refuse_existing(storage, options)
+    storage.prepare(durable=options.fsync)
+    refuse_existing(storage, overwrite=options.overwrite)
     items = collect_values(states, allow_pickle=options.allow_pickle)
+    refuse_foreign_maps(storage, maps_of(items))
     alone = Ranks.alone()
     units = split_work(items, 0, [holdings(items)])
     name = new_take_id()
