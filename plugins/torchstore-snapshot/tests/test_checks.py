@@ -108,8 +108,8 @@ def test_a_part_of_a_tensor_is_checked_by_blocks(folder: Path, budget: int | Non
 
 
 def parts() -> dict[str, TensorSlice]:
-    """Ranges of tensors that contain a part of the damaged block, but not all of it: rows, columns (which
-    another layout of shards asks for), and a part of a tensor that is smaller than a block.
+    """Ranges of tensors that contain a part of the damaged block, but not all of it: rows, columns
+    (which another layout of shards asks for), and a part of a tensor smaller than a block.
     """
     rows_of_all = _BLOCKS * _ROWS_OF_BLOCK
     return {
@@ -206,7 +206,7 @@ def forget() -> int:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_memory_budget_holds(taken: Path, turned: bool) -> None:
-    budget, slack = 1 << 20, 1 << 20
+    budget, slack = 1 << 20, 3 << 20  # the allocator may get memory in huge pages of 2 MiB
     shape = (_BLOCKS * _ROWS_OF_BLOCK, _COLUMNS)
     where = TensorSlice((0, 0), shape, shape)
     if not turned:  # every page of the file has some of it
