@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
-import pytest
 import torch
 
 from torchstore_snapshot import GcReport, Series, Snapshot, StateDict, gc
@@ -126,10 +124,3 @@ def test_one_of_a_newer_version(tmp_path: Path) -> None:
     report = gc(tmp_path, keep_last=1, grace=0)
     assert "version 9" in report.unreadable["1"]
     assert (report.dropped, snapshots(report)) == (("2",), {"0"})
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make such a folder")
-def test_the_folder_of_a_file_system_check_is_no_snapshot(tmp_path: Path) -> None:
-    Snapshot.take(tmp_path / "0", state(0))
-    (tmp_path / "lost+found").mkdir(mode=0)
-    assert open_storage(tmp_path / "0").siblings() == ["0"]

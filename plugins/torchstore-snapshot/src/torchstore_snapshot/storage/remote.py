@@ -297,13 +297,17 @@ class RemoteStorage:
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
 
-    def _put(self, path: str, data: bytes, whole: str) -> None:
-        """Store a file so that it appears as a whole; ``whole`` is a name to write it under."""
+    def _renames(self) -> bool:
+        """Whether this is a server of files, which writes them in place, and can rename them."""
         from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
         # What every file system has copies, and then removes.
-        renames = type(self._fs).mv is not AbstractFileSystem.mv
-        if self._protocols & _WITHOUT_FOLDERS or not renames:
+        own = type(self._fs).mv is not AbstractFileSystem.mv
+        return own and not self._protocols & _WITHOUT_FOLDERS
+
+    def _put(self, path: str, data: bytes, whole: str) -> None:
+        """Store a file so that it appears as a whole; ``whole`` is a name to write it under."""
+        if not self._renames():
             self._fs.pipe_file(path, data)
             return
         try:
@@ -316,7 +320,7 @@ class RemoteStorage:
 
     def _create(self, path: str, data: bytes, whole: str) -> None:
         call = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
-        if "mode" in inspect.signature(call).parameters:
+        if not self._renames() and "mode" in inspect.signature(call).parameters:
             self._fs.pipe_file(path, data, mode="create")
             return
         if self._fs.exists(path):
