@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchstore_core.errors import (
     ConfigurationError,
+    DrainError,
     EvictedError,
     KeyNotFoundError,
     LayoutMismatchError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         connect_or_initialize,
         delete,
         delete_batch,
+        drain,
         exists,
         explain,
         free,
@@ -87,6 +89,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Client",
     "ConfigurationError",
+    "DrainError",
     "EvictedError",
     "HeldRef",
     "KeyNotFoundError",
@@ -122,6 +125,7 @@ __all__ = [
     "connect_or_initialize",
     "delete",
     "delete_batch",
+    "drain",
     "exists",
     "explain",
     "free",

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 __all__ = [
     "ConfigurationError",
+    "DrainError",
     "EvictedError",
     "KeyNotFoundError",
     "LayoutMismatchError",
@@ -144,6 +145,18 @@ class OutOfMemoryError(TorchStoreError, MemoryError):
     code = "out-of-memory"
 
 
+class DrainError(TorchStoreError):
+    """A volume cannot be emptied: the other volumes have no room for what is on it, or there is no
+    other one. What could be moved was moved, and nothing is lost. Make room and drain it again, or
+    put it back in service with ``undo=True``.
+
+    ``details``: ``volume`` (its id), ``stuck_values`` and ``stuck_bytes`` (what cannot be moved),
+    and ``nbytes`` (what is in use there).
+    """
+
+    code = "drain"
+
+
 class StoreTimeoutError(TorchStoreError, TimeoutError):
     """An operation did not finish within its ``timeout=`` (seconds).
 
@@ -234,6 +247,7 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
         ObjectLostError,
         StoreFullError,
         OutOfMemoryError,
+        DrainError,
         StoreTimeoutError,
         StoreClosedError,
         LayoutMismatchError,

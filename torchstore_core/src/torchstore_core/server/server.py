@@ -23,6 +23,7 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
+from torchstore_core.reports.bandwidths import repair_bandwidth
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
@@ -32,6 +33,7 @@ from torchstore_core.server.memory.volume import Volume, default_capacity, defau
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached import AttachedHalves, AttachedMemory
 from torchstore_core.server.remote.process_watches import ProcessWatches
+from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving import inspection, journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
@@ -74,6 +76,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         directory: where to put the socket; None: a new private directory.
         incarnation: that of the store's memory, if the memory is older than this process; 0: the
             memory begins now, and is given a random one.
+        repair_bandwidth: the most bytes per second to copy when copies of values are lost, or a
+            volume is drained; 0: no limit; None: see ``reports.bandwidths``.
     """
 
     store_name: str = "torchstore"
@@ -91,6 +95,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     owner: int = 0
     directory: str | None = None
     incarnation: int = 0
+    repair_bandwidth: int | None = None
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -133,6 +138,8 @@ class Server:
         self.before_close: Callable[[int], Awaitable[None]] | None = None
         self.owner = 0
         self.members: Members | None = None
+        volumes = range(options.num_storage_volumes)
+        self._copier = CopierProcess(volumes, self._copier_ended_in_thread)
         self._started = time.monotonic()
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
@@ -231,6 +238,8 @@ class Server:
             mover=mover,
             later=self._loop.call_later,
             grace_s=grace_s(os.environ),
+            start_copier=self._start_copier,
+            repair_bandwidth=repair_bandwidth(self.options.repair_bandwidth, os.environ),
         )
         self._start_prefault()
         self._loop.call_later(1.0, self._sample_rate)
@@ -258,6 +267,7 @@ class Server:
         """Stop listening, close every connection, release memory, and remove the directory."""
         self._stopping = True  # from now on, clients that leave are not logged
         self._watcher.close()
+        self._copier.stop()
         self._listener.close()
         for connection in list(self.connections):
             connection.close()
@@ -400,6 +410,22 @@ class Server:
         else:
             self._watcher.watch(wanted)
 
+    def _start_copier(self, volume: VolumeRecord) -> None:
+        """Start a copier beside a volume, unless there is one."""
+        if isinstance(volume.memory, AttachedMemory):
+            volume.memory.start_copier()
+        elif self._directory is not None:
+            self._copier.start(self._directory.control)
+
+    def _copier_ended_in_thread(self) -> None:
+        """The copier beside the volumes of this process has ended."""
+
+        def ended() -> None:
+            for index in range(self.options.num_storage_volumes):
+                self.controller.repairs.copier_ended(index)
+
+        call_from_thread(self._loop, ended)
+
     def process_ended(self, message: m.ProcessDied) -> None:
         """Handle the end of a process whose session was detached because its relay is gone."""
         self.controller.detached.process_ended(message.session)
@@ -490,4 +516,5 @@ class Server:
             pending_bytes=pending_bytes,
             incarnation=controller.incarnation,
             spill=controller.spilling.status(),
+            repair=controller.repairs.status(),
         )

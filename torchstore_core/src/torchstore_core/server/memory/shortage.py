@@ -28,21 +28,24 @@ def all_lost_error(
 ) -> StoreFullError:
     """Return the error for a put of which all possible volumes are lost."""
     named = [volumes[at] for at in order]
-    why = "; ".join(f"{v.info.id}: {v.lost}" for v in named)
+    why = "; ".join(f"{v.info.id}: {v.closed}" for v in named)
     all_of = (
         "all volumes are" if len(named) == len(volumes) else "every volume that it may go to is"
     )
+    drained = [v.info.id for v in named if v.draining and not v.lost]
+    advice = "Initialize the store again, or with a strategy that uses the other volumes"
+    if drained:
+        advice = f"Put {drained[0]} back in service (`torchstore drain --undo {drained[0]}`)"
     return StoreFullError(
-        f"there is no memory for this put: {all_of} lost ({why}), says strategy "
-        f"{type(strategy).__name__}. Initialize the store again, or with a strategy that uses the "
-        "other volumes",
-        details={"lost": {v.info.id: v.lost for v in named}},
+        f"there is no memory for this put: {all_of} lost{' or drained' if drained else ''} "
+        f"({why}), says strategy {type(strategy).__name__}. {advice}",
+        details={"lost": {v.info.id: v.closed for v in named}},
     )
 
 
 def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
     """Return the bytes of the largest put that would fit if everything else were deleted."""
-    capacities = [v.info.capacity_bytes for v in volumes if not v.lost]
+    capacities = [v.info.capacity_bytes for v in volumes if not v.closed]
     return sum(capacities) if strategy_calls.by_key(strategy) else max(capacities, default=0)
 
 
@@ -109,7 +112,7 @@ def full_error(
             fit with another strategy.
         held: the bytes that are there only because references hold them.
     """
-    volumes = [v for v in volumes if not v.lost]
+    volumes = [v for v in volumes if not v.closed]
     left = None  # the memory that the host has, if that is what is lacking
     if any(v.allocator.refused and requested <= v.free for v in volumes):
         left = memory_left_bytes()

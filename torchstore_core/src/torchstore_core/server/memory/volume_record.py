@@ -59,6 +59,7 @@ class VolumeRecord:
 
     ``lost`` says why its memory is permanently lost; it is empty while the volume is live. Inline
     values are kept by the controller, so they survive the loss, but they are counted here, too.
+    ``draining``: it is to be taken away, so nothing new is placed on it.
 
     Args:
         allocator: of the memory; without it, all of the memory may be used at any time.
@@ -66,6 +67,7 @@ class VolumeRecord:
 
     __slots__ = (
         "allocator",
+        "draining",
         "halves",
         "index",
         "info",
@@ -94,6 +96,12 @@ class VolumeRecord:
         self.unfinished = 0
         self.lost = ""
         self.lost_at = 0.0
+        self.draining = False
+
+    @property
+    def closed(self) -> str:
+        """Why nothing new is placed on it; empty if something is."""
+        return self.lost or ("it is being drained" if self.draining else "")
 
     @property
     def used(self) -> int:
@@ -103,7 +111,7 @@ class VolumeRecord:
     @property
     def free(self) -> int:
         """The bytes that are left for puts, though maybe not in one piece."""
-        return 0 if self.lost else max(0, self.info.capacity_bytes - self.used)
+        return 0 if self.closed else max(0, self.info.capacity_bytes - self.used)
 
     def lose(self, why: str) -> None:
         """Record that the volume's memory is permanently lost."""
@@ -126,8 +134,10 @@ class VolumeRecord:
             self.allocator.ask_again()
         return given
 
-    def facts(self) -> VolumeFacts:
-        """Return the facts about the volume that a strategy sees."""
+    def facts(self, *, for_puts: bool = True) -> VolumeFacts:
+        """Return the facts about the volume that a strategy sees. For puts, one that is drained is
+        as good as lost.
+        """
         info = self.info
         return VolumeFacts(
             info.id,
@@ -135,5 +145,5 @@ class VolumeRecord:
             info.topology.host_id,
             info.capacity_bytes,
             self.free,
-            bool(self.lost),
+            bool(self.closed if for_puts else self.lost),
         )

@@ -189,6 +189,8 @@ class Conversation:
                     self._server.process_ended(request)
                 case m.PeerReply():
                     self._server.volume_replied(self._volume, request)
+                case m.CopierEnded():
+                    self._server.controller.repairs.copier_ended(self._volume)
                 case _:
                     raise ProtocolError(f"a volume does not send {type(request).__name__}")
             return
@@ -360,6 +362,10 @@ class Conversation:
                 return self._server.shutdown(request.id, session)
             case m.WaitAny():
                 self._wait_any(request)
+            case m.TakeCopies():
+                controller.repairs.take(session, request, self.send)
+            case m.Drain():
+                return m.DrainReply(request.id, controller.drains.drain(request))
             case _:
                 return answer_holds(controller, session, request)
         return None
