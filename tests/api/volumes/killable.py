@@ -132,8 +132,9 @@ class Store:
         for volume in self._volumes:
             if volume.poll() is None:
                 for link in Path(f"/proc/{volume.pid}/fd").iterdir():
-                    if "memfd:torchstore:lossy-" in os.readlink(link):
-                        nbytes += os.stat(link).st_blocks * 512
+                    with contextlib.suppress(FileNotFoundError):  # others come and go
+                        if "memfd:torchstore:lossy-" in os.readlink(link):
+                            nbytes += os.stat(link).st_blocks * 512
         return nbytes
 
     def stop(self) -> None:
