@@ -9,6 +9,7 @@ process on the same host can tell; on other hosts, while it is renewed from time
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import threading
@@ -28,6 +29,7 @@ __all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "requir
 #: Seconds without a sign of life after which a take on another host counts as dead.
 GRACE_S = 900.0
 _RENEWED_S = 60.0
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -35,7 +37,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Args:
         take: the id of the take.
-        host: the host, since it was started, and the name space of ``pid``.
+        host: the host, since it was started, and the name space of ``pid``; empty if nothing is
+            known but the id.
         pid, started: the process, and when it was started, in ticks of that host.
         files: the files of earlier takes that this one may refer to, as (folder, name); None while
             it may be any.
@@ -101,7 +104,8 @@ def require(storage: Storage, take: str) -> Record:
 def claims_in(storage: Storage, grace: float = GRACE_S) -> list[tuple[Record, bool]]:
     """Return what the claims in a folder say, and whether those who made them are running.
 
-    One that cannot be read may be about to be written: then its take may refer to any file.
+    One that cannot be read may be about to be written, or there was no room for it: then its take
+    may refer to any file, and may as well be about to make a snapshot invisible.
     """
     found: list[tuple[Record, bool]] = []
     for info in storage.list():
@@ -137,7 +141,14 @@ class Claim:
         self._record = msgspec.structs.replace(own, retires=retires)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._publish()
+        try:
+            self._publish()
+        except OSError as error:
+            if not retires or error.errno not in _FULL:
+                raise
+            # To remove something must be possible on a full disk, too. Without contents, it can
+            # only be told by its age whether the one who made it still runs.
+            storage.create(claim_file(take), 0).close(durable=False)
         self._start()
 
     @classmethod
@@ -153,7 +164,13 @@ class Claim:
         claim._record = _own(take, ())
         found = claim._found()
         claim._record = msgspec.structs.replace(_own(take, found.files), after=found.after)
-        claim._publish()
+        try:
+            claim._publish()
+        except BaseException:
+            claim._stopped.set()
+            with contextlib.suppress(OSError, TorchStoreError):
+                storage.delete(claim_file(take))  # nobody goes on with the take
+            raise
         claim._start()
         return claim
 

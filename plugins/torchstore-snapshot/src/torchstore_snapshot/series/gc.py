@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -248,8 +247,12 @@ def _remove(place: Place, seen: Survey, files: list[GarbageFile]) -> None:
 
 def _give_up(folder: Storage, claim: GarbageFile) -> None:
     """So that a take that was only slow cannot be committed."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         record = decode(folder.read(claim.name))
         if record is not None:
             lost = msgspec.json.encode(msgspec.structs.replace(record, lost=True))
             folder.publish(claim.name, lost, take=claim.take, overwrite=True, durable=False)
+    except FileNotFoundError:
+        return
+    except OSError:  # the disk is full: a take without a claim cannot be committed either
+        folder.delete(claim.name)

@@ -67,7 +67,7 @@ def await_retirement(folder: Storage) -> None:
         SnapshotUnavailableError: somebody has been about to for a minute.
     """
     deadline = time.monotonic() + _WAITS_S
-    while any(lives and record.retires for record, lives in claims_in(folder)):
+    while any(lives and (r.retires or not r.host) for r, lives in claims_in(folder)):
         if time.monotonic() > deadline:
             raise SnapshotUnavailableError(
                 f"the snapshot at {folder.url!r}, which was to be replaced, has been about to be "
