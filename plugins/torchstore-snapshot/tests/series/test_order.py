@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from torchstore_snapshot import Series, Snapshot, SnapshotNotFoundError, StateDict, gc
 from torchstore_snapshot.format.hashes import digest_of
-from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.format.paths import MANIFEST, claim_file
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.retiring import retire
 from torchstore_snapshot.storage.local import LocalStorage
@@ -127,3 +128,34 @@ def test_a_snapshot_that_is_being_replaced_is_not_removed(tmp_path: Path) -> Non
     assert retire(LocalStorage(folder), Snapshot(folder).manifest)
     with pytest.raises(SnapshotNotFoundError):
         value(folder)
+
+
+def test_a_take_on_another_host_whose_clock_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claims are dated by the file system. A host whose clock is a day ahead of that must not take
+    them for those of dead takes.
+    """
+    options = TakeOptions(fsync=False)
+    running = prepare(str(tmp_path / "0"), state(1), Ranks.alone(), None, options)
+    part = write(running)
+    path = tmp_path / "0" / claim_file(running.take)
+    path.write_bytes(path.read_bytes().replace(b'"host":"', b'"host":"elsewhere-', 1))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 86_400)
+    report = gc(tmp_path)
+    assert (report.running, report.files) == ((running.take,), ())
+    commit(running.storage, running.take, [part], options, claim=running.claim)
+    assert value(tmp_path / "0") == 1.0
+    assert not [*(tmp_path / "0").glob(".*")]
+
+
+def test_a_take_on_another_host_that_is_silent(tmp_path: Path) -> None:
+    running = prepare(str(tmp_path / "0"), state(1), Ranks.alone(), None, TakeOptions())
+    assert running.claim is not None
+    running.claim.stop()
+    path = tmp_path / "0" / claim_file(running.take)
+    path.write_bytes(path.read_bytes().replace(b'"host":"', b'"host":"elsewhere-', 1))
+    os.utime(path, (time.time() - 1000,) * 2)
+    report = gc(tmp_path)
+    assert (report.dead, len(report.files)) == ((running.take,), 1)

@@ -14,14 +14,14 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.errors import TakeLostError
-from torchstore_snapshot.format.paths import claim_file, take_of
+from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of, temporary
 from torchstore_snapshot.storage.base import Storage
 
 __all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "require"]
@@ -69,18 +69,36 @@ def decode(data: bytes) -> Record | None:
         return None
 
 
-def alive(record: Record, modified: float, grace: float) -> bool:
+def alive(record: Record, modified: float, grace: float, now: Callable[[], float]) -> bool:
     """Whether a take is running.
 
     Args:
         modified: when its claim was renewed last, in seconds since the epoch.
         grace: seconds that may have passed since, if the process cannot be looked at.
+        now: the time by the clock that has said ``modified``; only called where that matters.
     """
     if record.lost:
         return False
     if record.host == _host():
         return _started(record.pid) == record.started
-    return max(time.time() - modified, 0.0) < grace
+    if not grace or time.time() - modified < grace:
+        return grace > 0
+    return now() - modified < grace  # the clock of this host may be wrong
+
+
+def clock_of(storage: Storage) -> float:
+    """Return the time, in seconds since the epoch, by the clock that files in a folder are dated
+    by: that of a server, perhaps. If nothing can be written there, by the clock of this host.
+    """
+    take = new_take_id()
+    name = temporary("clock", take)
+    try:
+        storage.publish(name, b"", take=take, overwrite=True, durable=False)
+        dates = [info.modified for info in storage.list() if info.name == name]
+        storage.delete(name)
+    except (OSError, TorchStoreError):
+        return time.time()
+    return dates[0] if dates else time.time()
 
 
 def require(storage: Storage, take: str) -> Record:
@@ -108,6 +126,7 @@ def claims_in(storage: Storage, grace: float = GRACE_S) -> list[tuple[Record, bo
     may refer to any file, and may as well be about to make a snapshot invisible.
     """
     found: list[tuple[Record, bool]] = []
+    now = functools.cache(functools.partial(clock_of, storage))
     for info in storage.list():
         take = take_of(info.name)
         if take is None or info.name != claim_file(take):
@@ -116,7 +135,7 @@ def claims_in(storage: Storage, grace: float = GRACE_S) -> list[tuple[Record, bo
             record = decode(storage.read(info.name)) or Record(take, "", 0, 0, None)
         except FileNotFoundError:
             continue  # the take has ended
-        found.append((record, alive(record, info.modified, grace)))
+        found.append((record, alive(record, info.modified, grace, now)))
     return found
 
 
