@@ -163,7 +163,8 @@ class Controller:
         because a forked child may still read memory that it has mapped.
         """
         session.end()
-        self.holds.process_died(session)
+        if session.token in self.sessions:
+            self.holds.process_died(session)
         self.abort(session, list(session.txns))
         self._apply(*self.catalog.settle(all_keys=True))
 

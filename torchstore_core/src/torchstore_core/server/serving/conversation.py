@@ -39,7 +39,7 @@ __all__ = ["Conversation"]
 log = logging.getLogger(__name__)
 
 # Requests that are handled although their sender has gone: they concern others, or free memory.
-_LAST_WORDS = m.Abort | m.Release | m.Unhold | m.Lend | m.LendAll | m.Adopt
+_LAST_WORDS = m.Abort | m.Release | m.Unhold | m.Lend | m.LendAll | m.Claim | m.Adopt
 # How many Waits one conversation may have open; a client has one per awaiting task.
 _MAX_WAITERS = 100_000
 
@@ -109,7 +109,7 @@ class Conversation:
 
     def hear_last(self, body: bytes) -> None:
         """Handle a message of a client that closed its connection before the message was answered:
-        what it gives back or lends takes effect, other requests are ignored.
+        what it gives back, lends or has received takes effect, other requests are ignored.
         """
         try:
             request = decode_request(body)
