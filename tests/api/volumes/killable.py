@@ -111,10 +111,6 @@ class Store:
         """Nobody who has no link to the volume can make one. It lives on."""
         shutil.rmtree(self._sockets[index])
 
-    def index_of(self, pid: int) -> int:
-        """Which volume a process has."""
-        return [volume.pid for volume in self._volumes].index(pid)
-
     def copiers(self) -> list[psutil.Process]:
         """The processes that copy for the store."""
         found: list[psutil.Process] = []
@@ -125,6 +121,14 @@ class Store:
                         if COPIER in child.cmdline():
                             found.append(child)
         return found
+
+    def target(self) -> int | None:
+        """A volume beside which a process copies for the store."""
+        pids = [volume.pid for volume in self._volumes]
+        for copier in self.copiers():
+            with contextlib.suppress(psutil.Error):
+                return pids.index(copier.ppid())
+        return None
 
     def written(self) -> int:
         """The bytes of memory of living volumes that were ever written to, in whole pages."""

@@ -107,10 +107,7 @@ async def test_whatever_is_killed_during_repair() -> None:
                     await until(copies_more, 30)
                 for copier in store.copiers():
                     copier.send_signal(signal.SIGKILL)
-            await until(store.copiers, 30)
-            target = store.copiers()[0].parent()
-            assert target is not None
-            store.kill(store.index_of(target.pid))
+            store.kill(await until(store.target, 30))
             await lost(client, 2)
             await repaired(client)
             reading.cancel()

@@ -55,7 +55,7 @@ from torchstore_core.server.memory.placement import (
 from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.repairing.drains import Drains
-from torchstore_core.server.repairing.repairs import Repairs
+from torchstore_core.server.repairing.repairs import Repairs, StartsCopier
 from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
@@ -96,7 +96,7 @@ class Controller:
         mover: Mover | None = None,
         later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
         grace_s: float = DEFAULT_GRACE_S,
-        start_copier: Callable[[VolumeRecord], None] = lambda volume: None,
+        start_copier: StartsCopier = lambda volume, *, again=False: None,
         repair_bandwidth: int = DEFAULT_BANDWIDTH,
     ) -> None:
         # 53 bits: JSON's numbers carry no more everywhere.
@@ -125,6 +125,7 @@ class Controller:
             self.sessions,
             self._holders,
             self._free,
+            self.release,
             later,
             start_copier,
             repair_bandwidth,

@@ -410,12 +410,12 @@ class Server:
         else:
             self._watcher.watch(wanted)
 
-    def _start_copier(self, volume: VolumeRecord) -> None:
-        """Start a copier beside a volume, unless there is one."""
+    def _start_copier(self, volume: VolumeRecord, *, again: bool = False) -> None:
+        """Start a copier beside a volume, unless there is one; ``again``: in place of that one."""
         if isinstance(volume.memory, AttachedMemory):
-            volume.memory.start_copier()
+            volume.memory.start_copier(again=again)
         elif self._directory is not None:
-            self._copier.start(self._directory.control)
+            self._copier.start(self._directory.control, again=again)
 
     def _copier_ended_in_thread(self) -> None:
         """The copier beside the volumes of this process has ended."""

@@ -57,7 +57,11 @@ class Copies(Message, frozen=True, tag="copies"):
 
 
 class StartCopier(Message, frozen=True, tag="start-copier"):
-    """To a volume: start a copier, which copies into this volume, unless one is running."""
+    """To a volume: start a copier, which copies into this volume, unless one is running; with
+    ``again``, in place of the one that is running.
+    """
+
+    again: bool = False
 
 
 class CopierEnded(Message, frozen=True, tag="copier-ended"):

@@ -72,12 +72,13 @@ class VolumeOperations(ReferenceOperations):
                 _check(report)
                 try:
                     left = clock.left()
+                    await asyncio.sleep(pause if left is None else min(pause, left))
+                    clock.left()
                 except StoreTimeoutError as error:
                     raise StoreTimeoutError(
                         f"{report} after {in_seconds(clock.timeout)}; it goes on",
                         details=error.details,
                     ) from error
-                await asyncio.sleep(pause if left is None else min(pause, left))
                 what, pause = "look", min(2 * pause, _LONGEST_PAUSE_S)
 
 

@@ -65,7 +65,7 @@ async def copy_for(address: str, volumes: Sequence[int]) -> None:
     """
     advice = "It had asked this process for copies"
     session = await Session.open(
-        address, Policy.unchecked(), _CONNECT_S, None, advice, role=m.COPIER_ROLE
+        address, Policy.unchecked(), _CONNECT_S, (None, None), advice, role=m.COPIER_ROLE
     )
     try:
         channel = await session.channel(_CONNECT_S)

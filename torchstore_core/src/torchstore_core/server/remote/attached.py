@@ -93,9 +93,9 @@ class AttachedMemory:
         """Ask the volume to watch a process on its host."""
         self._send(wanted)
 
-    def start_copier(self) -> None:
-        """Ask the volume to start a copier beside it."""
-        self._send(m.StartCopier())
+    def start_copier(self, *, again: bool) -> None:
+        """Ask the volume to start a copier beside it; ``again``: in place of one that runs."""
+        self._send(m.StartCopier(again))
 
     def warmed(self, message: m.Warm) -> None:
         """Record how much memory is warm, as reported by the volume."""
@@ -273,7 +273,7 @@ class VolumeConnection(FrameProtocol):
             case m.WatchProcess():
                 self._watcher.watch(message)
             case m.StartCopier():
-                self._copier.start(self._path)
+                self._copier.start(self._path, again=message.again)
             case m.PeerHandshake() | m.PeerGone():
                 task = self._loop.create_task(self._answer(message))
                 self._answers.add(task)

@@ -18,11 +18,13 @@ class Entry(msgspec.Struct, eq=False):
 
     Args:
         key: by which the strategy places it; that of an entry of a state dict is ``<key>/<name>``.
+        copies: how many copies there are of it.
         why: why it cannot be copied at the moment; empty if it is not known that it cannot.
     """
 
     value: Value
     key: str
+    copies: int
     why: str = ""
 
 
@@ -41,15 +43,15 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, entry: Entry, copies: int, *, first: bool = False) -> None:
-        """Add a value of which there are so many copies, unless it is there. ``first``: it is the
-        next one among those with as many.
-        """
-        if id(entry.value) in self._known:
+    def add(self, entry: Entry, *, first: bool = False) -> None:
+        """Add a value. ``first``: it is the next one among those with as many copies."""
+        known = self._known.get(id(entry.value))
+        if known is None:
+            self.nbytes += entry.value.nbytes
+        elif known.copies <= entry.copies:
             return
         self._known[id(entry.value)] = entry
-        self.nbytes += entry.value.nbytes
-        queue = self._queues.setdefault(copies, deque())
+        queue = self._queues.setdefault(entry.copies, deque())
         if first:
             queue.appendleft(entry)
         else:

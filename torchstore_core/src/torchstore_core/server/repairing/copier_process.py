@@ -30,8 +30,15 @@ class CopierProcess:
         self._ended = ended
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, path: str) -> None:
-        """Start it, unless it runs. ``path``: of the socket of the server, or of a relay."""
+    def start(self, path: str, *, again: bool = False) -> None:
+        """Start it, unless it runs.
+
+        Args:
+            path: of the socket of the server, or of a relay.
+            again: end the one that runs first.
+        """
+        if again:
+            self.stop()
         if self._process is not None and self._process.poll() is None:
             return
         order = msgspec.json.encode({"address": f"unix:{path}", "volumes": self._volumes})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -37,23 +38,34 @@ from torchstore_core.server.repairing.rates import Rate
 from torchstore_core.server.repairing.targets import Targets
 from torchstore_core.wire import messages as m
 
-__all__ = ["Repairs"]
+__all__ = ["Repairs", "StartsCopier"]
 
 log = logging.getLogger(__name__)
 
 # A batch has at most so many bytes, unless it is one value, and so many values.
 _BATCH_BYTES = 64 << 20
-_BATCH_VALUES = 1000
+_BATCH_VALUES = 128
+# The least time for each value, in seconds: the server has others to serve than copiers.
+_VALUE_S = 1e-4
 # How many values may be passed over to fill a batch.
-_PASSED_OVER = 256
-# The store looks at so many keys at once when it looks for values that lack copies.
-_SLICE = 500
+_PASSED_OVER = 64
+# The store looks at so many values at once when it looks for those that lack copies.
+_SLICE = 1000
 # How long a copier may take to start, and how long it is kept without work, in seconds.
 _START_S = 60.0
 _LINGER_S = 20.0
 # The pause after a failure, which doubles; and before memory that was freed is tried.
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 30.0
 _RETRY_S, _PARKED_S = 0.1, 10.0
+# A copier that takes longer for a batch than all this together, in seconds, is started anew.
+_LEAST_S = 120.0
+_SLOWEST_BYTES_PER_S = 500_000
+
+
+class StartsCopier(Protocol):
+    """Starts a copier beside a volume, unless there is one; ``again``: in place of that one."""
+
+    def __call__(self, volume: VolumeRecord, *, again: bool = False) -> None: ...
 
 
 class _Copier(msgspec.Struct, eq=False):
@@ -67,6 +79,8 @@ class _Copier(msgspec.Struct, eq=False):
 class _Batch(msgspec.Struct, eq=False):
     """Copies that are being made."""
 
+    session: SessionRecord
+    lease: int
     txn: Txn
     entries: list[Entry]
     nbytes: int
@@ -79,8 +93,10 @@ class Repairs:
         sessions: the open sessions, by token.
         holders: the sessions that may have leases, by token.
         free: frees the memory of values that nobody holds any more.
+        release: releases leases; see ``Controller.release``.
         later: calls something after so many seconds.
-        start: starts a copier beside a volume, unless there is one.
+        start: starts a copier beside a volume, unless there is one; see
+            ``messages.StartCopier``.
         bandwidth: the most bytes to copy per second; 0: no limit.
 
     Attributes:
@@ -97,8 +113,9 @@ class Repairs:
         sessions: Mapping[bytes, SessionRecord],
         holders: Mapping[bytes, SessionRecord],
         free: Callable[[Iterable[Value]], None],
+        release: Callable[[SessionRecord, list[int], list[tuple[int, list[int]]]], None],
         later: Callable[[float, Callable[[], None]], object],
-        start: Callable[[VolumeRecord], None],
+        start: StartsCopier,
         bandwidth: int = DEFAULT_BANDWIDTH,
     ) -> None:
         self._volumes = volumes
@@ -106,6 +123,7 @@ class Repairs:
         self._leases = leases
         self._sessions = sessions
         self._free = free
+        self._release = release
         self._later = later
         self._start = start
         self.bandwidth = bandwidth
@@ -162,10 +180,12 @@ class Repairs:
         if search is None:
             return
         leaving: dict[int, list[Value]] = {}
-        for count, found in enumerate(search, 1):
+        count = 0
+        for found in search:
             for key, value in found:
                 self._consider(key, value, leaving)
-            if count == _SLICE:
+            count += 1 + len(found)
+            if count >= _SLICE:
                 break
         else:
             self._search = None
@@ -181,7 +201,7 @@ class Repairs:
     def _consider(self, key: str, value: Value, leaving: dict[int, list[Value]]) -> None:
         """Note a value that lacks copies, or has some that are not needed any more."""
         if self.targets.lacks(value):
-            self.backlog.add(Entry(value, key), self.targets.copies_of(value))
+            self.backlog.add(self.targets.entry(key, value))
         elif value.data is None:
             for at in self.targets.leaves(value):
                 leaving.setdefault(at, []).append(value)
@@ -223,7 +243,7 @@ class Repairs:
     def _retry(self) -> None:
         self._retry_is_due = False
         for entry in self.parked.take_all():
-            self.backlog.add(entry, self.targets.copies_of(entry.value))
+            self.backlog.add(self.targets.entry(entry.key, entry.value))
         self._pump()
 
     # ---- copiers --------------------------------------------------------------------------
@@ -300,7 +320,7 @@ class Repairs:
             copier = self._copier(place[0])
             if copier is None:
                 self._volumes[place[0]].allocator.free([(place[1], entry.value.nbytes)])
-                self.backlog.add(entry, self.targets.copies_of(entry.value), first=True)
+                self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
                 return
             self._begin(copier, place[0], self._gathered(entry, place, order))
             return
@@ -353,7 +373,7 @@ class Repairs:
                 found.append((entry, there[1]))
                 nbytes += entry.value.nbytes
         for entry in reversed(others):
-            self.backlog.add(entry, self.targets.copies_of(entry.value), first=True)
+            self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
         return found
 
     def _begin(self, copier: _Copier, at: int, found: Sequence[tuple[Entry, int]]) -> None:
@@ -370,7 +390,8 @@ class Repairs:
         session.txns[request.txn] = txn
         volume.unfinished += granted
         nbytes = sum(v.nbytes for v in values)
-        self._batch = _Batch(txn, [entry for entry, _ in found], nbytes)
+        entries = [entry for entry, _ in found]
+        self._batch = batch = _Batch(session, request.lease, txn, entries, nbytes)
         self._rate.begin()
         host = volume.info.topology.host_id
 
@@ -382,8 +403,15 @@ class Repairs:
             for v, (_, offset) in zip(values, found, strict=True)
         ]
         copier.send(m.Copies(request.id, pieces, self.bandwidth))
-        if self.bandwidth:
-            self._pause(nbytes / self.bandwidth)
+        seconds = nbytes / self.bandwidth if self.bandwidth else 0.0
+        self._pause(max(seconds, len(found) * _VALUE_S))
+
+        def time_is_up() -> None:
+            if self._batch is batch:  # its copier is stopped, maybe, or a volume is
+                self._trouble = f"the copier beside volume {volume.info.id} has taken too long"
+                self._start(volume, again=True)
+
+        self._later(_LEAST_S + 2 * seconds + nbytes / _SLOWEST_BYTES_PER_S, time_is_up)
 
     def _pause(self, seconds: float) -> None:
         """Begin nothing for so long."""
@@ -412,6 +440,8 @@ class Repairs:
             self._rate.add(value.nbytes)
         self.copied = values, nbytes
         self._free(unused)
+        if batch is not None and entries:  # before copies are dropped, or these would be in use
+            self._release(batch.session, [batch.lease], [])
         self._failures, self._trouble = 0, ""
         leaving: dict[int, list[Value]] = {}
         for entry in entries:
@@ -426,7 +456,7 @@ class Repairs:
             return
         self._batch = None
         for entry in reversed(batch.entries):
-            self.backlog.add(entry, self.targets.copies_of(entry.value), first=True)
+            self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
         self._back_off()
 
     def _back_off(self) -> None:

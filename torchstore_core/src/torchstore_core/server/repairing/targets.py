@@ -28,7 +28,8 @@ class Targets:
     def __init__(self, volumes: Sequence[VolumeRecord], strategy: Strategy) -> None:
         self._volumes = volumes
         self._strategy = strategy
-        self.look_again()
+        self.open = list(volumes)
+        self.wanted = 1
 
     def look_again(self) -> None:
         """A volume was lost, is drained, or is back in service."""
@@ -44,9 +45,9 @@ class Targets:
             log.warning("nothing is repaired: %s", error.message)
             return 1
 
-    def copies_of(self, value: Value) -> int:
-        """How many copies of a value there are on volumes that are alive."""
-        return sum(not self._volumes[at].lost for at, _ in value.places)
+    def entry(self, key: str, value: Value) -> Entry:
+        """A value for the backlog, with the number of its copies on volumes that are alive."""
+        return Entry(value, key, sum(not self._volumes[at].lost for at, _ in value.places))
 
     def lacks(self, value: Value) -> bool:
         """Whether another copy of a value is to be made."""
@@ -59,7 +60,7 @@ class Targets:
 
     def leaves(self, value: Value) -> list[int]:
         """The volumes that are drained and have a copy of a value."""
-        return [at for at, _ in value.places if self._volumes[at].draining]
+        return [at for at, offset in value.places if offset >= 0 and self._volumes[at].draining]
 
     def reserve(
         self, entry: Entry, order: Callable[[Entry], Sequence[int]], only: int = -1
