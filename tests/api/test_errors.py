@@ -19,6 +19,7 @@ CODES = {
     "VersionGoneError": "version-gone",
     "ObjectLostError": "object-lost",
     "StoreFullError": "store-full",
+    "DrainError": "drain",
     "StoreTimeoutError": "timeout",
     "StoreClosedError": "store-closed",
     "LayoutMismatchError": "layout-mismatch",

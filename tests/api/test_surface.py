@@ -45,6 +45,7 @@ FUNCTIONS = [
     "wait_any",
     "free",
     "refs",
+    "drain",
 ]
 ON_A_CLIENT = FUNCTIONS[8:]
 OF_NO_STORE = ["stores"]

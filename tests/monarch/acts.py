@@ -23,6 +23,7 @@ from torchstore_core.wire.framing import encode
 __all__ = [
     "begin_put",
     "books",
+    "drain",
     "exists",
     "explain",
     "failures",
@@ -77,6 +78,11 @@ async def initialize_on_workers(arguments: Mapping[str, Any] | None = None) -> s
     from tests.monarch.root import HERE
 
     return await initialize({"mesh": HERE.workers, **(arguments or {})})
+
+
+async def drain(volume: int) -> bool:
+    """Empty a volume; whether it is."""
+    return (await ts.drain(volume)).done
 
 
 async def shutdown(store_name: str = "torchstore") -> None:

@@ -11,9 +11,11 @@ import torchstore_core as ts
 __all__ = [
     "AT_ONCE_S",
     "MB",
+    "REPAIRED_S",
     "books_are",
     "end_store",
     "is_lost",
+    "is_repaired",
     "leased_nothing",
     "put_hold_and_die",
     "says_lost",
@@ -23,6 +25,8 @@ __all__ = [
 MB = 1 << 20
 # The engine itself sees a killed process after some 9 s: on one host nobody waits for it.
 AT_ONCE_S = 4.0
+# A copier imports torch before it begins.
+REPAIRED_S = 60.0
 
 
 async def end_store(job: Job) -> None:
@@ -44,6 +48,12 @@ async def says_lost(job: Job, worker: int, key: str) -> bool:
 
 async def is_lost(index: int) -> bool:
     return bool((await ts.status()).volumes[index].lost)
+
+
+async def is_repaired() -> bool:
+    """Whether nothing lacks copies."""
+    repair = (await ts.status()).repair
+    return not (repair.values or repair.scanning)
 
 
 async def leased_nothing() -> bool:

@@ -117,16 +117,34 @@ def take_twice(folder: str) -> str:
     return "taken"
 
 
-def die_while_writing(folder: str) -> str:
-    """Rank 1 dies when it has written its files and has not told anybody."""
-    if dist.get_rank() == 1:
+def die_in_a_take(folder: str, moment: str) -> str:
+    """Rank 1 is killed: before it writes its file, when it has written half of it, or when it has
+    written all of it and has not told anybody.
+    """
+    rank = dist.get_rank()
+    state = {"m": StateDict(mine=torch.full((100_000,), float(rank)), n=rank)}
+    if rank == 1:
+        write, pwrite = taking.write, os.pwrite
 
-        def write(prepared: taking.Prepared) -> Any:
+        def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        taking.write = write
+        def write_half(file: int, data: Any, offset: int) -> int:
+            if os.readlink(f"/proc/self/fd/{file}").endswith(".safetensors") and len(data) > 99_999:
+                pwrite(file, data[: len(data) // 2], offset)
+                die()
+            return pwrite(file, data, offset)
+
+        def write_all(prepared: taking.Prepared) -> Any:
+            write(prepared)
+            die()
+
+        if moment == "half":
+            os.pwrite = write_half
+        else:
+            taking.write = {"before": die, "after": write_all}[moment]
     try:
-        Snapshot.take(folder, {"m": StateDict(x=torch.ones(2))}, overwrite=True)
+        Snapshot.take(folder, state, overwrite=True)
     except RankFailedError as error:
         return type(error).__name__
     return "taken"

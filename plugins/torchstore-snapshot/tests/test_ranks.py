@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.integration.dtensors.ranks import Jobs, Nursery
 
-from torchstore_snapshot import Snapshot
+from torchstore_snapshot import Snapshot, gc
 
 _ACTS = "plugins.torchstore-snapshot.tests.rank_acts"
 acts = importlib.import_module(_ACTS)
@@ -108,9 +108,21 @@ async def test_ranks_take_in_the_background(jobs: Jobs, tmp_path: Path) -> None:
     assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-async def test_a_rank_that_dies_leaves_the_snapshot_before(jobs: Jobs, tmp_path: Path) -> None:
-    folder = str(tmp_path / "s")
-    await jobs["other"].run(acts.take_sharded, folder, [2], "0", False)
+@pytest.mark.parametrize("moment", ["before", "half", "after"])
+async def test_a_rank_that_dies_leaves_the_snapshot_before(
+    jobs: Jobs, tmp_path: Path, moment: str
+) -> None:
+    folder = tmp_path / "s"
+    await jobs["other"].run(acts.take_sharded, str(folder), [2], "0", False)
+    before = {path.name for path in folder.iterdir()}
     with pytest.raises(AssertionError, match="it has ended"):
-        await jobs["other"].run(acts.die_while_writing, folder)
-    await jobs["two"].run(acts.restore_sharded, folder, [2], "0")
+        await jobs["other"].run(acts.die_in_a_take, str(folder), moment)
+    theirs = [p for p in folder.glob("m-*-1-0.safetensors") if p.name not in before]
+    assert len(theirs) == (moment != "before")
+    for path in theirs:  # it was killed where this test says
+        assert (path.read_bytes()[-4:] == bytes(4)) == (moment == "half")
+    await jobs["two"].run(acts.restore_sharded, str(folder), [2], "0")
+    gc(folder, grace=0)
+    assert {path.name for path in folder.iterdir()} == before
+    await jobs["two"].run(acts.restore_sharded, str(folder), [2], "0")
+    assert await jobs["two"].run(acts.take_sharded, str(tmp_path / "t"), [2], "0", False) == [2, 2]

@@ -4,141 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.api.volumes.killable import LARGE, connected, data, lost, store_of
 from tests.support import until
 
 import torchstore_core as ts
 from torchstore_cli import main as torchstore
-from torchstore_core.contracts.strategy import Strategy
-from torchstore_core.plugins.strategy_data import encode_strategy
-from torchstore_core.server.server import Server, ServerOptions
 from torchstore_strategies import HashStrategy, ReplicatedStrategy
-
-LARGE = 300_000
-VOLUMES = 3
-
-# A volume in a process of its own, until its server is gone.
-VOLUME = """
-import asyncio, sys
-from torchstore_core.plugins.registry import Registry
-from torchstore_core.server.remote.attached import VolumeConnection
-from torchstore_core.server.memory.volume import Volume
-
-async def main(path, index, directory):
-    ended = asyncio.Event()
-    volume = Volume("lossy", int(index), 64 << 20, Registry(), directory)
-    await VolumeConnection.open(path, volume, await volume.start(), ended.set, 30)
-    await ended.wait()
-    await volume.close()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-class Store:
-    """A server on a thread, and its volumes, which can be killed or hidden."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._sockets = [tempfile.mkdtemp() for _ in range(VOLUMES)]
-        name, fields = encode_strategy(strategy)
-        self._options = ServerOptions(
-            store_name="lossy",
-            num_storage_volumes=VOLUMES,
-            attached=True,
-            prefault=0,
-            strategy=name,
-            strategy_fields=fields,
-        )
-        self.address = ""
-        self._ready = threading.Event()
-        self._volumes: list[subprocess.Popen[bytes]] = []
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-        self._thread.start()
-        assert self._ready.wait(30)
-        assert self.address
-
-    async def _run(self) -> None:
-        try:
-            self._loop = asyncio.get_running_loop()
-            self._server = Server(self._options)
-            address = await self._server.start()
-            path = address.partition(":")[2]
-            self._volumes = [
-                subprocess.Popen([sys.executable, "-c", VOLUME, path, str(i), directory])
-                for i, directory in enumerate(self._sockets)
-            ]
-            await self._server.attached(30)
-            self.address = address
-            self._ready.set()
-            await self._server.serve()
-        finally:
-            await self._server.close()
-            self._ready.set()
-
-    def kill(self, index: int) -> None:
-        self._volumes[index].send_signal(signal.SIGKILL)
-        self._volumes[index].wait()
-
-    def hide(self, index: int) -> None:
-        """Nobody who has no link to the volume can make one. It lives on."""
-        shutil.rmtree(self._sockets[index])
-
-    def stop(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._server.stop_soon)
-            self._thread.join(20)
-        for volume in self._volumes:
-            try:
-                volume.wait(10)
-            except subprocess.TimeoutExpired:
-                volume.kill()
-                volume.wait()
-        for directory in self._sockets:
-            shutil.rmtree(directory, ignore_errors=True)
-        assert not self._thread.is_alive()
-
-
-@contextmanager
-def store_of(strategy: Strategy) -> Iterator[Store]:
-    made = Store(strategy)
-    try:
-        yield made
-    finally:
-        made.stop()
-
-
-@asynccontextmanager
-async def connected(store: Store, **arguments: Any) -> AsyncIterator[ts.Client]:
-    client = await ts.connect(store.address, store_name="here", timeout=20, **arguments)
-    try:
-        yield client
-    finally:
-        await ts.shutdown("here")
-
-
-async def lost(client: ts.Client, count: int) -> None:
-    async def so_many() -> bool:
-        return sum(bool(v.lost) for v in (await client.status()).volumes) == count
-
-    await until(so_many)
-
-
-def data(seed: int, nbytes: int = LARGE) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
 def mapped() -> int:

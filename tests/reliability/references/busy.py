@@ -10,10 +10,13 @@ import random
 import signal
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 import torchstore_core.blocking as ts
+from torchstore_core import HeldRef
+from torchstore_core.errors import VersionGoneError
 
 __all__ = ["size_of", "worker"]
 
@@ -33,11 +36,12 @@ def worker(pipe: Connection, seed: int, address: str, joins: bool) -> None:
     ``joins``: it joins the store at once, and not only when it first reads something.
     """
     chance = random.Random(seed)
+    gc.freeze()  # collections need not look at all that torch has made
     if joins:
         ts.connect(address)
     else:
         os.environ["TORCHSTORE_ADDRESS"] = address
-    kept: list[list[object]] = []  # each a reference in a cycle, so that only collections end it
+    kept: list[list[Any]] = []  # each a reference in a cycle, so that only collections end it
     children: dict[int, float] = {}
     while True:
         if pipe.poll(_STEP_S * chance.random()):
@@ -62,37 +66,47 @@ def worker(pipe: Connection, seed: int, address: str, joins: bool) -> None:
             case 4:
                 gc.collect()
             case 5 | 6 if kept:
-                pipe.send(("send", pickle.dumps(chance.choice(kept)[0])))
+                pipe.send(("send", _encoded(chance.choice(kept)[0])))
             case 7 if len(children) < _MOST_CHILDREN and kept and chance.random() < 0.3:
                 children[_fork(chance, kept)] = time.monotonic() + chance.random() / 2
             case 8 if kept:
-                _check(chance.choice(kept)[0])
+                at = chance.randrange(len(kept))
+                if not _check(kept[at][0], pipe):
+                    kept.pop(at)
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     gc.collect()
-    pipe.send(("kept", [(one[0].version, _check(one[0])) for one in kept]))  # type: ignore[attr-defined]
+    pipe.send(("kept", [(ref.version, n) for ref, *_ in kept if (n := _check(ref, pipe))]))
     while pipe.recv() != "end":
         continue
 
 
-def _in_cycle(ref: object) -> list[object]:
-    cycle: list[object] = [ref]
+def _encoded(ref: HeldRef) -> tuple[int, bytes]:
+    return ref.version, pickle.dumps(ref)
+
+
+def _in_cycle(ref: HeldRef) -> list[Any]:
+    cycle: list[Any] = [ref]
     cycle.append(cycle)
     return cycle
 
 
-def _check(ref: object) -> int:
-    """What is referred to is there and whole; its bytes."""
-    value = ts.get(ref)
+def _check(ref: HeldRef, pipe: Connection) -> int:
+    """What is referred to is there and whole; its bytes, or 0 if it is gone, which is said."""
+    try:
+        value = ts.get(ref)
+    except VersionGoneError:
+        pipe.send(("gone", ref.version))
+        return 0
     number = int(value[0])
     assert value.shape == (size_of(number),)
     assert bool((value == number).all())
     return len(value)
 
 
-def _fork(chance: random.Random, kept: list[list[object]]) -> int:
+def _fork(chance: random.Random, kept: list[list[Any]]) -> int:
     """Fork a child that holds, drops and sends nothing, and ends by itself or is killed."""
     seed, pid = chance.random(), os.fork()
     if pid:

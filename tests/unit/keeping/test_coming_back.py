@@ -34,7 +34,7 @@ from torchstore_core.wire import messages as m
 WIRING = {
     *("volumes", "strategy", "detached", "_holders", "catalog", "operations", "_prefault"),
     *("_warmed", "_last_put", "lost_volumes", "waiting", "_leases", "sessions", "incarnation"),
-    *("spilling", "holds"),
+    *("spilling", "holds", "repairs", "drains"),
 }
 INDEX = {"_sessions", "newest", "names", "timelines", "evictions"}
 
@@ -69,7 +69,7 @@ def plain(one: Any, seen: dict[int, int]) -> Any:
     if isinstance(one, dict):
         return [(key, plain(value, seen)) for key, value in one.items()]
     if isinstance(one, set):
-        return sorted(one)
+        return sorted(one, key=repr)
     if isinstance(one, list | tuple):
         return [plain(child, seen) for child in one]
     return one
@@ -174,6 +174,42 @@ def test_what_is_evicted_next_is_what_would_have_been() -> None:
         assert controller.spilling.evicted[0] > 50
         for log in logs:
             log.close()
+
+
+def test_memory_that_the_host_did_not_have_is_refused_again() -> None:
+    """What else uses memory is different when requests are repeated."""
+    with volumes(1 << 20) as there:
+        limits = iter([4096, 4096, 1 << 20])
+        log = Log()
+
+        def made() -> RecordedController:
+            again = [
+                VolumeRecord(
+                    v.info, v.memory, v.halves, Allocator(1 << 20, lambda end: next(limits))
+                )
+                for v in there
+            ]
+            one = RecordedController(log, again, singleton(), prefault=False)
+            one.restore()
+            return one
+
+        controller = made()
+        session = controller.open_session(facts(), HERE)
+
+        def put(number: int, nbytes: int) -> None:
+            item = m.PutItem(f"k{number}", TENSOR, nbytes)
+            controller.put(session, m.Put(number, number, [item]))
+
+        put(1, 4096)
+        with pytest.raises(StoreFullError):
+            put(2, 4096)
+        put(3, 4096)
+        before = state_of(controller)
+        controller = made()
+        assert state_of(controller) == before
+        session = controller.sessions[session.token]
+        put(4, 4096)  # and it need not ask again
+        log.close()
 
 
 @pytest.fixture

@@ -52,6 +52,9 @@ class RecordedStore(Store):
             for ticket in made.holds._tickets.values():
                 if ticket.sender.token == token:
                     ticket.sender = known
+            if session in made.holds._dying:
+                made.holds._dying.remove(session)
+                made.holds._dying.add(known)
             made.holds._deadlines = [
                 (at, n, known if what is session else what) for at, n, what in made.holds._deadlines
             ]

@@ -272,18 +272,17 @@ class HoldsMachine(RuleBasedStateMachine):
         self._receive(session, *what)
 
     def _receive(self, session: SessionRecord, number: int, ref: Ref) -> None:
-        if not self._living(session):
-            return
         hold = self.store.next_id()
         ticket = self.tickets.get(number)
         there = ref in self._alive()
+        has_ended = session.token not in self.holds
         self.store.claim(session, hold, number, ref)
-        if ticket is not None:
+        if ticket is not None:  # also if its receiver has died since
             ticket.claimed = True
             ticket.due = self.store.clock.now + GRACE_S
-        elif there:
+        elif there or has_ended:
             self.early.add(number)
-        if there:
+        if there and not has_ended:
             self.holds[session.token][hold] = ref
 
     @rule(
@@ -392,6 +391,25 @@ def test_what_a_dead_process_sent_last_counts(store: Store):
     store.clock.advance(1)
     store.claim(receiver, 5, 77, ref)
     assert store.has(ref)
+
+
+@pytest.mark.parametrize("end", ["died", "closed"])
+def test_what_a_process_has_received_that_died_is_not_in_flight(store: Store, end: str):
+    """Its sender lives on, so nothing else would ever end the ticket."""
+    sender, receiver = store.session(), store.session()
+    ref = store.put_object(sender, 1, b"value")
+    store.holds.lend(sender, 1, number=7)
+    store.holds.unhold(sender, [1])
+    if end == "died":  # its death is seen before its socket is read
+        store.controller.end_session(receiver)
+    else:
+        store.controller.close_session(receiver)
+    store.claim(receiver, 1, 7, ref)
+    store.clock.advance(GRACE_S / 2)
+    assert store.has(ref)
+    store.clock.advance(GRACE_S)
+    assert not store.has(ref)
+    assert store.used == 0
 
 
 def test_a_claim_that_comes_too_late_holds_nothing(store: Store):

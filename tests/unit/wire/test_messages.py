@@ -20,9 +20,9 @@ from torchstore_core.wire.framing import HEADER, decode_reply, decode_request, e
 
 REQUESTS: tuple[type[Any], ...] = typing.get_args(m.Request)
 REPLIES: tuple[type[Any], ...] = typing.get_args(m.Reply)
-NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel, m.Warm, m.ProcessDied)
+NO_REPLY = (m.Abort, m.Release, m.Keep, m.Cancel, m.Warm, m.ProcessDied, m.CopierEnded)
 NO_REPLY = (*NO_REPLY, m.Unhold, m.Lend, m.LendAll, m.Adopt, m.Claim)
-UNASKED = (m.Warmed, m.Lost, m.Prefault, m.Trim, m.WatchProcess)
+UNASKED = (m.Warmed, m.Lost, m.Prefault, m.Trim, m.WatchProcess, m.StartCopier)
 
 Text = st.text(max_size=8)
 Integer = st.integers(-(2**63), 2**64 - 1)
@@ -58,6 +58,8 @@ def values(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.tuples(*map(values, kind.item_types))
         case mi.DictType():
             return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=3)
+        case mi.LiteralType():
+            return st.sampled_from(kind.values)
         case mi.UnionType():
             return st.one_of(*map(values, kind.types))
         case mi.StructType():

@@ -27,7 +27,9 @@ from torchstore_core.contracts.when_full import check_spill, check_when_full
 from torchstore_core.errors import ConfigurationError, StoreClosedError, TorchStoreError
 from torchstore_core.plugins.ranking import Policy
 from torchstore_core.plugins.registry import Registry
+from torchstore_core.reports.bandwidths import repair_bandwidth as check_bandwidth
 from torchstore_core.reports.refs import RefReport
+from torchstore_core.reports.repairs import DrainReport
 from torchstore_core.reports.stat import Found
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.values import ObjectRef, Request, TensorSlice
@@ -90,6 +92,7 @@ async def initialize(
     spill: str | os.PathLike[str] | None = None,
     spill_capacity: int | None = None,
     when_full: str | None = None,
+    repair_bandwidth: int | None = None,
     keeper: bool = False,
 ) -> Client:
     """Start a store that is owned by this process. The store ends when the process does, however
@@ -121,6 +124,9 @@ async def initialize(
         when_full: what is done with the values of puts that do not say, when memory is full, see
             :meth:`Client.put`; None: ``"pinned"``, but ``"spillable"`` for state dicts of which
             older versions are kept (``keep=``), if there is ``spill``.
+        repair_bandwidth: the most bytes per second that the store copies by itself: when a volume
+            was lost and values have fewer copies than their strategy wants, and when a volume is
+            drained; 0: no limit; None: TORCHSTORE_REPAIR_BANDWIDTH, else 256 MiB.
         keeper: if the server dies (``kill -9``, out of memory, a fault of its own), start it again,
             with every key, version, reference and lease that it had. Clients pause for about a
             second, calls in progress go on, and tensors stay valid. It costs a small process of
@@ -145,6 +151,7 @@ async def initialize(
     timeout = starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
     place = check_spill(spill, spill_capacity)
     check_when_full(when_full, place)
+    bandwidth = check_bandwidth(repair_bandwidth, os.environ)
     policy = Policy.make(prefer, block)
     registry = Registry(block=policy.block)
     with table.reserve(store_name) as ended:
@@ -175,6 +182,7 @@ async def initialize(
                 spill=place,
                 spill_capacity=spill_capacity,
                 when_full=when_full,
+                repair_bandwidth=bandwidth,
                 keeper=keeper,
             ),
             host,
@@ -200,6 +208,7 @@ async def initialize_spmd(
     spill: str | os.PathLike[str] | None = None,
     spill_capacity: int | None = None,
     when_full: str | None = None,
+    repair_bandwidth: int | None = None,
 ) -> Client:
     """Start one store for all ranks of a job, for example one started by torchrun. Every rank calls
     this with the same arguments; it returns when all of them have joined.
@@ -221,8 +230,8 @@ async def initialize_spmd(
             LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         num_storage_volumes: how many volumes share ``capacity``; None: one per rank, with the
             strategy ``host`` one per host, with ``singleton`` one.
-        capacity, prefault, allow_pickle, prefer, block, spill, spill_capacity, when_full: as for
-            :func:`initialize`. Only stores of a single host can spill yet.
+        capacity, prefault, allow_pickle, prefer, block, spill, spill_capacity, when_full,
+            repair_bandwidth: as for :func:`initialize`. Only stores of a single host can spill yet.
         timeout: seconds until all ranks must have joined, and default for every operation.
 
     Raises:
@@ -256,6 +265,7 @@ async def initialize_spmd(
             timeout = starting.check(volumes, store_name, capacity, prefault, timeout)
             spill_to = check_spill(spill, spill_capacity)
             check_when_full(when_full, spill_to)
+            bandwidth = check_bandwidth(repair_bandwidth, os.environ)
             if allow_pickle is None:
                 allow_pickle = environment.allow_pickle_default()
             ended = reserved.enter_context(table.reserve(store_name))
@@ -277,6 +287,7 @@ async def initialize_spmd(
             spill=spill_to,
             spill_capacity=spill_capacity,
             when_full=when_full,
+            repair_bandwidth=bandwidth,
         )
         return await starting.start(options, host, None, policy, timeout, allow_pickle)
 
@@ -340,6 +351,7 @@ async def connect_or_initialize(
     spill: str | os.PathLike[str] | None = None,
     spill_capacity: int | None = None,
     when_full: str | None = None,
+    repair_bandwidth: int | None = None,
     keeper: bool = False,
 ) -> Client:
     """Join the store of that name if there is one, otherwise start it.
@@ -359,8 +371,8 @@ async def connect_or_initialize(
 
     Args:
         num_storage_volumes, strategy, store_name, mesh, runtime, capacity, timeout, prefault,
-            allow_pickle, prefer, block, spill, spill_capacity, when_full, keeper: as for
-            :func:`initialize`.
+            allow_pickle, prefer, block, spill, spill_capacity, when_full, repair_bandwidth,
+            keeper: as for :func:`initialize`.
 
     Raises:
         StoreTimeoutError: the existing store does not answer within ``timeout`` seconds: it hangs,
@@ -373,6 +385,7 @@ async def connect_or_initialize(
     """
     starting.check(num_storage_volumes, store_name, capacity, prefault, timeout)
     check_when_full(when_full, check_spill(spill, spill_capacity))
+    check_bandwidth(repair_bandwidth, os.environ)
 
     async def join(where: str) -> Client:
         joined = await connect(
@@ -423,6 +436,7 @@ async def connect_or_initialize(
                 spill=spill,
                 spill_capacity=spill_capacity,
                 when_full=when_full,
+                repair_bandwidth=repair_bandwidth,
                 keeper=keeper,
             )
         except ConfigurationError as error:
@@ -751,6 +765,18 @@ async def stat(key: str, *, store_name: str = DEFAULT_NAME, timeout: float | Non
 async def status(*, store_name: str = DEFAULT_NAME, timeout: float | None = None) -> StatusReport:
     """See :meth:`Client.status`; raises the same."""
     return await _client(store_name).status(timeout=timeout)
+
+
+async def drain(
+    volume: str | int,
+    *,
+    undo: bool = False,
+    wait: bool = True,
+    store_name: str = DEFAULT_NAME,
+    timeout: float | None = None,
+) -> DrainReport:
+    """See :meth:`Client.drain`; raises the same."""
+    return await _client(store_name).drain(volume, undo=undo, wait=wait, timeout=timeout)
 
 
 async def explain(

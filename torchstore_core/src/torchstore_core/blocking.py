@@ -39,10 +39,12 @@ from torchstore_core.clients.values import sharding
 from torchstore_core.contracts import ranks
 from torchstore_core.errors import (
     ConfigurationError,
+    DrainError,
     EvictedError,
     KeyNotFoundError,
     LayoutMismatchError,
     ObjectLostError,
+    OutOfMemoryError,
     PartialPutError,
     PluginError,
     ProtocolError,
@@ -62,12 +64,14 @@ from torchstore_core.errors import (
 __all__ = [
     "Client",
     "ConfigurationError",
+    "DrainError",
     "EvictedError",
     "HeldRef",
     "KeyNotFoundError",
     "LayoutMismatchError",
     "ObjectLostError",
     "ObjectRef",
+    "OutOfMemoryError",
     "PartialPutError",
     "PendingPut",
     "PluginError",
@@ -358,6 +362,7 @@ free = _blocking(api.free)
 refs = _blocking(api.refs)
 stat = _blocking(api.stat)
 status = _blocking(api.status)
+drain = _blocking(api.drain)
 
 explain = _blocking(api.explain)
 

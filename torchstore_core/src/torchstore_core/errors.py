@@ -13,9 +13,12 @@ from typing import Any, ClassVar
 
 __all__ = [
     "ConfigurationError",
+    "DrainError",
+    "EvictedError",
     "KeyNotFoundError",
     "LayoutMismatchError",
     "ObjectLostError",
+    "OutOfMemoryError",
     "PartialPutError",
     "PluginError",
     "ProtocolError",
@@ -125,10 +128,33 @@ class StoreFullError(TorchStoreError):
     ``holders`` (a list of the sessions that hold memory, and how much); ``held_bytes``, if some of
     it is there only because references (``HeldRef``) hold it. If enough memory is free,
     but not in one piece, also ``pieces`` (the number of free ranges) and ``largest_value_bytes``
-    (the largest value of the put).
+    (the largest value of the put); if not the store but its host is short of memory,
+    ``host_left_bytes`` (what the host, or a cgroup, has left).
     """
 
     code = "store-full"
+
+
+class OutOfMemoryError(TorchStoreError, MemoryError):
+    """This process has no memory for a value that it gets: the memory itself, its address space
+    (``ulimit -v``) or its mappings (``vm.max_map_count``) are used up. Nothing is leased.
+
+    ``details``: ``requested_bytes`` of the tensor that could not be made.
+    """
+
+    code = "out-of-memory"
+
+
+class DrainError(TorchStoreError):
+    """A volume cannot be emptied: the other volumes have no room for what is on it, or there is no
+    other one. What could be moved was moved, and nothing is lost. Make room and drain it again, or
+    put it back in service with ``undo=True``.
+
+    ``details``: ``volume`` (its id), ``stuck_values`` and ``stuck_bytes`` (what cannot be moved),
+    and ``nbytes`` (what is in use there).
+    """
+
+    code = "drain"
 
 
 class StoreTimeoutError(TorchStoreError, TimeoutError):
@@ -220,6 +246,8 @@ _BY_CODE: dict[str, type[TorchStoreError]] = {
         VersionGoneError,
         ObjectLostError,
         StoreFullError,
+        OutOfMemoryError,
+        DrainError,
         StoreTimeoutError,
         StoreClosedError,
         LayoutMismatchError,

@@ -21,9 +21,10 @@ class ReplicatedStrategy(Strategy, frozen=True, tag="replicated"):
     Small values are sent inside the message and held once, by the controller: they survive the
     loss of any volume.
 
-    A lost copy is not restored until its key is put again. Moreover, copies only protect values
-    where volumes run in several processes, as with Monarch: the runtimes ``local`` and ``spmd`` run
-    all volumes of a host in one process, and lose them together with it.
+    Copies that are lost with a volume are made again in the background, on the volumes that are
+    left. Copies only protect values where volumes run in several processes, as with Monarch: the
+    runtimes ``local`` and ``spmd`` run all volumes of a host in one process, and lose them together
+    with it.
 
     Args:
         base: decides where the first copy goes, and in which order the other volumes are tried. It

@@ -296,6 +296,13 @@ def bench(settings: _Settings, size: int, transports: bool, save: bool) -> None:
     help="What is done when memory is full with values whose put does not say it. "
     "Default: they stay; but older versions that are kept are spilled.",
 )
+@click.option(
+    "--repair-bandwidth",
+    metavar="SIZE",
+    callback=_bytes,
+    help="Most bytes per second to copy when copies are lost or a volume is drained; 0: no limit. "
+    "Default: TORCHSTORE_REPAIR_BANDWIDTH, else 256MiB.",
+)
 @_json
 @click.pass_obj
 def serve(
@@ -309,6 +316,7 @@ def serve(
     spill: str | None,
     spill_capacity: int | None,
     when_full: str | None,
+    repair_bandwidth: int | None,
 ) -> None:
     """Run a store in the foreground, until Ctrl-C or SIGTERM.
 
@@ -339,8 +347,34 @@ def serve(
         spill=spill,
         spill_capacity=spill_capacity,
         when_full=when_full,
+        repair_bandwidth=repair_bandwidth,
     )
     run_server(options, ready)
+
+
+@cli.command()
+@click.argument("volume")
+@click.option("--undo", is_flag=True, help="Put the volume back in service.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long to wait until it is empty. Default: for ever.",
+)
+@_common
+@click.pass_obj
+def drain(settings: _Settings, volume: str, undo: bool, wait: float | None) -> None:
+    """Empty VOLUME (its id or index), so that it can be taken away.
+
+    New values avoid it, what only it has is copied elsewhere. Draining goes on without this
+    command, which only waits.
+    """
+    from torchstore_cli.draining import drain as drain_volume
+
+    _answer(
+        settings,
+        asyncio.run(drain_volume(settings.address, settings.timeout, volume, undo=undo, wait=wait)),
+    )
 
 
 # ---- answers and errors -------------------------------------------------------------------

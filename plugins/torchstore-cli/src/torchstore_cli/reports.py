@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from torchstore_core.reports.refs import RefReport
+from torchstore_core.reports.repairs import DrainReport
 from torchstore_core.wire import messages as m
 
 __all__ = [
@@ -72,6 +73,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     pending_bytes: int
     incarnation: int
     spill: m.SpillStatus
+    repair: m.RepairStatus
 
 
 class RefsReport(msgspec.Struct, frozen=True):
@@ -170,6 +172,30 @@ class Removed(msgspec.Struct, frozen=True):
     address: str
     deleted: int
     keys: list[str]
+
+
+class Drained(msgspec.Struct, frozen=True):
+    """``torchstore drain``: the address, and the fields of the result of ``ts.drain()``; ``done``
+    says whether the volume is empty.
+    """
+
+    address: str
+    volume: str
+    draining: bool
+    done: bool
+    nbytes: int
+    leased_bytes: int
+    unfinished_bytes: int
+    stuck_values: int
+    stuck_bytes: int
+    why: str
+    text: str
+
+    @classmethod
+    def of(cls, address: str, report: DrainReport) -> Drained:
+        """The report of a volume of the store at this address."""
+        fields = msgspec.structs.asdict(report)
+        return cls(address=address, done=report.done, text=str(report), **fields)
 
 
 class Serving(msgspec.Struct, frozen=True):
@@ -387,6 +413,7 @@ Report = (
     | KeyReport
     | KeyDetails
     | Removed
+    | Drained
     | Serving
     | DoctorReport
     | PeerReport

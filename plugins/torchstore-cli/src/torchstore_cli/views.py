@@ -34,6 +34,8 @@ def show(screen: Screen, report: reports.Report, *, long: bool = False) -> None:
             _key(screen, report)
         case reports.Removed():
             _removed(screen, report)
+        case reports.Drained():
+            screen.line(printable(report.text))
         case reports.Serving():
             _serving(screen, report)
         case reports.DoctorReport():
@@ -68,6 +70,8 @@ def _status(screen: Screen, report: reports.StatusReport) -> None:
     ]
     if spill := str(report.spill):
         rows.insert(1, ("when full", printable(spill)))
+    if repair := str(report.repair):
+        rows.insert(1, ("copies", printable(repair)))
     screen.table((), [(Text(str(row[0]), "dim"), row[1]) for row in rows], prose=True)
     _volumes(screen, report)
     if report.pending:
@@ -98,6 +102,10 @@ def _volumes(screen: Screen, report: reports.StatusReport) -> None:
     screen.heading("Volumes")
     screen.table(titles + ["UNFINISHED"] * writing, rows, right=range(1, 8))
     lost = [(f"lost: {v.id}", v.lost) for v in report.volumes if v.lost]
+    for volume in report.volumes:
+        if volume.draining and not volume.lost:
+            left = human_bytes(volume.used_bytes)
+            lost.append((f"drained: {volume.id}", f"{left} left; no put goes there"))
     if lost:
         screen.line()
         screen.table((), [(Text(printable(name), "red"), printable(why)) for name, why in lost])

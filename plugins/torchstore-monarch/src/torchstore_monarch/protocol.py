@@ -40,7 +40,8 @@ class StoreRequest(msgspec.Struct, frozen=True):
     Args:
         token: distinguishes the request from others with the same name.
         members: whether the store ends with its members, see ``server.members``.
-        when_full: as in ``StoreOptions``. Its stores cannot spill yet, but they can evict.
+        when_full, repair_bandwidth: as in ``StoreOptions``. Its stores cannot spill yet, but they
+            can evict.
     """
 
     store_name: str
@@ -54,6 +55,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
     token: str = ""
     members: bool = False
     when_full: str | None = None
+    repair_bandwidth: int | None = None
 
     @classmethod
     def of(cls, options: StoreOptions, token: str = "", *, members: bool = False) -> StoreRequest:
@@ -83,6 +85,7 @@ class StoreRequest(msgspec.Struct, frozen=True):
             token,
             members,
             options.when_full,
+            options.repair_bandwidth,
         )
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import psutil
 import pytest
@@ -46,6 +47,37 @@ async def test_a_volume_on_another_host(two_hosts: Job) -> None:
     await until(lambda: two_hosts.root(is_lost, 3), 25)
     assert await two_hosts.at(0, acts.get_shape, "k0") == ((MB,), [1])
     assert two_hosts.ended() is None
+
+
+async def test_volumes_of_a_host_that_is_taken_away(two_hosts: Job) -> None:
+    """What is on its volumes goes to the other host; then it is killed."""
+    await two_hosts.root(acts.initialize_on_workers_hosts, {"strategy": "host"})
+    await two_hosts.at(1, acts.put_tensors, "w", 4, MB, "torchstore")
+    volumes = (await two_hosts.root(acts.status)).volumes
+    leaving = [at for at, volume in enumerate(volumes) if volume.host_id == "host1"]
+    assert len(leaving) == 2
+    assert sum(volumes[at].used_bytes for at in leaving) == 4 * MB
+    for at in leaving:
+        assert await two_hosts.root(acts.drain, at)
+    status = await two_hosts.root(acts.status)
+    assert [status.volumes[at].used_bytes for at in leaving] == [0, 0]
+    assert status.repair.copied_bytes >= 4 * MB
+    await two_hosts.at(1, acts.put_tensors, "new", 2, MB, "torchstore")
+    for at in leaving:
+        await two_hosts.root(acts.kill, volumes[at].pid)
+    for worker in (0, 1):
+        for prefix, number in (("w", 4), ("new", 2)):
+            right = acts.tensors_are_right, prefix, number, MB, "torchstore"
+            assert await until(lambda w=worker, r=right: _right(two_hosts, w, *r), 30)
+    assert two_hosts.ended() is None
+
+
+async def _right(job: Job, worker: int, act: Any, *arguments: Any) -> bool:
+    """Whether a worker finds the values right; False while it looks for a way to the store."""
+    try:
+        return bool(await job.at(worker, act, *arguments))
+    except (ts.StoreClosedError, ts.TransportError):
+        return False
 
 
 async def test_the_process_of_a_relay(two_hosts: Job) -> None:

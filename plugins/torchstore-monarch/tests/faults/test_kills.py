@@ -16,8 +16,10 @@ from tests.monarch.jobs import Job
 from tests.monarch.losses import (
     AT_ONCE_S,
     MB,
+    REPAIRED_S,
     end_store,
     is_lost,
+    is_repaired,
     leased_nothing,
     put_hold_and_die,
     says_lost,
@@ -82,14 +84,17 @@ async def test_a_volume_on_this_host(one_host: Job) -> None:
 
 
 async def test_a_volume_that_had_replicas(one_host: Job) -> None:
+    """And has them again a little later, on the volumes that are left."""
     strategy = ts.ReplicatedStrategy(copies=2)
-    await one_host.root(acts.initialize, {"num_storage_volumes": 2, "strategy": strategy})
-    await one_host.at(0, acts.put_ones, "k", MB)
-    victim = (await one_host.root(acts.status)).volumes[0]
-    os.kill(victim.pid, signal.SIGKILL)
-    await until(lambda: one_host.root(is_lost, 0), AT_ONCE_S)
-    for worker in (0, 1):
-        assert await one_host.at(worker, acts.get_shape, "k") == ((MB,), [1])
+    await one_host.root(acts.initialize, {"num_storage_volumes": 3, "strategy": strategy})
+    await one_host.at(0, acts.put_tensors, "k", 3, MB, "torchstore")
+    for victim in (0, 1):
+        os.kill((await one_host.root(acts.status)).volumes[victim].pid, signal.SIGKILL)
+        await until(lambda at=victim: one_host.root(is_lost, at), AT_ONCE_S)
+        for worker in (0, 1):
+            assert await one_host.at(worker, acts.tensors_are_right, "k", 3, MB, "torchstore")
+        await until(lambda: one_host.root(is_repaired), REPAIRED_S)
+    assert (await one_host.root(acts.status)).repair.copied_bytes >= MB
 
 
 _mapped: list[torch.Tensor] = []

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchstore_snapshot.errors import (
     BucketNotFoundError,
+    ForeignFileError,
+    NotAtomicError,
     RankFailedError,
     SnapshotAccessError,
     SnapshotCorruptError,
@@ -16,6 +18,7 @@ from torchstore_snapshot.errors import (
     SnapshotNotFoundError,
     SnapshotStorageError,
     SnapshotUnavailableError,
+    SnapshotVersionError,
     SnapshotWriterError,
     TakeLostError,
 )
@@ -34,7 +37,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AppState",
     "BucketNotFoundError",
+    "ForeignFileError",
     "GcReport",
+    "NotAtomicError",
     "PendingSnapshot",
     "RNGState",
     "RankFailedError",
@@ -48,6 +53,7 @@ __all__ = [
     "SnapshotNotFoundError",
     "SnapshotStorageError",
     "SnapshotUnavailableError",
+    "SnapshotVersionError",
     "SnapshotWriterError",
     "StateDict",
     "Stateful",

@@ -6,6 +6,8 @@ from torchstore_core.errors import TorchStoreError
 
 __all__ = [
     "BucketNotFoundError",
+    "ForeignFileError",
+    "NotAtomicError",
     "RankFailedError",
     "SnapshotAccessError",
     "SnapshotCorruptError",
@@ -15,6 +17,7 @@ __all__ = [
     "SnapshotNotFoundError",
     "SnapshotStorageError",
     "SnapshotUnavailableError",
+    "SnapshotVersionError",
     "SnapshotWriterError",
     "TakeLostError",
 ]
@@ -41,11 +44,29 @@ class SnapshotExistsError(SnapshotError, FileExistsError):
 
 
 class SnapshotFormatError(SnapshotError):
-    """A manifest is not one of a snapshot, was written by a newer version of this package, or names
-    files outside of the snapshot.
+    """A manifest is not one of a snapshot, was written by a newer version of this package (then the
+    error is a SnapshotVersionError), or names files outside of the snapshot.
     """
 
     code = "snapshot-format"
+
+
+class SnapshotVersionError(SnapshotFormatError):
+    """A snapshot was written by a newer version of this package. It is neither read nor replaced.
+
+    ``details["version"]`` is the version of its format.
+    """
+
+    code = "snapshot-version"
+
+
+class ForeignFileError(SnapshotError, FileExistsError):
+    """A take would replace a file that no take has written. Nothing was changed.
+
+    ``details``: ``path``, and ``file`` with the name of the file.
+    """
+
+    code = "snapshot-foreign-file"
 
 
 class SnapshotCorruptError(SnapshotError):
@@ -76,6 +97,14 @@ class SnapshotStorageError(SnapshotError, OSError):
     """What stores snapshots has failed. ``details["path"]`` is the URL."""
 
     code = "snapshot-storage"
+
+
+class NotAtomicError(SnapshotStorageError):
+    """A storage cannot do in one step what a take asks of it: to replace a snapshot, or to create a
+    file only if there is none. Nothing was written.
+    """
+
+    code = "snapshot-not-atomic"
 
 
 class SnapshotAccessError(SnapshotStorageError, PermissionError):

@@ -64,7 +64,7 @@ def test_the_base_of_a_running_take_is_left_alone(place: str) -> None:
     Snapshot.take(f"{place}/1", state(9))
     take = new_take_id()
     storage = open_storage(f"{place}/2")
-    storage.prepare()
+    storage.prepare(durable=False)
     reading = Claim(storage, take, reading=True)
     assert gc(place, keep_last=1, grace=0, dry_run=True).files == ()
     reading.release()
@@ -126,7 +126,7 @@ def test_a_take_on_another_host(place: str) -> None:
 def test_a_claim_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "_RENEWED_S", 0.01)
     storage = open_storage(tmp_path / "0")
-    storage.prepare()
+    storage.prepare(durable=False)
     take = new_take_id()
     claim = Claim(storage, take)
     path = tmp_path / "0" / claim_file(take)

@@ -196,3 +196,25 @@ def test_collections_beside_takes(tmp_path: Path) -> None:
         assert holds(str(tmp_path / name), state({int(name): -1.0}, count=20))
     gc(tmp_path, keep_last=1, grace=0)
     assert gc(tmp_path, grace=0).files == ()
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "longer", "folder"])
+def test_a_file_of_the_base_that_is_not_whole_is_not_referred_to(place: str, harm: str) -> None:
+    Snapshot.take(f"{place}/0", {"m": state()})
+    Snapshot.take(f"{place}/1", {"m": state({3: -1.0})}, base=f"{place}/0")
+    storage = open_storage(f"{place}/0")
+    (name,) = [info.name for info in storage.list() if info.name.endswith(".safetensors")]
+    data = storage.read(name)
+    for each in storage.list() if harm == "folder" else ():
+        storage.delete(each.name)
+    storage.delete(name)
+    if harm in ("cut", "longer"):
+        writer = storage.create(name, len(data) + (1 if harm == "longer" else -1))
+        writer.write(0, data[:-1] if harm == "cut" else data + b"x")
+        writer.close(durable=False)
+    Snapshot.take(f"{place}/2", {"m": state({3: -1.0, 4: -2.0})}, base=f"{place}/1")
+    assert Snapshot(f"{place}/1").verify()  # damaged
+    assert not Snapshot(f"{place}/2").verify()
+    assert holds(f"{place}/2", state({3: -1.0, 4: -2.0}))
+    (other, own) = sorted(Snapshot(f"{place}/2").manifest.files, key=lambda f: f.snapshot != "1")
+    assert (other.snapshot, own.snapshot) == ("1", "")  # what the base itself wrote is whole

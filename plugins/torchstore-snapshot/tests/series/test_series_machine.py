@@ -1,5 +1,6 @@
 """Series under random steps: takes with and without bases, overwrites, deaths between any two
-steps of a take, and collections at any time. Every committed snapshot restores bit-exactly.
+steps of a take, collections at any time, and clocks that jump. Every committed snapshot restores
+bit-exactly.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ import contextlib
 import itertools
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from unittest import mock
 
 import msgspec
 import torch
@@ -20,7 +23,7 @@ from torchstore_snapshot import Snapshot, SnapshotNotFoundError, StateDict, Take
 from torchstore_snapshot.format.paths import claim_file
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series import claims
-from torchstore_snapshot.series.gc import _retire
+from torchstore_snapshot.series.retiring import retire
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.take import (
     Part,
@@ -64,6 +67,16 @@ class SeriesMachine(RuleBasedStateMachine):
         self.order: list[str] = []
         self.takes: list[_Take] = []
         self.deaths = 0
+        self.clock = mock.patch("time.time", self.now)
+        self.offset = 0.0
+        self.clock.start()
+
+    def now(self) -> float:
+        return time.time_ns() / 1e9 + self.offset
+
+    @rule(offset=st.sampled_from([-1e6, -1.0, 0.0, 1e6]))
+    def set_the_clock(self, offset: float) -> None:
+        self.offset = offset
 
     @precondition(lambda self: len(self.takes) < 3)
     @rule(name=NAMES, values=VALUES, base=st.none() | NAMES)
@@ -141,7 +154,7 @@ class SeriesMachine(RuleBasedStateMachine):
         """After it has made a snapshot invisible, before it removes anything."""
         if name in self.model and name not in {take.name for take in self.takes}:
             path = f"{self.place}/{name}"
-            _retire(open_storage(path), Snapshot(path).manifest)
+            assert retire(open_storage(path), Snapshot(path).manifest)
             del self.model[name]
             self.order.remove(name)
 
@@ -156,6 +169,7 @@ class SeriesMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "folder"):
             return
+        self.clock.stop()
         for take in self.takes:
             discard(take.prepared)
         gc(self.place, grace=0)

@@ -44,6 +44,7 @@ class _Terms(msgspec.Struct, frozen=True):
     spill: str | None = None
     spill_capacity: int | None = None
     when_full: str | None = None
+    repair_bandwidth: int | None = None
 
     @classmethod
     def of(cls, options: StoreOptions, env: SPMDEnv) -> _Terms:
@@ -61,6 +62,7 @@ class _Terms(msgspec.Struct, frozen=True):
             options.spill,
             options.spill_capacity,
             options.when_full,
+            options.repair_bandwidth,
         )
 
 

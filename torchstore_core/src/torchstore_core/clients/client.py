@@ -9,7 +9,7 @@ from torchstore_core.clients.calls.arguments import check_key, check_version
 from torchstore_core.clients.calls.clock import Clock
 from torchstore_core.clients.calls.incarnations import check_after, refs_of
 from torchstore_core.clients.calls.key_operations import check_min_version
-from torchstore_core.clients.calls.reference_operations import ReferenceOperations
+from torchstore_core.clients.calls.volumes.volume_operations import VolumeOperations
 from torchstore_core.clients.packed import packed
 from torchstore_core.clients.packed.packed import TorchStoreStateDict
 from torchstore_core.clients.session.channel import Channel
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 
-class Client(ReferenceOperations):
+class Client(VolumeOperations):
     """A process's handle to one store, returned by ``initialize``, ``connect`` and ``client()``.
 
     It is safe to use from several event loops and threads, across repeated ``asyncio.run`` calls,

@@ -27,6 +27,8 @@ class StoreOptions(msgspec.Struct, frozen=True):
         spill_capacity: the most bytes to spill; None: as many as are free at the start.
         when_full: what is done when memory is full with values whose put does not say it, see
             ``contracts.when_full``.
+        repair_bandwidth: the most bytes per second that the store copies by itself, see
+            ``reports.bandwidths``; 0: no limit.
         keeper: whether the server is started again, with all that it had, when it dies.
     """
 
@@ -40,6 +42,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
     spill: str | None = None
     spill_capacity: int | None = None
     when_full: str | None = None
+    repair_bandwidth: int | None = None
     keeper: bool = False
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from torchstore_core.reports.repairs import RepairStatus
 from torchstore_core.reports.stat import Pending
 from torchstore_core.reports.summaries import MOST_SHOWN, count_text, pending_text, pretty
 from torchstore_core.reports.units import human_bytes, human_duration
@@ -25,6 +26,7 @@ class VolumeStatus(msgspec.Struct, frozen=True):
         transports: the names of the transports that serve the volume.
         lost: why the volume is permanently lost, in which case none of its memory is free; empty
             while it is live.
+        draining: whether it is being drained, or was: no put goes to it.
     """
 
     id: str
@@ -39,6 +41,7 @@ class VolumeStatus(msgspec.Struct, frozen=True):
     warm_bytes: int
     transports: list[str]
     lost: str = ""
+    draining: bool = False
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
@@ -127,6 +130,7 @@ class StatusReport(msgspec.Struct, frozen=True):
         pending_versions: the number of all unfinished versions.
         pending_bytes: the committed bytes of all unfinished versions.
         spill: what has left memory because it was full.
+        repair: values that lack copies, or are on a volume that is drained.
     """
 
     store_name: str
@@ -144,6 +148,7 @@ class StatusReport(msgspec.Struct, frozen=True):
     pending_bytes: int = 0
     incarnation: int = 0
     spill: SpillStatus = SpillStatus()
+    repair: RepairStatus = RepairStatus()
 
     def __str__(self) -> str:
         """Describe the store's keys, sessions and volumes, and any problems."""
@@ -159,12 +164,15 @@ class StatusReport(msgspec.Struct, frozen=True):
         lines += [
             f"volume {v.id}: {human_bytes(v.used_bytes)} of {human_bytes(v.capacity_bytes)} used, "
             f"{human_bytes(v.leased_bytes)} leased, {human_bytes(v.unfinished_bytes)} being written"
+            + ("; drained" if v.draining else "")
             for v in living[:MOST_SHOWN]
         ]
         if len(living) > MOST_SHOWN:
             lines.append(f"and {count_text(len(living) - MOST_SHOWN, 'volume')} more")
         if spill := str(self.spill):
             lines.append(spill)
+        if repair := str(self.repair):
+            lines.append(f"repair: {repair}")
         lines += [f"volume {v.id} is lost: {v.lost}" for v in self.volumes if v.lost]
         if self.pending_versions:
             lines.append(

@@ -74,6 +74,7 @@ class LocalRuntime(Runtime):
             "spill": options.spill,
             "spill_capacity": options.spill_capacity,
             "when_full": options.when_full,
+            "repair_bandwidth": options.repair_bandwidth,
             "members": self._members,
         }
         if strategy is not None:

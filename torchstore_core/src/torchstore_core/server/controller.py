@@ -23,6 +23,7 @@ from torchstore_core.errors import (
     StoreClosedError,
 )
 from torchstore_core.machine.topology import Topology
+from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.index.collective_puts import CollectivePut
 from torchstore_core.server.index.items import grants_of
@@ -53,6 +54,8 @@ from torchstore_core.server.memory.placement import (
 )
 from torchstore_core.server.memory.shortage import full_error, most_bytes
 from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.repairing.drains import Drains
+from torchstore_core.server.repairing.repairs import Repairs, StartsCopier
 from torchstore_core.server.spilling.moves import Mover
 from torchstore_core.server.spilling.spilling import Spilling
 from torchstore_core.wire import messages as m
@@ -75,6 +78,9 @@ class Controller:
         mover: moves values to disk and back; None: the store does not spill.
         later: calls something after so many seconds.
         grace_s: see ``index.references.holds.Holds``.
+        start_copier: starts a copier beside a volume, unless there is one.
+        repair_bandwidth: the most bytes per second that are copied to replace copies that are
+            lost, or to empty a volume; 0: no limit.
     """
 
     def __init__(
@@ -90,6 +96,8 @@ class Controller:
         mover: Mover | None = None,
         later: Callable[[float, Callable[[], None]], object] = lambda delay, call: None,
         grace_s: float = DEFAULT_GRACE_S,
+        start_copier: StartsCopier = lambda volume, *, again=False: None,
+        repair_bandwidth: int = DEFAULT_BANDWIDTH,
     ) -> None:
         # 53 bits: JSON's numbers carry no more everywhere.
         self.incarnation = incarnation or secrets.randbits(53) | 1
@@ -109,6 +117,20 @@ class Controller:
         self._leases = Leases(self.volumes, strategy)
         self.spilling = Spilling(self.volumes, self.catalog, self._free, when_full, mover, later)
         self.holds = Holds(self.catalog, self._free, later, grace_s)
+        self.repairs = Repairs(
+            self.volumes,
+            strategy,
+            self.catalog,
+            self._leases,
+            self.sessions,
+            self._holders,
+            self._free,
+            self.release,
+            later,
+            start_copier,
+            repair_bandwidth,
+        )
+        self.drains = Drains(self.volumes, self.repairs, later, spills=mover is not None)
 
     # ---- sessions -------------------------------------------------------------------------
 
@@ -144,7 +166,8 @@ class Controller:
         because a forked child may still read memory that it has mapped.
         """
         session.end()
-        self.holds.process_died(session)
+        if session.token in self.sessions:
+            self.holds.process_died(session)
         self.abort(session, list(session.txns))
         self._apply(*self.catalog.settle(all_keys=True))
 
@@ -329,12 +352,17 @@ class Controller:
                 raise
         del session.txns[txn_id]
         self._written(txn)
+        if txn.copy_of:
+            self.repairs.written(txn)
+            return []
         if txn.held_as is None:
             versions = self._finish(txn)
         else:
             value = txn.values[0]
             self.holds.publish(session, txn.held_as[0], value, txn.held_as[1])
             versions = [value.version]
+        if self.repairs.active:
+            self.repairs.committed(txn)
         if self._prefault:
             for index, nbytes in txn.granted.items():
                 self.volumes[index].look_ahead(nbytes, self._warmed)
@@ -401,6 +429,8 @@ class Controller:
             self._written(txn)
             changes = [self.catalog.abort(target, one) for target, one in txn.contributions]
             self._apply(*Change.of([Change(release(txn.plain)), *changes]))
+            if txn.copy_of:
+                self.repairs.aborted(txn)
 
     def _written(self, txn: Txn) -> None:
         """Account for a put that has ended, committed or not, and note that its memory is warm."""
@@ -430,11 +460,7 @@ class Controller:
         self.spilling.trim()
         if any(session.keeps_memory for session in self._holders.values()):
             return 0
-        return sum(
-            volume.memory.trim(max(volume.allocator.used_end, keep))
-            for volume in self.volumes
-            if not volume.lost
-        )
+        return sum([volume.trim(keep) for volume in self.volumes if not volume.lost])
 
     # ---- get ------------------------------------------------------------------------------
 
@@ -578,6 +604,9 @@ class Controller:
             parts: leases of which only some values are released, with these values' positions.
             remember: see :meth:`abort`.
         """
+        if len(self.repairs.leavings):
+            leases, parts = list(leases), list(parts)
+            self.repairs.leavings.released(session, leases, parts)
         returned: list[Value | None] = []
         for lease in leases:
             held = session.leases.pop(lease, None)
@@ -641,6 +670,8 @@ class Controller:
             values = self.spilling.forget(values)
             if len(self.spilling.room):
                 self.spilling.retry_soon()
+        if self.repairs.active:
+            values = self.repairs.freed(values)
         ranges: dict[int, list[tuple[int, int]]] = {}
         last = -1
         there: list[tuple[int, int]] = []
@@ -667,3 +698,4 @@ class Controller:
             return
         self._apply(*self.lost_volumes.lose(index, why, self.catalog, self._holders.values()))
         self.detached.volume_lost()
+        self.repairs.volume_lost(index)

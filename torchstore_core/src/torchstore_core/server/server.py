@@ -25,6 +25,7 @@ from torchstore_core.machine import topology
 from torchstore_core.machine.directories import PrivateDirectory
 from torchstore_core.plugins.registry import Registry
 from torchstore_core.plugins.strategy_data import decode_strategy
+from torchstore_core.reports.bandwidths import repair_bandwidth
 from torchstore_core.reports.status import StatusReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord
@@ -39,6 +40,7 @@ from torchstore_core.server.memory.volume import Volume, default_capacity, defau
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.server.remote.attached import AttachedHalves, AttachedMemory
 from torchstore_core.server.remote.process_watches import ProcessWatches
+from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving import inspection, journal
 from torchstore_core.server.serving.connection import Connection
 from torchstore_core.server.serving.conversation import Conversation
@@ -83,6 +85,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         directory: where to put the socket; None: a new private directory.
         incarnation: that of the store's memory, if the memory is older than this process; 0: the
             memory begins now, and is given a random one.
+        repair_bandwidth: the most bytes per second to copy when copies of values are lost, or a
+            volume is drained; 0: no limit; None: see ``reports.bandwidths``.
     """
 
     store_name: str = "torchstore"
@@ -100,6 +104,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     owner: int = 0
     directory: str | None = None
     incarnation: int = 0
+    repair_bandwidth: int | None = None
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -146,6 +151,8 @@ class Server:
         self.before_close: Callable[[int], Awaitable[None]] | None = None
         self.owner = 0
         self.members: Members | None = None
+        volumes = range(options.num_storage_volumes)
+        self._copier = CopierProcess(volumes, self._copier_ended_in_thread)
         self._started = time.monotonic()
         self._rate_sample = (self._started, 0)
         self._rate = 0.0
@@ -252,6 +259,8 @@ class Server:
             "mover": mover,
             "later": self._loop.call_later,
             "grace_s": grace_s(os.environ),
+            "start_copier": self._start_copier,
+            "repair_bandwidth": repair_bandwidth(self.options.repair_bandwidth, os.environ),
         }
         if self._keeper is None:
             self._controller = Controller(volumes, self._strategy, **given)
@@ -350,6 +359,7 @@ class Server:
             self.returning.close()
         if self._compaction is not None:
             self._compaction.close()
+        self._copier.stop()
         self._listener.close()
         for connection in list(self.connections):
             connection.close()
@@ -388,7 +398,8 @@ class Server:
         self._volumes.append(volume)
         if self._keeper is not None:
             self._keeper.keep(name, volume.memory.fd)
-        return VolumeRecord(await volume.start(), volume.memory, volume)
+        info, memory = await volume.start(), volume.memory
+        return VolumeRecord(info, memory, volume, Allocator(memory.nbytes, memory.may_grow))
 
     def volume_attached(self, info: m.VolumeInfo, send: Callable[[m.Message], None]) -> None:
         """Add a volume in another process, which has connected.
@@ -405,9 +416,8 @@ class Server:
         if not 4096 <= info.capacity_bytes < 1 << 60:
             raise StoreFullError(f"a volume cannot have {info.capacity_bytes} bytes")
         allocator = Allocator(info.capacity_bytes)
-        record = VolumeRecord(info, AttachedMemory(send, allocator), AttachedHalves(info.id, send))
-        record.allocator = allocator
-        self._attached[info.index] = record
+        memory, halves = AttachedMemory(send, allocator), AttachedHalves(info.id, send)
+        self._attached[info.index] = VolumeRecord(info, memory, halves, allocator)
         if len(self._attached) == wanted:
             self._begin([self._attached[i] for i in range(wanted)])
             self._say_started()
@@ -497,6 +507,22 @@ class Server:
             volume.memory.watch(wanted)
         else:
             self._watcher.watch(wanted)
+
+    def _start_copier(self, volume: VolumeRecord, *, again: bool = False) -> None:
+        """Start a copier beside a volume, unless there is one; ``again``: in place of that one."""
+        if isinstance(volume.memory, AttachedMemory):
+            volume.memory.start_copier(again=again)
+        elif self._directory is not None:
+            self._copier.start(self._directory.control, again=again)
+
+    def _copier_ended_in_thread(self) -> None:
+        """The copier beside the volumes of this process has ended."""
+
+        def ended() -> None:
+            for index in range(self.options.num_storage_volumes):
+                self.controller.repairs.copier_ended(index)
+
+        call_from_thread(self._loop, ended)
 
     def process_ended(self, message: m.ProcessDied) -> None:
         """Handle the end of a process whose session was detached because its relay is gone."""
@@ -591,4 +617,5 @@ class Server:
             pending_bytes=pending_bytes,
             incarnation=controller.incarnation,
             spill=controller.spilling.status(),
+            repair=controller.repairs.status(),
         )

@@ -18,6 +18,7 @@ import msgspec
 
 from torchstore_core.contracts.strategy import ClientFacts
 from torchstore_core.machine.topology import Topology
+from torchstore_core.reports.repairs import RepairStatus as RepairStatus
 from torchstore_core.reports.stat import Found as Found
 from torchstore_core.reports.stat import Listed as Listed
 from torchstore_core.reports.stat import Pending as Pending
@@ -26,6 +27,13 @@ from torchstore_core.reports.status import SpillStatus as SpillStatus
 from torchstore_core.reports.status import StatusReport as StatusReport
 from torchstore_core.reports.status import VolumeStatus as VolumeStatus
 from torchstore_core.values import TensorSlice, ValueMeta
+from torchstore_core.wire.copies import CopierEnded as CopierEnded
+from torchstore_core.wire.copies import Copies as Copies
+from torchstore_core.wire.copies import Drain as Drain
+from torchstore_core.wire.copies import DrainReply as DrainReply
+from torchstore_core.wire.copies import Piece as Piece
+from torchstore_core.wire.copies import StartCopier as StartCopier
+from torchstore_core.wire.copies import TakeCopies as TakeCopies
 from torchstore_core.wire.facts import Message as Message
 from torchstore_core.wire.facts import VolumeInfo as VolumeInfo
 from torchstore_core.wire.holds import Adopt as Adopt
@@ -73,6 +81,8 @@ MAX_LISTED = 10_000
 MAX_LISTED_CHARS = 1 << 20
 #: The role of a session that exists for holds alone, see ``server.serving.holding``.
 HOLDER_ROLE = "references"
+#: The role of the session of a copier, see :mod:`.copies`.
+COPIER_ROLE = "copies"
 #: Most unfinished versions in one StatusReply.
 MAX_PENDING = 100
 #: What is done with the values of a put when memory is full. 0 in a Put: as the store does by
@@ -467,8 +477,11 @@ Request = (
     | Warm
     | ProcessDied
     | PeerReply
+    | CopierEnded
     | Handshake
     | Settle
+    | TakeCopies
+    | Drain
     | Shutdown
 )
 
@@ -716,7 +729,10 @@ Reply = (
     | WatchProcess
     | PeerHandshake
     | PeerGone
+    | StartCopier
     | Lost
+    | Copies
+    | DrainReply
     | Delayed
     | Failure
 )

@@ -40,6 +40,7 @@ __all__ = ["examine"]
 
 _LOW_OPEN_FILES = 1024
 _LOW_MEMLOCK = 1 << 30
+_LOW_MAPPINGS = 65530  # Linux's default
 _PACKAGES = ("torchstore-core", "torchstore-transports", "torchstore-strategies", "torch")
 
 
@@ -268,6 +269,18 @@ def _check_limits(limits: reports.Limits, here: topology.Topology, found: _Findi
         found.notes.append(
             f"only {limits.open_files} open files: a server needs one for each connection and "
             f"segment; raise it with `ulimit -n` (at most {limits.open_files_hard})"
+        )
+    if limits.max_mappings is not None and limits.max_mappings < _LOW_MAPPINGS:
+        found.notes.append(
+            f"only {limits.max_mappings} memory mappings for each process: one that has used them "
+            "up gets copies instead of zero-copy tensors; raise it with "
+            f"`sysctl vm.max_map_count={_LOW_MAPPINGS}`"
+        )
+    left, capacity = topology.memory_left_bytes(), default_capacity()
+    if left is not None and left < capacity:
+        found.notes.append(
+            f"only {left:,} bytes of memory are left on this host, or in a cgroup of this process: "
+            f"a store of the default capacity ({capacity:,} bytes) refuses puts before it is full"
         )
     memlock = limits.memlock_bytes
     if here.cuda_devices and memlock is not None and memlock < _LOW_MEMLOCK:

@@ -60,6 +60,7 @@ class ControllerActor(Actor):
             strategy_fields=request.strategy_fields,
             block=request.block,
             when_full=request.when_full,
+            repair_bandwidth=request.repair_bandwidth,
             directory=directory,
         )
         server = Server(options)

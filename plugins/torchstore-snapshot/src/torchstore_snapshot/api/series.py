@@ -61,7 +61,7 @@ class Series:
             OSError: the storage failed.
         """
         found = survey(self._place, GRACE_S).manifests
-        return sorted(found, key=lambda name: (found[name].created, found[name].take))
+        return sorted(found, key=lambda name: found[name].age)
 
     def latest(self) -> Snapshot:
         """Return the snapshot that was committed last.

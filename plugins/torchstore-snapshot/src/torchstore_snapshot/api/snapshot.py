@@ -16,7 +16,7 @@ from torchstore_snapshot.format.manifest import Entry, Manifest
 from torchstore_snapshot.progress import Progress
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring import restore as restoring
-from torchstore_snapshot.restoring.restore import Verify
+from torchstore_snapshot.restoring.restore import Verify, VerifyNew
 from torchstore_snapshot.restoring.verifying import verify_all
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.taking.take import TakeOptions, prepare, take
@@ -178,9 +178,12 @@ class Snapshot:
             verify: True: compare hashes before anything is written, so that a damaged snapshot
                 changes nothing; everything is read twice for that. ``"streaming"``: compare them
                 on the way, which is almost as fast as not at all; after SnapshotCorruptError, the
-                contents of the tensors are then undefined. Hashed are blocks of 4 MiB, and tensors
-                (or their shards) that are smaller: when resharding, blocks of which only a part is
-                read are not checked. False: compare nothing.
+                contents of the tensors are then undefined. False: compare nothing. There is a hash
+                for each block of 4 MiB of a tensor (or of a shard), and for each that is smaller;
+                when resharding, True and ``"streaming"`` check the blocks of which everything is
+                read as contiguous bytes, so that no more is read than is needed, and what is read
+                of other blocks is not checked. ``"all"``: as True, but everything is checked: all
+                blocks are read as a whole of which anything is needed.
             progress: show a bar, if standard error is a terminal; or a function that is called with
                 the bytes that are done, of both passes, and with all of them.
 
@@ -213,7 +216,7 @@ class Snapshot:
         memory_budget_bytes: int | None = None,
         *,
         tensor_slice: TensorSlice | None = None,
-        verify: bool = True,
+        verify: VerifyNew = True,
     ) -> Any:
         """Read one object, and nothing else of the snapshot.
 
@@ -225,7 +228,8 @@ class Snapshot:
                 so that their pages do not count as memory of this process either.
             tensor_slice: the part of a tensor to read; None: all of it.
             verify: compare the hashes of all blocks of 4 MiB, and of all smaller pieces, that are
-                read as a whole; those of which only a part is read are not checked.
+                read as a whole; those of which only a part is read are not checked. ``"all"``:
+                read those as a whole, too, and check them, before anything is written to.
 
         Returns:
             ``obj_out`` if it is a tensor, otherwise the object.

@@ -12,7 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
-from torchstore_snapshot.errors import RankFailedError, SnapshotNotFoundError
+from torchstore_snapshot.errors import (
+    RankFailedError,
+    SnapshotCorruptError,
+    SnapshotFormatError,
+    SnapshotNotFoundError,
+)
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import part_file, take_of
 from torchstore_snapshot.series.claims import Claim
@@ -130,8 +135,8 @@ class _Waiting:
     def _committed(self) -> bool:
         try:
             manifest: Manifest = read_manifest(self._storage)
-        except SnapshotNotFoundError:
-            return False
+        except (SnapshotNotFoundError, SnapshotFormatError, SnapshotCorruptError):
+            return False  # not yet: what is there may be damaged, and about to be replaced
         return manifest.take == self._take
 
     def _look(self, only: int | None = None) -> None:

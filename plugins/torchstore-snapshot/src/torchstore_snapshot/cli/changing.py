@@ -32,6 +32,7 @@ def collect(path: str, keep_last: int | None, *, dry_run: bool) -> reports.Colle
         running=list(done.running),
         dead=list(done.dead),
         unreadable=dict(done.unreadable),
+        held=dict(done.held),
     )
 
 

@@ -157,8 +157,9 @@ class Collected(msgspec.Struct, frozen=True):
             others.
         files: ``snapshot/file``.
         running, dead: ids of takes; what a running one has written, or may refer to, stays.
-        unreadable: names of snapshots whose manifests cannot be used, and why. While there are any,
-            nothing is removed, because nobody knows what they refer to.
+        unreadable: names of snapshots whose manifests cannot be used, and why.
+        held: what stays because one of those may refer to it, and which: snapshots, and
+            ``snapshot/file``.
     """
 
     path: str
@@ -170,6 +171,7 @@ class Collected(msgspec.Struct, frozen=True):
     running: list[str]
     dead: list[str]
     unreadable: dict[str, str]
+    held: dict[str, str]
 
 
 class Converted(msgspec.Struct, frozen=True):

@@ -200,7 +200,9 @@ def _collected(page: _Page, report: reports.Collected) -> None:
     for name in (*report.dropped, *report.files):
         page.line(name)
     for name, why in report.unreadable.items():
-        page.line(Text.assemble((_printable(name), "red"), f"  {why}; so nothing is removed"))
+        page.line(Text.assemble((_printable(name), "red"), f"  {why}"))
+    for name, why in report.held.items():
+        page.line(Text.assemble((_printable(name), "yellow"), f"  stays: {why}"))
     verb = "would be removed" if report.dry_run else "removed"
     running = f"; {_count(len(report.running), 'take')} running" if report.running else ""
     page.line(

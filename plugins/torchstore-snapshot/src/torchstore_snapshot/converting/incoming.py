@@ -113,8 +113,8 @@ class Take(NamedTuple):
         """
         options.check()
         storage = open_storage(destination)
-        refuse_existing(storage, options)
-        storage.prepare()
+        refuse_existing(storage, overwrite=options.overwrite)
+        storage.prepare(durable=options.fsync)
         take = new_take_id()
         return Take(storage.url, take, options, Claim(storage, take))
 

@@ -180,7 +180,7 @@ def to_safetensors(
         for number, members in enumerate(groups)
     ]
     storage = LocalStorage(folder)
-    storage.prepare()
+    storage.prepare(durable=fsync)
     opened = OpenFiles(storage, layouts)
 
     def sources() -> Iterator[Source]:

@@ -33,7 +33,15 @@ from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Checkpoint, Manifest, ObjectEntry, TensorEntry
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.restoring.files import Files
-from torchstore_snapshot.restoring.reading import Read, empty_for, execute, plan_reads, read_piece
+from torchstore_snapshot.restoring.reading import (
+    Check,
+    Read,
+    empty_for,
+    execute,
+    plan_reads,
+    read_piece,
+)
+from torchstore_snapshot.restoring.restore import VerifyNew, when_new
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 
 __all__ = ["SnapshotStorageReader", "described", "load_values", "unfolded"]
@@ -49,8 +57,9 @@ class SnapshotStorageReader(AtPath, StorageReader):
     Args:
         path: a folder or a URL; None: ``checkpoint_id=`` of the call says where.
         key: load this key's state dict alone, as if it had been saved by itself.
-        verify: compare the hashes of all pieces that are read as a whole, before anything is
-            written to.
+        verify: compare the hashes of all blocks of 4 MiB, and of all smaller pieces, that are read
+            as a whole, before anything is written to; ``"all"``: also read as a whole those of
+            which only a part is needed.
         allow_pickle: also load values that were pickled.
 
     ``dcp.load`` wraps what a rank raises in a ``CheckpointException``, whose ``failures`` are, by
@@ -63,12 +72,13 @@ class SnapshotStorageReader(AtPath, StorageReader):
         path: str | os.PathLike[str] | None = None,
         *,
         key: str | None = None,
-        verify: bool = True,
+        verify: VerifyNew = True,
         allow_pickle: bool = False,
     ) -> None:
         self._path = None if path is None else os.fspath(path)
         self._key = key
         self._verify = verify
+        self._check: Check | None = "before" if when_new(verify) == "during" else when_new(verify)
         self._allow_pickle = allow_pickle
         self._manifest: Manifest | None = None
         self._values: dict[str, Any] = {}
@@ -142,13 +152,13 @@ class SnapshotStorageReader(AtPath, StorageReader):
             execute(
                 files,
                 [read for *_, reads in direct for read in reads],
-                check="before" if self._verify else None,
+                check=self._check,
             )
             for item, target, _ in direct:
                 planner.commit_tensor(item, target)
             for item, target, stored in through:  # one by one: each needs memory of its own
                 made = empty_for(stored.path, stored.entry, item.lengths)
-                execute(files, _reads(stored, item, made), check="during" if self._verify else None)
+                execute(files, _reads(stored, item, made), check=when_new(self._verify))
                 with torch.no_grad():
                     target.copy_(made)
                 planner.commit_tensor(item, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -34,6 +35,7 @@ from torchstore_snapshot.storage.base import Storage
 from torchstore_snapshot.storage.opening import open_storage
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import INLINE_MAX, Unit, plan_files
+from torchstore_snapshot.taking.replacing import maps_of, refuse_foreign_maps
 from torchstore_snapshot.taking.take import TakeOptions, publish, refuse_existing
 from torchstore_snapshot.taking.writing import OpenFiles
 
@@ -120,8 +122,8 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         self._rank = int(kwargs.get("rank") or 0)
         if is_coordinator:
             storage = open_storage(self.checkpoint_id)
-            storage.prepare()
-            refuse_existing(storage, self._options)
+            storage.prepare(durable=self._options.fsync)
+            refuse_existing(storage, overwrite=self._options.overwrite)
             self._begin_claim(storage)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -129,7 +131,20 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing has to be changed: the names of files differ between ranks in any case."""
+        """Nothing has to be changed: the names of files differ between ranks in any case.
+
+        Raises:
+            ForeignFileError: the map of the weights would replace a file that no take has written.
+        """
+        items = (item for plan in plans for item in self._tensors(plan))
+        try:
+            refuse_foreign_maps(open_storage(self.checkpoint_id), maps_of(items))
+        except BaseException:
+            if self._claim is not None and self._abandon is not None:
+                self._abandon.detach()
+                self._claim.release()  # nothing was written
+            self._claim = self._abandon = None
+            raise
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -218,6 +233,16 @@ class SnapshotStorageWriter(AtPath, StorageWriter):
         for take in others:
             storage.delete(claim_file(take))
         metadata.storage_meta = self.storage_meta()
+
+    def _tensors(self, plan: SavePlan) -> Iterator[Item]:
+        """What a plan says about tensors."""
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                continue
+            piece = planned(item)
+            if piece is not None:
+                key, name = self._place(item.index.fqn, plan.planner_data)
+                yield Item(key, name, b"", *whole(item), (piece,))
 
     def _begin_claim(self, storage: Storage) -> None:
         """Protect what this rank writes from garbage collections, until the save has ended or this

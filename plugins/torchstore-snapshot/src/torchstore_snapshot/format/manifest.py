@@ -12,8 +12,13 @@ import msgspec
 
 from torchstore_core import boxes
 from torchstore_core.values import TensorSlice
-from torchstore_snapshot.errors import SnapshotCorruptError, SnapshotFormatError
+from torchstore_snapshot.errors import (
+    SnapshotCorruptError,
+    SnapshotFormatError,
+    SnapshotVersionError,
+)
 from torchstore_snapshot.format.hashes import BLOCK, BLOCK_OF_V1, HASH, digest_of
+from torchstore_snapshot.format.heads import Head, make_head
 from torchstore_snapshot.format.paths import MANIFEST, check_file_name
 
 __all__ = [
@@ -164,6 +169,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     Args:
         take: the id of the take that wrote it.
         created: when it was committed, in seconds since the epoch.
+        sequence: how many snapshots beside it, in the order of their commits, came before it, and
+            one more; 0 if it was written by a version of this package that did not count.
         world_size: how many ranks took part.
         files: all data files.
         shared: what all ranks have in common: sharded and replicated tensors, and everything of
@@ -181,6 +188,14 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     own: tuple[Entries, ...] = ()
     store: dict[str, StoredKey] = {}
     checkpoint: Checkpoint | None = None
+    sequence: int = 0
+
+    @property
+    def age(self) -> tuple[int, float, str]:
+        """What snapshots beside each other are sorted by, the oldest first. Clocks decide only
+        between those that were committed at the same time, or were not counted.
+        """
+        return self.sequence, self.created, self.take
 
     def of_rank(self, rank: int) -> Entries:
         """Return the entries that a rank restores: the shared ones and its own."""
@@ -193,9 +208,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
 
-class _Document(msgspec.Struct):
+class _Document(msgspec.Struct, kw_only=True, omit_defaults=True):
     format: str
     version: int
+    head: Head | None = None
     digest: str
     body: msgspec.Raw
 
@@ -216,7 +232,15 @@ _manifests = msgspec.json.Decoder(Manifest)
 def encode(manifest: Manifest) -> bytes:
     """Return a manifest as the bytes of its file."""
     body = _encoder.encode(manifest)
-    return _encoder.encode(_Document(FORMAT, VERSION, digest_of(body), msgspec.Raw(body)))
+    return _encoder.encode(
+        _Document(
+            format=FORMAT,
+            version=VERSION,
+            head=make_head(manifest.take, manifest.sequence),
+            digest=digest_of(body),
+            body=msgspec.Raw(body),
+        )
+    )
 
 
 def decode(data: bytes, path: str) -> Manifest:
@@ -239,7 +263,7 @@ def decode(data: bytes, path: str) -> Manifest:
             details=details,
         )
     if outer.version > VERSION or outer.version < 1:
-        raise SnapshotFormatError(
+        raise SnapshotVersionError(
             f"the snapshot {path!r} has format version {outer.version}, and this package reads "
             f"versions up to {VERSION}; install a newer torchstore-snapshot",
             details={**details, "version": outer.version},

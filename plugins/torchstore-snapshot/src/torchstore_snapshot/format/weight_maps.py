@@ -9,9 +9,38 @@ from __future__ import annotations
 import msgspec
 
 from torchstore_snapshot.format.manifest import Manifest, TensorEntry
-from torchstore_snapshot.format.paths import plain_name
+from torchstore_snapshot.format.paths import plain_name, take_of
 
-__all__ = ["weight_maps"]
+__all__ = ["map_name", "weight_maps", "written_by_a_take"]
+
+
+class _Map(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_maps = msgspec.json.Decoder(_Map)
+
+
+def map_name(key: str) -> str:
+    """Return the name of the map of a state dict.
+
+    >>> map_name("model")
+    'model.safetensors.index.json'
+    """
+    return f"{plain_name(key)}.safetensors.index.json"
+
+
+def written_by_a_take(data: bytes) -> bool:
+    """Whether a file is the map of a snapshot, of whichever: only takes name files like this.
+
+    >>> written_by_a_take(b'{"weight_map": {"w": "model-00001-of-00002.safetensors"}}')
+    False
+    """
+    try:
+        names = _maps.decode(data).weight_map.values()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return bool(names) and all(take_of(name) for name in names)
 
 
 def weight_maps(manifest: Manifest) -> dict[str, bytes]:
@@ -41,5 +70,5 @@ def weight_maps(manifest: Manifest) -> dict[str, bytes]:
             if weights:
                 data = {"metadata": {"total_size": total}, "weight_map": weights}
                 encoded = msgspec.json.format(msgspec.json.encode(data))
-                found.setdefault(f"{plain_name(key)}.safetensors.index.json", encoded)
+                found.setdefault(map_name(key), encoded)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -15,7 +15,8 @@ from torchstore_snapshot.restoring.fetching import REQUESTS, WINDOW, Fetched, Sp
 from torchstore_snapshot.restoring.files import Files
 from torchstore_snapshot.threads import run_tasks
 
-__all__ = ["UNLIMITED", "Limits", "Range", "check_ranges", "checkable", "holds", "whole_piece"]
+__all__ = ["UNLIMITED", "Limits", "Range", "check_ranges", "checkable", "covering", "holds"]
+__all__ += ["united", "whole_piece"]
 
 # Bytes that are hashed at a time where a file cannot be mapped: they stay in the cache.
 _SCRATCH = 256 << 10
@@ -95,6 +96,43 @@ def checkable(of: Range, size: int) -> Iterator[tuple[int, int, int]]:
             return
         if number >= first:
             yield number, begin, end
+
+
+def covering(of: Range, size: int) -> Range:
+    """Return the smallest range around one that consists of whole blocks: what has to be read to
+    check all of it.
+
+    Args:
+        size: bytes of a block.
+
+    >>> piece = Piece(0, 0, 25, "", blocks=bytes(3 * HASH))
+    >>> found = covering(Range("m/w", piece, 11, 12), size=10)
+    >>> found.begin, found.end
+    (10, 20)
+    """
+    piece = of.piece
+    if not piece.blocks:
+        return whole_piece(of.path, piece)
+    begin, end = of.begin // size * size, -(-of.end // size) * size
+    return Range(of.path, piece, begin, min(end, piece.nbytes))
+
+
+def united(ranges: Iterable[Range]) -> list[Range]:
+    """Return the same ranges without overlaps, so that no block is checked twice.
+
+    >>> piece = Piece(0, 0, 25, "", blocks=bytes(3 * HASH))
+    >>> both = [Range("m/w", piece, 10, 25), Range("m/w", piece, 0, 20)]
+    >>> [(of.begin, of.end) for of in united(both)]
+    [(0, 25)]
+    """
+    found: list[Range] = []
+    for of in sorted(ranges, key=lambda of: (of.piece.file, of.piece.start, of.begin)):
+        last = found[-1] if found else None
+        if last is None or last.piece != of.piece or of.begin > last.end:
+            found.append(of)
+        elif of.end > last.end:
+            found[-1] = last._replace(end=of.end)
+    return found
 
 
 def holds(of: Range, found: Mapping[int, bytes]) -> bool:

@@ -25,7 +25,9 @@ from torchstore_snapshot.restoring.checking import (
     Range,
     check_ranges,
     checkable,
+    covering,
     holds,
+    united,
 )
 from torchstore_snapshot.restoring.fetching import (
     REQUESTS,
@@ -48,8 +50,8 @@ _THREAD_MIN = 1 << 20
 # Nothing can be read with less.
 _BUDGET_MIN = 64 << 10
 
-#: When hashes are compared; see :func:`execute`.
-Check = Literal["before", "during"]
+#: When hashes are compared, and which; see :func:`execute`.
+Check = Literal["before", "during", "all"]
 
 
 def plan_reads(
@@ -88,13 +90,15 @@ def execute(
     Args:
         check: when to compare hashes, those of all blocks of which everything is read; None: never.
             ``"before"`` anything is written to, which reads everything twice; or ``"during"`` the
-            reads, so that damage is only found when targets have been written to.
+            reads, so that damage is only found when targets have been written to. ``"all"``: before
+            anything is written to, those of all blocks of which anything is read, for which all of
+            these blocks are read.
         budget: bytes of memory that may be used besides the targets; None: no matter.
         progress: who is told how far it is.
 
     Raises:
         SnapshotCorruptError: a file is missing, has the wrong size, or its bytes have changed. With
-            ``"before"``, no target was written to, unless a file changed in the meantime.
+            ``"before"`` and ``"all"``, no target was written to, unless a file changed meanwhile.
     """
     for read in reads:
         files.reader(read.piece.file)
@@ -105,20 +109,28 @@ def execute(
         # Storage libraries have a copy of what they return.
         limits = Limits(threads, max(budget, _BUDGET_MIN) // threads // (2 if files.remote else 1))
     total = bytes_read(reads)
-    for of in _ranges(reads, check):
+    for of in _ranges(files, reads, check):
         total += sum(end - begin for _, begin, end in checkable(of, files.block(of.piece.file)))
     with metered(progress, "restoring", total) as advance:
         _execute(files, reads, check, advance, limits)
 
 
-def _ranges(reads: Sequence[Read], check: Check | None) -> list[Range]:
+def _ranges(files: Files | Fetched, reads: Sequence[Read], check: Check | None) -> list[Range]:
     """What is checked before it is read: because everything is, or because it cannot be hashed on
     the way.
     """
     if check is None:
         return []
+    if check == "all":
+        return united(_covering(files, read) for read in reads)
     found = [read.range for read in reads if check == "before" or not fills(read)]
     return [of for of in found if of is not None]
+
+
+def _covering(files: Files | Fetched, read: Read) -> Range:
+    """The blocks that contain what is read, and perhaps, between rows, others."""
+    begin, end = (at - read.piece.start for at in read.span)
+    return covering(Range(read.path, read.piece, begin, end), files.block(read.piece.file))
 
 
 def _execute(
@@ -137,7 +149,7 @@ def _execute(
             needed[read.piece.file] = needed.get(read.piece.file, 0) + read.target.nbytes
         for index, nbytes in needed.items():
             files.map(index, nbytes)
-    check_ranges(files, _ranges(reads, check), advance, limits)
+    check_ranges(files, _ranges(files, reads, check), advance, limits)
     _carry_out(files, reads, check, advance, limits)
 
 
@@ -165,17 +177,21 @@ def _execute_remote(
     """As :func:`execute`, with few requests. What has to be checked before it is used is held in
     memory, and is read twice only if there is too much of it.
     """
-    if check != "before":
+    if check not in ("before", "all"):
         direct = [read for read in reads if read.target.nbytes >= _DIRECT and fills(read)]
         _carry_out(files, direct, check, advance, Limits(REQUESTS))
         chosen = {id(read) for read in direct}
         reads = [read for read in reads if id(read) not in chosen]
     spans = [Span(read.piece.file, *read.span) for read in reads]
-    groups = list(windows(spans, hold_max() if check == "before" else WINDOW))
-    if check == "before" and len(groups) > 1:
+    if check == "all":
+        spans = [_covering(files, read).span for read in reads]
+    before = check in ("before", "all")
+    groups = list(windows(spans, hold_max() if before else WINDOW))
+    if before and len(groups) > 1:
         for group in groups:
-            check_ranges(files, _ranges([reads[i] for i in group], check), advance)
+            check_ranges(files, _ranges(files, [reads[i] for i in group], check), advance)
         check = None
+        spans = [Span(read.piece.file, *read.span) for read in reads]
     for group in groups:
         held = Fetched(files, [spans[i] for i in group])
         _execute(held, [reads[i] for i in group], check, advance, UNLIMITED)

@@ -32,10 +32,12 @@ from torchstore_snapshot.restoring.reading import (
 )
 from torchstore_snapshot.storage.base import Storage
 
-__all__ = ["Verify", "find", "read_object", "restore", "state_dict_of"]
+__all__ = ["Verify", "VerifyNew", "find", "read_object", "restore", "state_dict_of", "when_new"]
 
 #: Whether hashes are compared, and when: True: before anything is written to.
-Verify = bool | Literal["streaming"]
+Verify = bool | Literal["streaming", "all"]
+#: The same where tensors are new.
+VerifyNew = bool | Literal["all"]
 
 
 def restore(
@@ -99,9 +101,24 @@ def restore(
 def _when(verify: Verify) -> Check | None:
     if verify == "streaming":
         return "during"
+    if verify == "all":
+        return "all"
     if not isinstance(verify, bool):
-        raise ConfigurationError(f"verify is True, False or 'streaming', not {verify!r}")
+        raise ConfigurationError(f"verify is True, False, 'streaming' or 'all', not {verify!r}")
     return "before" if verify else None
+
+
+def when_new(verify: VerifyNew) -> Check | None:
+    """When to compare hashes where nobody has the tensors yet.
+
+    Raises:
+        ConfigurationError: ``verify`` is something else.
+    """
+    if verify == "all":
+        return "all"
+    if not isinstance(verify, bool):
+        raise ConfigurationError(f"verify is True, False or 'all', not {verify!r}")
+    return "during" if verify else None
 
 
 def _load(stateful: Stateful, state: dict[str, Any], *, strict: bool) -> None:
@@ -156,13 +173,14 @@ def read_object(
     *,
     budget: int | None,
     rank: int,
-    verify: bool,
+    verify: VerifyNew,
     allow_pickle: bool,
 ) -> Any:
     """Read one object, or a slice of a tensor. See ``Snapshot.read_object``."""
     number: object = budget
     if number is not None and (type(number) is not int or number < 1):
         raise ConfigurationError(f"memory_budget_bytes is an int above 0, not {budget!r}")
+    check = when_new(verify)
     where, entry = find(manifest, path, storage.url, rank)
     with Files(storage, manifest) as files:
         if isinstance(entry, ObjectEntry):
@@ -180,7 +198,7 @@ def read_object(
             part = TensorEntry(entry.dtype, box.shape, ())
             tensor_reads(where, part, made)  # checks the destination
             reads = plan_reads(where, entry, made, box)
-        execute(files, reads, check="during" if verify else None, budget=budget)
+        execute(files, reads, check=check, budget=budget)
         return made
 
 

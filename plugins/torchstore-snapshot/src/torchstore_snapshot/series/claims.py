@@ -9,25 +9,27 @@ process on the same host can tell; on other hosts, while it is renewed from time
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from torchstore_core.errors import TorchStoreError
 from torchstore_snapshot.errors import TakeLostError
-from torchstore_snapshot.format.paths import claim_file
+from torchstore_snapshot.format.paths import claim_file, new_take_id, take_of, temporary
 from torchstore_snapshot.storage.base import Storage
 
-__all__ = ["GRACE_S", "Claim", "Record", "alive", "decode", "require"]
+__all__ = ["GRACE_S", "Claim", "Record", "alive", "claims_in", "decode", "require"]
 
 #: Seconds without a sign of life after which a take on another host counts as dead.
 GRACE_S = 900.0
 _RENEWED_S = 60.0
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -35,11 +37,15 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Args:
         take: the id of the take.
-        host: the host, since it was started, and the name space of ``pid``.
+        host: the host, since it was started, and the name space of ``pid``; empty if nothing is
+            known but the id.
         pid, started: the process, and when it was started, in ticks of that host.
         files: the files of earlier takes that this one may refer to, as (folder, name); None while
             it may be any.
         lost: the take was given up by others, who remove its files.
+        after: the sequence of the snapshot that this one refers to, so that its own is greater.
+        retires: this is no take, but a program that is about to make the snapshot of that take
+            invisible; see :mod:`.retiring`.
     """
 
     take: str
@@ -48,6 +54,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     started: int
     files: tuple[tuple[str, str], ...] | None = None
     lost: bool = False
+    after: int = 0
+    retires: str = ""
 
 
 _records = msgspec.json.Decoder(Record)
@@ -61,18 +69,36 @@ def decode(data: bytes) -> Record | None:
         return None
 
 
-def alive(record: Record, modified: float, grace: float) -> bool:
+def alive(record: Record, modified: float, grace: float, now: Callable[[], float]) -> bool:
     """Whether a take is running.
 
     Args:
         modified: when its claim was renewed last, in seconds since the epoch.
         grace: seconds that may have passed since, if the process cannot be looked at.
+        now: the time by the clock that has said ``modified``; only called where that matters.
     """
     if record.lost:
         return False
     if record.host == _host():
         return _started(record.pid) == record.started
-    return time.time() - modified < grace
+    if not grace or time.time() - modified < grace:
+        return grace > 0
+    return now() - modified < grace  # the clock of this host may be wrong
+
+
+def clock_of(storage: Storage) -> float:
+    """Return the time, in seconds since the epoch, by the clock that files in a folder are dated
+    by: that of a server, perhaps. If nothing can be written there, by the clock of this host.
+    """
+    take = new_take_id()
+    name = temporary("clock", take)
+    try:
+        storage.publish(name, b"", take=take, overwrite=True, durable=False)
+        dates = [info.modified for info in storage.list() if info.name == name]
+        storage.delete(name)
+    except (OSError, TorchStoreError):
+        return time.time()
+    return dates[0] if dates else time.time()
 
 
 def require(storage: Storage, take: str) -> Record:
@@ -93,6 +119,26 @@ def require(storage: Storage, take: str) -> Record:
     return record
 
 
+def claims_in(storage: Storage, grace: float = GRACE_S) -> list[tuple[Record, bool]]:
+    """Return what the claims in a folder say, and whether those who made them are running.
+
+    One that cannot be read may be about to be written, or there was no room for it: then its take
+    may refer to any file, and may as well be about to make a snapshot invisible.
+    """
+    found: list[tuple[Record, bool]] = []
+    now = functools.cache(functools.partial(clock_of, storage))
+    for info in storage.list():
+        take = take_of(info.name)
+        if take is None or info.name != claim_file(take):
+            continue
+        try:
+            record = decode(storage.read(info.name)) or Record(take, "", 0, 0, None)
+        except FileNotFoundError:
+            continue  # the take has ended
+        found.append((record, alive(record, info.modified, grace, now)))
+    return found
+
+
 class Claim:
     """The claim of a take of this process. It renews itself until it is stopped.
 
@@ -100,17 +146,28 @@ class Claim:
         storage: where the snapshot is taken.
         take: the id of the take.
         reading: the take is about to read the manifest of another snapshot, to refer to its files.
+        retires: as for :class:`Record`.
 
     Raises:
         OSError: it cannot be published.
     """
 
-    def __init__(self, storage: Storage, take: str, *, reading: bool = False) -> None:
+    def __init__(
+        self, storage: Storage, take: str, *, reading: bool = False, retires: str = ""
+    ) -> None:
         self._storage = storage
-        self._record = _own(take, None if reading else ())
+        own = _own(take, None if reading else ())
+        self._record = msgspec.structs.replace(own, retires=retires)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._publish()
+        try:
+            self._publish()
+        except OSError as error:
+            if not retires or error.errno not in _FULL:
+                raise
+            # To remove something must be possible on a full disk, too. Without contents, it can
+            # only be told by its age whether the one who made it still runs.
+            storage.create(claim_file(take), 0).close(durable=False)
         self._start()
 
     @classmethod
@@ -125,15 +182,28 @@ class Claim:
         claim._stopped, claim._lock = threading.Event(), threading.Lock()
         claim._record = _own(take, ())
         found = claim._found()
-        claim._record = _own(take, found.files)
-        claim._publish()
+        claim._record = msgspec.structs.replace(_own(take, found.files), after=found.after)
+        try:
+            claim._publish()
+        except BaseException:
+            claim._stopped.set()
+            with contextlib.suppress(OSError, TorchStoreError):
+                storage.delete(claim_file(take))  # nobody goes on with the take
+            raise
         claim._start()
         return claim
 
-    def refer(self, files: Sequence[tuple[str, str]]) -> None:
-        """Say which files of earlier takes, as (folder, name), this one may refer to."""
+    @property
+    def after(self) -> int:
+        """The sequence of the snapshot that the take refers to; 0 if there is none."""
+        return self._record.after
+
+    def refer(self, files: Sequence[tuple[str, str]], after: int) -> None:
+        """Say which files of earlier takes, as (folder, name), this one may refer to, and the
+        sequence of the snapshot that named them.
+        """
         with self._lock:
-            self._record = msgspec.structs.replace(self._record, files=tuple(files))
+            self._record = msgspec.structs.replace(self._record, files=tuple(files), after=after)
             self._publish()
 
     def stop(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -10,19 +9,19 @@ from collections.abc import Iterable
 import msgspec
 
 from torchstore_core.errors import ConfigurationError, TorchStoreError
-from torchstore_snapshot.errors import SnapshotNotFoundError
 from torchstore_snapshot.format.manifest import Manifest
 from torchstore_snapshot.format.paths import MANIFEST, claim_file, take_of
-from torchstore_snapshot.format.weight_maps import weight_maps
 from torchstore_snapshot.series.claims import GRACE_S, decode
+from torchstore_snapshot.series.retiring import retire
 from torchstore_snapshot.series.survey import Place, Survey, folder_name, survey
 from torchstore_snapshot.storage.base import KeepsUnfinished, Storage
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
+from torchstore_snapshot.storage.opening import open_storage
 
 __all__ = ["GarbageFile", "GcReport", "gc", "remove_replaced"]
 
 # Younger files of takes without a claim may be those of a take that is running.
 _UNCLAIMED_S = 86_400.0
+_DATA = ".safetensors"
 
 
 class GarbageFile(msgspec.Struct, frozen=True):
@@ -53,8 +52,10 @@ class GcReport(msgspec.Struct, frozen=True):
         nbytes: their size.
         running: ids of takes that are running: what they wrote, and what they may refer to, stays.
         dead: ids of takes that have died.
-        unreadable: names of snapshots whose manifests cannot be used, and why. While there are any,
-            nothing is removed, because nobody knows what they refer to.
+        unreadable: names of snapshots whose manifests cannot be used, and why.
+        held: what stays because an unreadable snapshot may refer to it, and which one that is:
+            by names of snapshots that would be dropped otherwise, and of files
+            (``snapshot/file``) that would be removed.
     """
 
     path: str
@@ -66,6 +67,7 @@ class GcReport(msgspec.Struct, frozen=True):
     running: tuple[str, ...]
     dead: tuple[str, ...]
     unreadable: dict[str, str]
+    held: dict[str, str]
 
 
 def gc(
@@ -81,9 +83,16 @@ def gc(
     only if no snapshot in the series refers to it and no running take may. (A snapshot that is
     dropped while it is being restored ends that restore with SnapshotCorruptError.)
 
+    A snapshot whose manifest cannot be used stays, with its files and with all that it may refer
+    to: it can only refer to what was committed before it. What takes have left that died before
+    they were committed goes in any case, and so do snapshots that are known to be newer. If not
+    even its place in the order can be read, or its folder may not be looked into, all snapshots
+    stay. Take another snapshot in its place (``overwrite=True``), or remove it, to end that.
+
     Args:
         path: a folder with snapshots in it, or the folder of one snapshot.
-        keep_last: how many snapshots remain: those that were committed last; None: all.
+        keep_last: how many snapshots remain: those that were committed last, as they were counted
+            when they were committed, whatever the clocks said; None: all.
         dry_run: only report.
         grace: seconds without a sign of life after which a take on another host counts as dead, and
             after which files count as left behind whose take has no claim; None: 15 minutes, and a
@@ -113,36 +122,50 @@ def gc(
             f"{text!r} is a snapshot; keep_last is for the folder that its snapshots are in"
         )
     place = Place.around(own) if single else Place.at(text)
-    seen = survey(place, GRACE_S if grace is None else grace)
+    silence = GRACE_S if grace is None else grace
+    seen = survey(place, silence)
     names = [folder_name(own)] if single else sorted(seen.files)
-    order = sorted(seen.manifests, key=lambda name: _age(seen.manifests[name]))
-    dropped = order[:-keep_last] if keep_last is not None else []
-    dropped = [] if seen.unreadable else [n for n in dropped if n not in seen.running.values()]
-    gone = {name: seen.manifests[name] for name in dropped}
-    if dropped and not dry_run:
-        for name, manifest in gone.items():
-            _retire(place.folder(name), manifest)
+    order = sorted(seen.manifests, key=lambda name: seen.manifests[name].age)
+    doomed = order[:-keep_last] if keep_last is not None else []
+    held: dict[str, str] = {}
+    gone: dict[str, Manifest] = {}
+    for name in doomed:
+        manifest = seen.manifests[name]
+        if name in seen.running.values():
+            continue
+        if keepers := seen.may_refer(manifest.sequence):
+            held[name] = _because(keepers)
+        elif dry_run or retire(place.folder(name), manifest, silence):
+            gone[name] = manifest
+    if gone and not dry_run:
         # Only claims that are seen from now on can tell who has read these manifests before.
-        seen = survey(place, GRACE_S if grace is None else grace)
-    elif dropped:
+        seen = survey(place, silence)
+    elif gone:
         remaining = {n: m for n, m in seen.manifests.items() if n not in gone}
         seen = seen._replace(manifests=remaining)
     patience = _UNCLAIMED_S if grace is None else grace
-    files = list(_garbage(seen, names, {m.take for m in gone.values()}, patience))
+    files: list[GarbageFile] = []
+    for file in _garbage(seen, names, {m.take for m in gone.values()}, patience):
+        keepers = _keepers(seen, file, {m.take: m.sequence for m in gone.values()})
+        if keepers:
+            held[f"{file.snapshot}/{file.name}"] = _because(keepers)
+        else:
+            files.append(file)
     if not dry_run:
         _remove(place, seen, files)
-        for name in dropped:
+        for name in gone:
             place.folder(name).remove_if_empty()
     return GcReport(
         place.url if not single else own.url,
         dry_run,
-        tuple(dropped),
+        tuple(gone),
         tuple(name for name in order if name not in gone and name in names),
         tuple(files),
         sum(file.nbytes for file in files),
         tuple(sorted(seen.running)),
         tuple(sorted(take for take, name in seen.dead.items() if name in names)),
         seen.unreadable,
+        held,
     )
 
 
@@ -159,7 +182,7 @@ def remove_replaced(storage: Storage, before: Manifest) -> None:
         seen = survey(Place.around(storage), GRACE_S)
     except (TorchStoreError, OSError):
         return
-    if seen.reading or seen.unreadable:
+    if seen.reading or seen.may_refer(before.sequence):
         return
     referred = seen.referred()
     for file in mine:
@@ -167,38 +190,44 @@ def remove_replaced(storage: Storage, before: Manifest) -> None:
             storage.delete(file)
 
 
-def _age(manifest: Manifest) -> tuple[float, str]:
-    return manifest.created, manifest.take
+def _because(keepers: list[str]) -> str:
+    names = ", ".join(map(repr, keepers))
+    return f"{names} cannot be read, and may refer to it"
 
 
-def _retire(folder: Storage, manifest: Manifest) -> None:
-    """Make a snapshot invisible. Its files remain for now."""
-    try:
-        if read_manifest(folder).take != manifest.take:
-            return  # it was replaced in the meantime
-    except SnapshotNotFoundError:
-        return
-    folder.delete(MANIFEST)
-    for name in weight_maps(manifest):
-        folder.delete(name)
+def _keepers(seen: Survey, file: GarbageFile, gone: dict[str, int]) -> list[str]:
+    """Which unreadable snapshots a file may belong to.
+
+    Args:
+        gone: the takes of snapshots that were dropped, with their sequences.
+    """
+    if not file.name.endswith(_DATA):
+        return []
+    if file.snapshot in seen.unreadable:
+        return [file.snapshot]
+    if file.take in seen.dead:  # it never was part of a snapshot; see forget_claims
+        return []
+    return seen.may_refer(gone.get(file.take, 0))
 
 
 def _garbage(
     seen: Survey, names: Iterable[str], gone: set[str], grace: float
 ) -> Iterable[GarbageFile]:
-    if seen.unreadable or seen.reading:
+    if seen.reading:
         return
     referred = seen.referred()
     now = time.time()
+    retired = {*gone, *seen.stale.values()}
     for name in names:
         for info in seen.files.get(name, ()):
             take = take_of(info.name)
             if take is None or take in seen.running or (name, info.name) in referred:
                 continue
-            if info.name == claim_file(take) and take not in seen.dead:
+            ended = take in seen.dead or take in seen.stale
+            if info.name == claim_file(take) and not ended:
                 continue
-            known = take in gone or take in seen.dead
-            if known or now - info.modified >= grace:
+            known = take in retired or ended
+            if known or max(now - info.modified, 0.0) >= grace:
                 yield GarbageFile(name, info.name, info.nbytes, take)
 
 
@@ -218,8 +247,12 @@ def _remove(place: Place, seen: Survey, files: list[GarbageFile]) -> None:
 
 def _give_up(folder: Storage, claim: GarbageFile) -> None:
     """So that a take that was only slow cannot be committed."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         record = decode(folder.read(claim.name))
         if record is not None:
             lost = msgspec.json.encode(msgspec.structs.replace(record, lost=True))
             folder.publish(claim.name, lost, take=claim.take, overwrite=True, durable=False)
+    except FileNotFoundError:
+        return
+    except OSError:  # the disk is full: a take without a claim cannot be committed either
+        folder.delete(claim.name)

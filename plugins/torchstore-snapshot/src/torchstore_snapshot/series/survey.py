@@ -21,8 +21,8 @@ from torchstore_snapshot.errors import (
     SnapshotUnavailableError,
 )
 from torchstore_snapshot.format.manifest import Manifest
-from torchstore_snapshot.format.paths import claim_file, take_of
-from torchstore_snapshot.series.claims import Record, alive, decode
+from torchstore_snapshot.series.claims import Record, claims_in
+from torchstore_snapshot.series.counting import read_head
 from torchstore_snapshot.storage.base import FileInfo, KeepsUnfinished, Storage
 from torchstore_snapshot.storage.opening import open_storage, read_manifest
 from torchstore_snapshot.threads import run_tasks
@@ -68,7 +68,10 @@ class Survey(NamedTuple):
         unfinished: those of them that are, as (folder, name).
         manifests: the snapshots, by the name of their folder.
         unreadable: folders with a manifest that cannot be used, and why.
+        bounds: the sequences of those, as far as they are known all the same.
         running, dead: the takes that have a claim, and where: folders by the ids of takes.
+        stale: the claims of programs that have ended, or died, while they made snapshots invisible:
+            which takes these were of.
         reading: some running take may refer to any file.
         claimed: the files that running takes may refer to, as (folder, name).
     """
@@ -77,8 +80,10 @@ class Survey(NamedTuple):
     unfinished: set[tuple[str, str]]
     manifests: dict[str, Manifest]
     unreadable: dict[str, str]
+    bounds: dict[str, int]
     running: dict[str, str]
     dead: dict[str, str]
+    stale: dict[str, str]
     reading: bool
     claimed: set[tuple[str, str]]
 
@@ -88,6 +93,16 @@ class Survey(NamedTuple):
         for name, manifest in self.manifests.items():
             found |= references(name, manifest)
         return found
+
+    def may_refer(self, sequence: int) -> list[str]:
+        """Return which of the unreadable snapshots may refer to files of one with that sequence (0
+        if it is unknown). A snapshot only refers to files of those committed before it.
+        """
+        return [
+            name
+            for name in self.unreadable
+            if name not in self.bounds or sequence < self.bounds[name]
+        ]
 
 
 def folder_name(storage: Storage) -> str:
@@ -125,6 +140,7 @@ def survey(place: Place, grace: float) -> Survey:
         claims += _claims(place, grace)
         again, still = _manifests(place)
         takes = {name: manifest.take for name, manifest in manifests.items()}
+        bounds = {n: head.sequence for n in still if (head := read_head(place.folder(n)))}
         if {n: m.take for n, m in again.items()} == takes and unreadable.keys() == still.keys():
             break
     else:
@@ -132,6 +148,8 @@ def survey(place: Place, grace: float) -> Survey:
             f"snapshots in {place.url!r} change all the time; try again later",
             details={"path": place.url},
         )
+    stale = {r.take: r.retires for _, r, lives in claims if r.retires and not lives}
+    claims = [claim for claim in claims if not claim[1].retires]
     running = {record.take: name for name, record, lives in claims if lives}
     dead = {r.take: name for name, r, lives in claims if not lives and r.take not in running}
     lively = [record for _, record, lives in claims if lives]
@@ -140,8 +158,10 @@ def survey(place: Place, grace: float) -> Survey:
         unfinished,
         manifests,
         unreadable,
+        bounds,
         running,
         dead,
+        stale,
         any(record.files is None for record in lively),
         {file for record in lively for file in record.files or ()},
     )
@@ -159,19 +179,10 @@ def _claims(place: Place, grace: float) -> list[tuple[str, Record, bool]]:
     """All claims: folder, what it says, and whether the take is running."""
 
     def of(name: str) -> list[tuple[str, Record, bool]]:
-        folder = place.folder(name)
-        found: list[tuple[str, Record, bool]] = []
-        for info in _listed(folder):
-            take = take_of(info.name)
-            if take is None or info.name != claim_file(take):
-                continue
-            try:
-                record = decode(folder.read(info.name))
-            except FileNotFoundError:
-                continue  # the take has ended
-            if record is not None:
-                found.append((name, record, alive(record, info.modified, grace)))
-        return found
+        try:
+            return [(name, *claim) for claim in claims_in(place.folder(name), grace)]
+        except PermissionError:
+            return []
 
     each = _each(sorted(place.member.siblings()), of)
     return [claim for found in each.values() for claim in found]

@@ -109,8 +109,22 @@ class Storage(Protocol):
         are read together. 1 for local files, whose requests cost next to nothing.
         """
 
-    def prepare(self) -> None:
-        """Make the folder if there is none."""
+    @property
+    def replaces(self) -> bool:
+        """Whether :meth:`publish` can replace a file in one step, so that readers, also after a
+        crash, see either the one before or the new one.
+        """
+
+    def prepare(self, *, durable: bool) -> None:
+        """Make the folder if there is none.
+
+        Args:
+            durable: the folder, and those above it that had to be made, would survive a power
+                failure when this returns.
+
+        Raises:
+            NotAtomicError: :meth:`publish` could not work here.
+        """
 
     def create(self, name: str, nbytes: int) -> Writer:
         """Begin a new file of ``nbytes`` bytes. The name is not in use."""
@@ -129,16 +143,30 @@ class Storage(Protocol):
             FileNotFoundError: there is none.
         """
 
+    def read_start(self, name: str, nbytes: int) -> bytes:
+        """Return the first ``nbytes`` bytes of a file, or all of it if it has fewer.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    def flush(self, names: Sequence[str]) -> None:
+        """Return when finished files, which another take may have written without waiting for it,
+        would survive a power failure.
+        """
+
     def list(self) -> Sequence[FileInfo]:
         """Return all files; none if there is no folder."""
 
     def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
         """Store a small file in one step: readers see either nothing (or the file before), or all
-        of it. ``take`` is the id of the take, for the name of a temporary file.
+        of it. ``take`` is the id of the take, for the name of a temporary file. (A file that is
+        replaced where :attr:`replaces` is False may be seen half.)
 
         Raises:
             FileExistsError: there is a file already, and ``overwrite`` is False. Of several callers
                 at once, one succeeds.
+            NotAtomicError: the storage cannot do this in one step.
         """
 
     def delete(self, name: str) -> None:

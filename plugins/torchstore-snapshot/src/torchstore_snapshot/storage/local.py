@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchstore_snapshot.format.paths import temporary
+from torchstore_snapshot.errors import NotAtomicError
+from torchstore_snapshot.format.paths import new_take_id, temporary
 from torchstore_snapshot.storage.base import FileInfo
 
 __all__ = ["LocalReader", "LocalStorage", "LocalWriter"]
@@ -17,6 +20,13 @@ __all__ = ["LocalReader", "LocalStorage", "LocalWriter"]
 # Fills the page tables of a mapping, without making private copies, and reports what cannot be read
 # as an error, where an access would end the process by SIGBUS. Since Linux 5.14; EINVAL before.
 _MADV_POPULATE_READ = 22
+
+# What file systems and kernels answer that do not know a call, or a flag of it.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+# Where fsck puts what it finds; nobody but root may look into it.
+_NO_SNAPSHOTS = {"lost+found"}
 
 
 class LocalWriter:
@@ -114,8 +124,35 @@ class LocalStorage:
     def url(self) -> str:
         return self._path
 
-    def prepare(self) -> None:
+    @property
+    def replaces(self) -> bool:
+        return True
+
+    def prepare(self, *, durable: bool) -> None:
+        made: list[str] = []
+        above = self._path
+        while not os.path.isdir(above):
+            made.append(above)
+            above = os.path.dirname(above)
         os.makedirs(self._path, exist_ok=True)
+        if durable:  # the entry of the folder in the one above it, which may be as new
+            for folder in [os.path.dirname(each) for each in made or [self._path]]:
+                _flush(folder)
+        self._try_publishing()
+
+    def _try_publishing(self) -> None:
+        """Find out before anything is written whether a file can be renamed unless its new name is
+        in use: some file systems know neither that nor hard links.
+        """
+        take = new_take_id()
+        one, other = (self._in(temporary("try", take)) for _ in "ab")
+        os.close(os.open(one, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        try:
+            _rename_new(one, other)
+        finally:
+            for name in (one, other):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
 
     def create(self, name: str, nbytes: int) -> LocalWriter:
         return LocalWriter(self._in(name), nbytes)
@@ -125,6 +162,16 @@ class LocalStorage:
 
     def read(self, name: str) -> bytes:
         return Path(self._in(name)).read_bytes()
+
+    def read_start(self, name: str, nbytes: int) -> bytes:
+        with open(self._in(name), "rb") as file:
+            return file.read(nbytes)
+
+    def flush(self, names: Sequence[str]) -> None:
+        for name in names:
+            _flush(self._in(name))
+        _flush(self._path)
+        _flush(os.path.dirname(self._path))
 
     def list(self) -> Sequence[FileInfo]:
         found: list[FileInfo] = []
@@ -146,14 +193,13 @@ class LocalStorage:
             writer.write(0, data)
             writer.close(durable=durable)
             if durable:
-                self._flush()  # the entries of the data files, which must not appear later
+                _flush(self._path)  # the entries of the data files, which must not appear later
             if overwrite:
                 os.rename(whole, self._in(name))
             else:
-                os.link(whole, self._in(name))  # unlike a rename, it never replaces a file
-                os.unlink(whole)
+                _rename_new(whole, self._in(name))
             if durable:
-                self._flush()
+                _flush(self._path)
         except BaseException:
             writer.abort()
             with contextlib.suppress(OSError):
@@ -173,7 +219,8 @@ class LocalStorage:
             os.scandir(os.path.dirname(self._path)) as all_,
         ):
             # A link, such as `latest`, is another name of a folder, not another snapshot.
-            return [entry.name for entry in all_ if entry.is_dir(follow_symlinks=False)]
+            folders = [entry.name for entry in all_ if entry.is_dir(follow_symlinks=False)]
+            return [name for name in folders if name not in _NO_SNAPSHOTS]
         return []
 
     def remove_if_empty(self) -> None:
@@ -183,9 +230,46 @@ class LocalStorage:
     def _in(self, name: str) -> str:
         return os.path.join(self._path, name)
 
-    def _flush(self) -> None:
-        folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+
+def _flush(path: str) -> None:
+    """Return when a file, or what a folder lists, would survive a power failure."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        # Some file systems cannot flush folders: they have no other way to lose what is in them.
+        if error.errno not in _UNSUPPORTED or not os.path.isdir(path):
+            raise
+    finally:
+        os.close(file)
+
+
+def _rename_new(old: str, new: str) -> None:
+    """Rename a file in one step, unless there is a file of the new name.
+
+    Raises:
+        FileExistsError: there is.
+        NotAtomicError: the file system can neither do this nor make hard links.
+    """
+    if _renameat2 is not None:
+        ends = os.fsencode(old), os.fsencode(new)
+        if _renameat2(_AT_FDCWD, ends[0], _AT_FDCWD, ends[1], _RENAME_NOREPLACE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _UNSUPPORTED:
+            raise OSError(code, os.strerror(code), old, None, new)
+    try:
+        os.link(old, new)  # unlike a plain rename, it never replaces a file
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED | {errno.EPERM, errno.EMLINK}:
+            raise
+        folder = os.path.dirname(new)
+        raise NotAtomicError(
+            f"the file system of {folder!r} has neither hard links nor renames that replace "
+            "nothing, so a snapshot cannot become visible in one step there; take it elsewhere",
+            details={"path": folder},
+        ) from error
+    os.unlink(old)
+
+
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchstore_core.errors import ConfigurationError
 from torchstore_snapshot.errors import SnapshotStorageError
+from torchstore_snapshot.format.paths import temporary
 from torchstore_snapshot.storage.base import FileInfo, Writer
 from torchstore_snapshot.storage.multipart import PART, MultipartWriter
 from torchstore_snapshot.storage.naming import code_of, naming
@@ -22,6 +23,8 @@ __all__ = ["RemoteReader", "RemoteStorage", "environment", "set_environment"]
 # Where folders are only beginnings of names. To "make" one may create a bucket, which nobody wants.
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "memory"}
 _S3 = {"s3", "s3a"}
+# Servers of files whose renames replace a file in one step, as those of POSIX do.
+_RENAMES_OVER = {"sftp", "ssh", "file", "local"}
 # A server that has gone is noticed sooner than by the library's own limits (60 s).
 _S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}
 
@@ -103,11 +106,13 @@ class RemoteReader:
 class RemoteStorage:
     """A folder of a file system of fsspec: keys with a common beginning.
 
-    Publishing is atomic where a file appears as a whole, as in object stores. With ``overwrite``
-    False, the store itself refuses to replace an object if fsspec has conditional writes for it
-    (S3, Google Cloud Storage, Azure). Otherwise, this class looks before it writes: of two takes at
-    the same path *at the same time*, the later one may then replace the manifest of the earlier
-    one, which remains a whole snapshot until then, and whose files gc collects.
+    Publishing is atomic in object stores, where a file appears as a whole. On servers of files, a
+    file is written under another name and renamed; not all of them can replace a file by that
+    (:attr:`replaces`). With ``overwrite`` False, the store itself refuses to replace an object if
+    fsspec has conditional writes for it (S3, Google Cloud Storage, Azure). Otherwise, this class
+    looks before it writes: of two takes at the same path *at the same time*, the later one may then
+    replace the manifest of the earlier one, which remains a whole snapshot until then, and whose
+    files gc collects.
 
     Args:
         fs: the file system.
@@ -172,7 +177,12 @@ class RemoteStorage:
         """Whether other processes see the same folder."""
         return "memory" not in self._protocols
 
-    def prepare(self) -> None:
+    @property
+    def replaces(self) -> bool:
+        return bool(self._protocols & (_WITHOUT_FOLDERS | _RENAMES_OVER))
+
+    def prepare(self, *, durable: bool) -> None:
+        del durable  # the file system decides when it acknowledges
         if not self._protocols & _WITHOUT_FOLDERS:
             with naming(self._url):
                 self._fs.makedirs(self._root, exist_ok=True)
@@ -196,6 +206,13 @@ class RemoteStorage:
                     self._fs.call_s3("get_bucket_location", Bucket=self._bucket)
                 raise
 
+    def read_start(self, name: str, nbytes: int) -> bytes:
+        with naming(self._url):
+            return bytes(self._fs.cat_file(self._in(name), start=0, end=nbytes))
+
+    def flush(self, names: Sequence[str]) -> None:
+        """What was acknowledged is as durable as it will be."""
+
     def list(self) -> Sequence[FileInfo]:
         return [
             FileInfo(_last(entry["name"]), entry.get("size") or 0, _modified(entry))
@@ -204,15 +221,19 @@ class RemoteStorage:
         ]
 
     def publish(self, name: str, data: bytes, *, take: str, overwrite: bool, durable: bool) -> None:
-        del take, durable
+        del durable
         path = self._in(name)
+        whole = self._in(temporary(name, take))
         with naming(self._url):
             if overwrite:
-                self._fs.pipe_file(path, data)
+                if not self.replaces and self._fs.exists(path):
+                    self._fs.pipe_file(path, data)
+                else:
+                    self._put(path, data, whole)
                 return
             try:
                 with _lock if not self.shared else contextlib.nullcontext():
-                    self._create(path, data)
+                    self._create(path, data, whole)
             except OSError as error:
                 if not isinstance(error, FileExistsError) and code_of(error) not in (
                     "PreconditionFailed",
@@ -276,14 +297,35 @@ class RemoteStorage:
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
 
-    def _create(self, path: str, data: bytes) -> None:
+    def _renames(self) -> bool:
+        """Whether this is a server of files, which writes them in place, and can rename them."""
+        from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
+
+        # What every file system has copies, and then removes.
+        own = type(self._fs).mv is not AbstractFileSystem.mv
+        return own and not self._protocols & _WITHOUT_FOLDERS
+
+    def _put(self, path: str, data: bytes, whole: str) -> None:
+        """Store a file so that it appears as a whole; ``whole`` is a name to write it under."""
+        if not self._renames():
+            self._fs.pipe_file(path, data)
+            return
+        try:
+            self._fs.pipe_file(whole, data)
+            self._fs.mv(whole, path)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what is left is invisible, and gc collects it
+                self._fs.rm_file(whole)
+            raise
+
+    def _create(self, path: str, data: bytes, whole: str) -> None:
         call = getattr(self._fs, "_pipe_file", None) or self._fs.pipe_file
-        if "mode" in inspect.signature(call).parameters:
+        if not self._renames() and "mode" in inspect.signature(call).parameters:
             self._fs.pipe_file(path, data, mode="create")
             return
         if self._fs.exists(path):
             raise FileExistsError(path)
-        self._fs.pipe_file(path, data)
+        self._put(path, data, whole)
 
     def _entries(self, folder: str) -> Sequence[dict[str, Any]]:
         with naming(self._url):

@@ -11,6 +11,8 @@ import torch
 
 from torchstore_snapshot.format.hashes import BLOCK, block_hash, blocks, combined
 from torchstore_snapshot.format.manifest import DataFile, Manifest, ObjectEntry, Piece
+from torchstore_snapshot.series.survey import folder_name
+from torchstore_snapshot.storage.base import FileInfo, Storage
 from torchstore_snapshot.taking.collecting import Item
 from torchstore_snapshot.taking.planning import Unit
 from torchstore_snapshot.taking.writing import hash_strided, source_of
@@ -36,13 +38,19 @@ class Reused(NamedTuple):
 
 
 def find_unchanged(
-    items: Sequence[Item], units: Sequence[Unit], base: Manifest, base_name: str, own_name: str
+    items: Sequence[Item], units: Sequence[Unit], base: Manifest, home: Storage, own_name: str
 ) -> tuple[list[Unit], list[Reused]]:
-    """Divide ``units`` into those that have to be written and those that ``base`` has.
+    """Divide ``units`` into those that have to be written and those that ``base`` has. A file of
+    the base that is missing, or has another size than it should have, has nothing.
 
     Args:
-        base_name, own_name: the names of the folders of the base and of the new snapshot.
+        home: where the base is.
+        own_name: the name of the folder of the new snapshot.
+
+    Raises:
+        OSError: the storage failed.
     """
+    whole = _whole_files(base, home)
     known: dict[tuple[int, str], tuple[DataFile, Piece]] = {}
     for entries in (base.shared, *base.own):
         for named in entries.values():
@@ -52,8 +60,8 @@ def find_unchanged(
                 for piece in entry.pieces:
                     # Version 1 of the format hashed large pieces in another way.
                     comparable = piece.nbytes <= BLOCK or base.files[piece.file].block == BLOCK
-                    if piece.nbytes >= _MIN and comparable:
-                        file = _as_seen(base.files[piece.file], base_name, own_name)
+                    if piece.nbytes >= _MIN and comparable and whole[piece.file]:
+                        file = _as_seen(base.files[piece.file], folder_name(home), own_name)
                         known.setdefault((piece.nbytes, piece.digest), (file, piece))
     sizes = {nbytes for nbytes, _ in known}
     candidates = [unit for unit in units if _nbytes(items[unit.item], unit) in sizes]
@@ -68,6 +76,23 @@ def find_unchanged(
         else:
             reused.append(Reused(unit, *found))
     return rest, reused
+
+
+def _whole_files(base: Manifest, home: Storage) -> list[bool]:
+    """Whether each file that a snapshot consists of is there, with all of its bytes."""
+    folders = {file.snapshot for file in base.files}
+    sizes = {
+        name: {info.name: info.nbytes for info in _listed(home.sibling(name) if name else home)}
+        for name in folders
+    }
+    return [sizes[file.snapshot].get(file.name) == file.nbytes for file in base.files]
+
+
+def _listed(folder: Storage) -> Sequence[FileInfo]:
+    try:
+        return folder.list()
+    except PermissionError:
+        return []
 
 
 def _as_seen(file: DataFile, base_name: str, own_name: str) -> DataFile:

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_snapshot.api.stateful import AppState
-from torchstore_snapshot.errors import SnapshotExistsError, SnapshotNotFoundError
-from torchstore_snapshot.format import manifest as manifests
 from torchstore_snapshot.format.manifest import Manifest, StoredKey
-from torchstore_snapshot.format.paths import MANIFEST, new_take_id
-from torchstore_snapshot.format.safetensors_files import FILE_MAX
-from torchstore_snapshot.format.weight_maps import weight_maps
-from torchstore_snapshot.progress import Progress, metered
+from torchstore_snapshot.format.paths import new_take_id
+from torchstore_snapshot.progress import metered
 from torchstore_snapshot.ranks import Ranks
 from torchstore_snapshot.series.claims import Claim
-from torchstore_snapshot.series.gc import remove_replaced
-from torchstore_snapshot.series.survey import folder_name, references
 from torchstore_snapshot.storage.base import Storage
-from torchstore_snapshot.storage.opening import open_storage, read_manifest
-from torchstore_snapshot.taking.collecting import Item, collect, collect_values
+from torchstore_snapshot.storage.opening import open_storage
+from torchstore_snapshot.taking.collecting import collect_values
 from torchstore_snapshot.taking.merging import Part, merge, part_of
-from torchstore_snapshot.taking.planning import (
-    Holding,
-    PlannedFile,
-    Unit,
-    holdings,
-    plan_files,
-    split_work,
-)
-from torchstore_snapshot.taking.reusing import Reused, find_unchanged
+from torchstore_snapshot.taking.planning import holdings, plan_files, split_work
+from torchstore_snapshot.taking.preparing import Prepared, TakeOptions, prepare
+from torchstore_snapshot.taking.publishing import publish
+from torchstore_snapshot.taking.replacing import maps_of, refuse_existing, refuse_foreign_maps
 from torchstore_snapshot.taking.writing import write_files
 
 __all__ = [
@@ -49,190 +37,8 @@ __all__ = [
 ]
 
 
-class TakeOptions(NamedTuple):
-    """How to take a snapshot.
-
-    Args:
-        overwrite: replace a snapshot that is already there; it stays whole until the new one is.
-        fsync: flush everything before the snapshot becomes visible.
-        allow_pickle: store values that need pickle, instead of refusing them.
-        file_max: bytes of tensors in one data file, unless a single tensor is larger.
-        threads: how many threads write; None: the number of copy threads.
-        progress: who is told how far writing is.
-        base: the path of a snapshot beside the new one, to whose files it refers for what has not
-            changed.
-    """
-
-    overwrite: bool = False
-    fsync: bool = True
-    allow_pickle: bool = False
-    file_max: int = FILE_MAX
-    threads: int | None = None
-    progress: Progress = False
-    base: str | None = None
-
-    def check(self) -> None:
-        """Raise ConfigurationError if a value is invalid."""
-        for name in ("file_max", "threads"):
-            number: object = getattr(self, name)
-            if (type(number) is not int or number < 1) and not (
-                number is None and name == "threads"
-            ):
-                raise ConfigurationError(f"{name} is an int above 0, not {number!r}")
-
-
-class Prepared(NamedTuple):
-    """A take whose ranks have agreed on who writes what.
-
-    Args:
-        take: the id of the take.
-        url: where the snapshot is taken.
-        keys, items: what this rank has.
-        files: what this rank writes.
-        reused: what it refers to instead.
-        claim: on rank 0, what says that the take is running.
-    """
-
-    take: str
-    url: str
-    ranks: Ranks
-    keys: list[str]
-    items: list[Item]
-    files: list[PlannedFile]
-    options: TakeOptions
-    reused: list[Reused] = []  # noqa: RUF012 - of a NamedTuple, and never changed
-    claim: Claim | None = None
-
-    @property
-    def storage(self) -> Storage:
-        return open_storage(self.url)
-
-
-class _Proposal(msgspec.Struct, array_like=True):
-    """What a rank tells the others: where rank 0 takes the snapshot, what it could write, and the
-    URL and the take of the base.
-    """
-
-    url: str
-    take: str
-    held: list[Holding]
-    alone: int
-    base: tuple[str, str] | None = None
-
-
 class _Done(msgspec.Struct, array_like=True):
     """That a rank has got so far."""
-
-
-def prepare(
-    path: str,
-    app_state: AppState,
-    ranks: Ranks,
-    replicated: list[str] | None,
-    options: TakeOptions,
-) -> Prepared:
-    """Inspect the application state and agree with the other ranks on who writes what.
-
-    Raises:
-        SnapshotExistsError: there is a snapshot, and ``options.overwrite`` is False.
-        RankFailedError: another rank failed.
-    """
-    proposal: _Proposal | None = None
-    error: Exception | None = None
-    claim: Claim | None = None
-    base: tuple[Storage, Manifest] | None = None
-    keys: list[str] = []
-    items: list[Item] = []
-    try:
-        options.check()
-        storage = open_storage(path)
-        if ranks.rank == 0:
-            storage.prepare()
-            refuse_existing(storage, options)
-        keys, items = collect(app_state, replicated or (), allow_pickle=options.allow_pickle)
-        held, alone = holdings(items) if ranks.size > 1 else ([], 0)
-        proposal = _Proposal(storage.url, new_take_id(), held, alone)
-        if ranks.rank == 0:
-            claim = Claim(storage, proposal.take, reading=options.base is not None)
-            base = _read_base(storage, claim, options)
-            if base is not None:
-                proposal.base = base[0].url, base[1].take
-    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of it; raised below
-        error = caught
-    try:
-        proposals = ranks.exchange(proposal, _Proposal, error)
-    except BaseException:
-        if claim is not None:
-            claim.release()
-        raise
-    first = proposals[0]
-    everyone = [(p.held, p.alone) for p in proposals]
-    if ranks.size == 1:
-        everyone = [holdings(items)]
-    try:
-        units = split_work(items, ranks.rank, everyone)
-        units, reused = _reuse(items, units, first, base)
-        files = plan_files(items, units, first.take, ranks.rank, options.file_max)
-    except BaseException:
-        if claim is not None:
-            claim.release()
-        raise
-    return Prepared(first.take, first.url, ranks, keys, items, files, options, reused, claim)
-
-
-def _read_base(
-    storage: Storage, claim: Claim, options: TakeOptions
-) -> tuple[Storage, Manifest] | None:
-    """Read the manifest of the base, after the claim says so."""
-    if options.base is None:
-        return None
-    base = open_storage(options.base)
-    if storage.sibling(folder_name(base)).url != base.url:
-        raise ConfigurationError(
-            f"the base {options.base!r} is not beside {storage.url!r}; a snapshot refers to "
-            "snapshots in the same folder, so that they can be moved together"
-        )
-    manifest = read_manifest(base)
-    claim.refer(sorted(references(folder_name(base), manifest)))
-    return base, manifest
-
-
-def _reuse(
-    items: list[Item],
-    units: list[Unit],
-    first: _Proposal,
-    base: tuple[Storage, Manifest] | None,
-) -> tuple[list[Unit], list[Reused]]:
-    """Find what the base has. A rank that cannot read the base, or finds another snapshot there
-    than rank 0 did, writes everything.
-    """
-    if first.base is None:
-        return units, []
-    url, take = first.base
-    try:
-        found = open_storage(url) if base is None else base[0]
-        manifest = read_manifest(found) if base is None else base[1]
-    except (TorchStoreError, OSError):
-        return units, []
-    if manifest.take != take:
-        return units, []
-    own = folder_name(open_storage(first.url))
-    return find_unchanged(items, units, manifest, folder_name(found), own)
-
-
-def refuse_existing(storage: Storage, options: TakeOptions) -> None:
-    """Raise SnapshotExistsError if there is a snapshot that must not be replaced."""
-    if options.overwrite:
-        return
-    try:
-        existing = read_manifest(storage)
-    except SnapshotNotFoundError:
-        return
-    raise SnapshotExistsError(
-        f"there already is a snapshot at {storage.url!r} (take {existing.take}); give overwrite="
-        "True to replace it",
-        details={"path": storage.url, "take": existing.take},
-    )
 
 
 def write(prepared: Prepared) -> Part:
@@ -266,69 +72,18 @@ def commit(
     store: dict[str, StoredKey] | None = None,
     claim: Claim | None = None,
 ) -> Manifest:
-    """Make a snapshot of what all ranks have written. With ``overwrite``, the files of the snapshot
-    before it are then removed, except those that other snapshots refer to.
-
-    Args:
-        claim: the claim of the take, which is released.
+    """Make a snapshot of what all ranks have written; see :func:`.publishing.publish`.
 
     Raises:
-        TakeLostError: the take was given up by a garbage collection.
-        SnapshotExistsError: another take was faster.
         LayoutMismatchError: no rank has some part of a sharded tensor.
-        OSError: the storage failed. There is no snapshot then, or still the one before.
+        SnapshotError, OSError: what publishing raises. There is no snapshot then, or still the one
+            before.
     """
     manifest = merge(parts, take, time.time())
     if store:
         manifest = msgspec.structs.replace(manifest, store=store)
     publish(storage, manifest, options, claim)
     return manifest
-
-
-def publish(
-    storage: Storage, manifest: Manifest, options: TakeOptions, claim: Claim | None = None
-) -> None:
-    """Make a snapshot of files that are written already: put its manifest into place.
-
-    Args:
-        claim: as for :func:`commit`.
-
-    Raises:
-        TakeLostError: as for :func:`commit`.
-        SnapshotExistsError: another take was faster.
-        OSError: as for :func:`commit`.
-    """
-    take = manifest.take
-    before: Manifest | None = None
-    if options.overwrite:
-        try:
-            before = read_manifest(storage)
-        except SnapshotNotFoundError:
-            before = None
-    if claim is not None:
-        claim.check()
-    try:
-        storage.publish(
-            MANIFEST,
-            manifests.encode(manifest),
-            take=take,
-            overwrite=options.overwrite,
-            durable=options.fsync,
-        )
-    except FileExistsError as error:
-        raise SnapshotExistsError(
-            f"another take has made a snapshot at {storage.url!r} in the meantime",
-            details={"path": storage.url},
-        ) from error
-    if claim is not None:
-        claim.release()
-    maps = weight_maps(manifest)
-    for name, data in maps.items():
-        storage.publish(name, data, take=take, overwrite=True, durable=False)
-    if before is not None:
-        for name in weight_maps(before).keys() - maps.keys():
-            storage.delete(name)
-        remove_replaced(storage, before)
 
 
 def discard(prepared: Prepared) -> None:
@@ -395,9 +150,10 @@ def take_values(
     """
     options.check()
     storage = open_storage(path)
-    storage.prepare()
-    refuse_existing(storage, options)
+    storage.prepare(durable=options.fsync)
+    refuse_existing(storage, overwrite=options.overwrite)
     items = collect_values(states, allow_pickle=options.allow_pickle)
+    refuse_foreign_maps(storage, maps_of(items))
     alone = Ranks.alone()
     units = split_work(items, 0, [holdings(items)])
     name = new_take_id()

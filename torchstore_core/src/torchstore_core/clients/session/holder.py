@@ -127,10 +127,12 @@ class Holder:
         self.live[ident] = ref
 
     def claim(self, ident: int, ticket: int, ref: ObjectRef, where: str) -> None:
-        """A reference has arrived."""
+        """A reference has arrived. The server learns of it even if this process is killed now: it
+        would count as in flight for as long as its sender lives.
+        """
         self.begin(ident, ref)
         self._outbox.append(m.Claim(ident, ticket, ref.key, ref.version, ref.timeline, where))
-        self._nudge()
+        self._send_now()
 
     def end(self, ident: int) -> None:
         """A reference has ended. Safe in finalizers."""
@@ -150,12 +152,15 @@ class Holder:
             return 0
         ticket = secrets.randbits(63) | 1
         self._outbox.append(m.Lend(ident, ticket))
+        self._send_now()
+        return ticket
+
+    def _send_now(self) -> None:
         # A server that is stopped is waited for once, not for each reference of a large message.
         self.flush(0.0 if self._is_stuck else _PATIENCE_S)
         if self._outbox or self._unsent:
             self._is_stuck = True
             self._nudge()
-        return ticket
 
     def _nudge(self) -> None:
         if self._wake is not None:
@@ -183,7 +188,8 @@ class Holder:
         """Send what is there. If the server takes it not within ``patience_s`` seconds (None: as
         long as it takes), what is left is sent by a later call.
         """
-        while self._outbox or self._unsent:
+        # Whoever holds the lock may have taken something out of the outbox, and not sent it yet.
+        while self._outbox or self._unsent or self._lock.locked():
             if not self._acquire(patience_s):
                 return  # whoever holds the lock looks again when it has released it
             try:

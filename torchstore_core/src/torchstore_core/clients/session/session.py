@@ -106,18 +106,20 @@ class Session:
         timeout: float | None,
         ranks: Ranks | None,
         what_to_do: str,
+        *,
+        role: str = "",
     ) -> Session:
         """Connect to the server at ``address``.
 
         ``ranks``: see ``handshake.client_facts``. ``what_to_do``: advice for the error that is
-        raised when the server is gone.
+        raised when the server is gone. ``role``: see ``ClientFacts``.
 
         Raises:
             StoreClosedError, StoreTimeoutError, ProtocolError: see ``handshake.handshake``.
             PluginError: two distributions claim the same transport.
         """
         here = topology.probe()
-        facts = client_facts(os.environ, here, ranks)
+        facts = client_facts(os.environ, here, ranks, role)
         begun = time.monotonic()
         liveness, welcome = await handshake(address, b"", facts, here, timeout)
         try:

@@ -24,6 +24,7 @@ from torchstore_core.clients.values.tensors import (
 )
 from torchstore_core.errors import (
     LayoutMismatchError,
+    OutOfMemoryError,
     ProtocolError,
     UnsupportedValueError,
 )
@@ -305,7 +306,7 @@ class Results:
             elif target.tensor is not None:
                 made = target.tensor
             else:
-                made = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+                made = _new_tensor(target.shape, target.dtype)
             self.values[target.at] = made
         return made
 
@@ -326,10 +327,13 @@ class Results:
                 like = first.get(meta)
                 if like is None:
                     dtype = dtype_of(meta, one.key)
-                    like = first[meta] = torch.empty(meta.shape, dtype=dtype, device="cpu")
+                    like = first[meta] = _new_tensor(meta.shape, dtype)
                     add(like)
                     continue
-            add(empty_like(like))
+            try:
+                add(empty_like(like))
+            except RuntimeError as error:
+                raise _out_of_memory(like.nbytes, error) from error
         self.values.update(zip([one.at for one in plain], found, strict=True))
         return found
 
@@ -383,6 +387,22 @@ class Results:
         if tensor is not None and not tensor.is_inference():
             # Tell autograd, which did not see the write.
             torch.autograd.graph.increment_version(tensor)
+
+
+def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    except RuntimeError as error:
+        raise _out_of_memory(math.prod(shape) * dtype.itemsize, error) from error
+
+
+def _out_of_memory(nbytes: int, error: RuntimeError) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"a tensor of {nbytes:,} bytes cannot be made in this process ({error}). Drop tensors, get "
+        "into existing ones, or raise its limits: memory, address space (ulimit -v), mappings "
+        "(vm.max_map_count)",
+        details={"requested_bytes": nbytes},
+    )
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -205,6 +205,8 @@ class Txn(msgspec.Struct, eq=False):
         when_full: what is done with its values when memory is full, see ``messages.Put``.
         held_as: it makes an object without a key, which its session holds by this id, from this
             line of the program on.
+        copy_of: it makes further copies of these values, which are stored already: in each of its
+            own values one of them.
     """
 
     values: list[Value]
@@ -214,6 +216,7 @@ class Txn(msgspec.Struct, eq=False):
     results: Sequence[Value | PutTarget]
     when_full: int = m.PINNED
     held_as: tuple[int, str] | None = None
+    copy_of: Sequence[Value] = ()
 
     @property
     def nbytes(self) -> int:

@@ -9,22 +9,25 @@ not answered has been executed as far as anybody can tell; its client asks again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
 from torchstore_core import moments
 from torchstore_core.contracts.strategy import ClientFacts
-from torchstore_core.errors import TorchStoreError
+from torchstore_core.errors import ConfigurationError, TorchStoreError
 from torchstore_core.machine.processes import started
 from torchstore_core.machine.topology import Topology
+from torchstore_core.reports.repairs import DrainReport
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.records import SessionRecord, Versions
 from torchstore_core.server.index.references.holds import DEFAULT_GRACE_S, Holds
 from torchstore_core.server.keeping.log import Log, Record
 from torchstore_core.server.keeping.recorded_holds import RecordedHolds
 from torchstore_core.server.keeping.state import StateReader, written
+from torchstore_core.server.repairing.drains import Drains
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import portable
 
@@ -32,7 +35,7 @@ __all__ = ["Opened", "RecordedController", "Repeated", "number_of"]
 
 # Kinds of records. Their numbers must stay what they are only as long as a store lives.
 _OPEN, _CLOSE, _END, _REQUEST, _ABORT, _ABORT_EARLY, _RELEASE, _RELEASE_EARLY = range(8)
-_VALUES, _STATE, _DUE, _BEGIN = range(8, 12)
+_VALUES, _STATE, _DUE, _BEGIN, _GREW, _TRIMMED = range(8, 14)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(
     m.Put
@@ -114,6 +117,12 @@ class RecordedController(Controller):
             options.get("later", lambda delay, call: None),
             options.get("grace_s", DEFAULT_GRACE_S),
         )
+        self.drains = _NoDrains(self.volumes, self.repairs, lambda delay, call: None, spills=False)
+        for at, volume in enumerate(self.volumes):
+            allocator = volume.allocator
+            if allocator.grow is not None:
+                allocator.ask(partial(self._grow, at, allocator.grow), allocator.assured)
+        self._records: Iterator[Record] | None = None  # while they are repeated
         if not log.nbytes:
             self.log.append(_BEGIN, 0, _encode(self.holds._number))
         self._next_serial = 1
@@ -125,6 +134,27 @@ class RecordedController(Controller):
 
     def _record(self, serial: int, request: m.Message) -> None:
         self.log.append(_REQUEST, serial, _encode(request))
+
+    def _grow(self, at: int, grow: Callable[[int], int], end: int) -> int:
+        """How far a volume may be used depends on what else uses memory: record the answer."""
+        if self._records is not None:  # it is what follows the request that needed it
+            found = next(self._records, None)
+            if found is not None:
+                return _decode_number(found.body)
+        limit = grow(end)
+        self.log.append(_GREW, at, _encode(limit))
+        return limit
+
+    def trim(self, idle_s: float, keep: int) -> int:
+        given = super().trim(idle_s, keep)
+        if given:
+            self.log.append(_TRIMMED, 0, b"")
+            self._ask_again()
+        return given
+
+    def _ask_again(self) -> None:
+        for volume in self.volumes:
+            volume.allocator.ask_again()
 
     def _record_due(self, sessions: list[int], tickets: list[int]) -> None:
         self.log.append(_DUE, 0, _encode((sessions, tickets)))
@@ -254,15 +284,20 @@ class RecordedController(Controller):
         self._silent = True
         try:
             with self.holds.repeating(), moments.then() as show:
-                for record in self.log:
+                self._records = iter(self.log)
+                for record in self._records:
                     show(record.at)
                     self._repeat[record.kind](self, record)
         finally:
             self._silent = False
+            self._records = None
             self._prefault = prefault
             del self._restoring, self._known
         for session in self.sessions.values():
             session.lanes = 0
+
+    def _trimmed_again(self, record: Record) -> None:
+        self._ask_again()
 
     def _begin_again(self, record: Record) -> None:
         self.holds._number = _decode_number(record.body)
@@ -361,7 +396,17 @@ class RecordedController(Controller):
         _STATE: _state_again,
         _DUE: _due_again,
         _BEGIN: _begin_again,
+        _TRIMMED: _trimmed_again,
     }
+
+
+class _NoDrains(Drains):
+    """What the store copies by itself is not in the log."""
+
+    def drain(self, request: m.Drain) -> DrainReport:
+        raise ConfigurationError(
+            "a store with a keeper cannot drain volumes yet: initialize it without keeper="
+        )
 
 
 def number_of(request: m.Message) -> int:

@@ -87,7 +87,7 @@ def _volume_state(volume: VolumeRecord) -> tuple[Any, ...]:
     allocator = volume.allocator
     ranges = allocator.free_ranges()
     accounts = volume.inline, volume.leased, volume.unfinished
-    return (*accounts, ranges, allocator.high_water, volume.memory.warm)
+    return (*accounts, ranges, allocator.high_water, volume.memory.warm, allocator.assured)
 
 
 def _set_volume_state(
@@ -98,7 +98,10 @@ def _set_volume_state(
     free: list[tuple[int, int]],
     high_water: int,
     warm: int,
+    assured: int,
 ) -> None:
+    grow = volume.allocator.grow
     volume.inline, volume.leased, volume.unfinished = inline, leased, unfinished
     volume.allocator = Allocator.with_free(volume.info.capacity_bytes, free, high_water)
+    volume.allocator.ask(grow, assured)
     volume.memory.touched(warm)

@@ -7,7 +7,7 @@ filed by power-of-two size; each file is a heap, ordered by address.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 __all__ = ["ALIGNMENT", "Allocator", "rounded"]
@@ -28,6 +28,12 @@ def rounded(nbytes: int) -> int:
 class Allocator:
     """Allocates and frees ranges of ``[0, capacity)``.
 
+    Args:
+        capacity: in bytes.
+        grow: says how far the memory may be used if it cannot all be relied on: called with the end
+            of a range that lies beyond what it returned before, it returns the new limit. If that
+            is less than asked for, the range is not allocated.
+
     >>> a = Allocator(192)
     >>> a.allocate(100), a.allocate(64), a.allocate(1), a.used
     (0, 128, None, 192)
@@ -35,10 +41,25 @@ class Allocator:
     (0, 192)
     """
 
-    __slots__ = ("_by_end", "_by_start", "_files", "capacity", "high_water", "used")
+    __slots__ = (
+        "_assured",
+        "_by_end",
+        "_by_start",
+        "_files",
+        "_grow",
+        "capacity",
+        "high_water",
+        "refused",
+        "used",
+    )
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, grow: Callable[[int], int] | None = None) -> None:
         self.capacity = capacity & -ALIGNMENT
+        self._grow = grow
+        # Ranges that end at most here need not ask ``grow``.
+        self._assured = self.capacity if grow is None else 0
+        #: Whether ``grow`` is why the last allocation that failed did so.
+        self.refused = False
         self.used = 0
         #: End of the highest range that was ever allocated.
         self.high_water = 0
@@ -60,6 +81,7 @@ class Allocator:
         64
         """
         made = cls(0)
+        made._assured = capacity
         made.capacity = made.used = capacity & -ALIGNMENT
         made.high_water = high_water
         for start, size in free:
@@ -91,13 +113,15 @@ class Allocator:
         """Allocate ``rounded(nbytes)`` bytes; returns the offset, or None if no free range fits."""
         size = max(rounded(nbytes), ALIGNMENT)
         if size > self.capacity - self.used:
+            self.refused = False
             return None
         best = self._exact_file(size)
         for k in range(size.bit_length(), 64):
             top = self._top(k)
             if top is not None and (best is None or top < best):
                 best = top
-        if best is None:
+        if best is None or (best + size > self._assured and not self._assure(best, size)):
+            self.refused = best is not None
             return None
         have = self._by_start.pop(best)
         del self._by_end[best + have]
@@ -175,6 +199,31 @@ class Allocator:
         if end > start:
             self.used -= end - start
             self._merge(start, end - start)
+
+    def ask_again(self) -> None:
+        """Ask ``grow`` before the next allocation: memory was returned to the system."""
+        if self._grow is not None:
+            self._assured = 0
+
+    @property
+    def grow(self) -> Callable[[int], int] | None:
+        """Says how far the memory may be used."""
+        return self._grow
+
+    @property
+    def assured(self) -> int:
+        """Ranges that end at most here need not ask ``grow``."""
+        return self._assured
+
+    def ask(self, grow: Callable[[int], int] | None, assured: int) -> None:
+        """From now on, ask this one, but not for ranges that end at most at ``assured``."""
+        self._grow, self._assured = grow, assured
+
+    def _assure(self, start: int, size: int) -> bool:
+        """Ask for the limit to be moved to the end of a range; returns whether it was."""
+        if self._grow is not None:
+            self._assured = self._grow(start + size)
+        return start + size <= self._assured
 
     def free_ranges(self) -> list[tuple[int, int]]:
         """Return all free ranges as ``(offset, size)``, sorted by address."""

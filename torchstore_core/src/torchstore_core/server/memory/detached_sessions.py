@@ -99,7 +99,8 @@ class DetachedSessions:
 
     def _may_be_mapped(self, left: SessionRecord, value: Value) -> bool:
         volumes = self._controller.volumes
-        return any(_is_beside(left, volumes[at]) for at, _ in value.places)
+        places = self._controller.repairs.leavings.places(value)
+        return any(_is_beside(left, volumes[at]) for at, _ in places)
 
 
 def _is_beside(left: SessionRecord, volume: VolumeRecord) -> bool:

@@ -145,6 +145,27 @@ class Leases:
         volume, offset = choice.of(value)
         return m.Grant(volume, 0, offset)
 
+    def lease(self, session: SessionRecord, lease: int, values: Sequence[Value]) -> None:
+        """Lease values, whichever of their copies will be read.
+
+        Raises:
+            ProtocolError: the lease id is in use.
+        """
+        if lease in session.leases:
+            raise ProtocolError(f"lease id {lease} is in use")
+        for value in values:
+            value.pins += 1
+            if value.pins == 1:
+                for at, _ in value.places:
+                    self.volumes[at].leased += rounded(value.nbytes)
+        session.leases[lease] = list(values)
+
+    def add_copy(self, value: Value, place: tuple[int, int]) -> None:
+        """A value has another copy, of which its leases are leases, too."""
+        value.more = (*value.more, place)
+        if value.pins:
+            self.volumes[place[0]].leased += rounded(value.nbytes)
+
     def unpin(self, value: Value) -> bool:
         """Remove a lease of a value; returns whether nothing holds the value any more."""
         value.pins -= 1
@@ -184,9 +205,12 @@ class _Choice:
         return places[chosen]
 
     def _choose(self, volumes: Sequence[int]) -> int:
-        reachable = [at for at, v in enumerate(volumes) if v not in self._avoid]
-        reachable = reachable or list(range(len(volumes)))
+        staying = [at for at, v in enumerate(volumes) if not self._volumes[v].draining]
+        staying = staying or list(range(len(volumes)))
+        reachable = [at for at in staying if volumes[at] not in self._avoid]
+        reachable = reachable or [at for at, v in enumerate(volumes) if v not in self._avoid]
+        reachable = reachable or staying
         if len(reachable) == 1:
             return reachable[0]
-        copies = [self._volumes[volumes[at]].facts() for at in reachable]
+        copies = [self._volumes[volumes[at]].facts(for_puts=False) for at in reachable]
         return reachable[strategy_calls.choice(self._strategy, self._client, copies)]

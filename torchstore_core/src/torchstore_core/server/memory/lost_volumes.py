@@ -20,7 +20,7 @@ from torchstore_core.server.index.records import (
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
-__all__ = ["LostVolumes", "lost_reason"]
+__all__ = ["LostVolumes", "forget_copy", "lost_reason"]
 
 
 class LostVolumes:
@@ -44,7 +44,7 @@ class LostVolumes:
         volume.lose(why)
         self.any = True
         for value in {id(v): v for v in _every_value(catalog, sessions)}.values():
-            _forget_copy(value, index)
+            forget_copy(value, index)
         for session in sessions:
             for txn in session.txns.values():
                 txn.granted.pop(index, None)
@@ -107,7 +107,7 @@ def lost_reason(volume: VolumeRecord) -> str:
     return f"volume {volume.info.id} is gone since {since} ({volume.lost})"
 
 
-def _forget_copy(value: Value, index: int) -> None:
+def forget_copy(value: Value, index: int) -> None:
     """Remove the copy on volume ``index`` from a value's places, unless it is the only copy."""
     if value.data is not None:
         return

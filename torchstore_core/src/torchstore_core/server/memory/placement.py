@@ -107,7 +107,7 @@ def find_place(
     """
     if len(volumes) == 1:
         volume = volumes[0]
-        if volume.lost:
+        if volume.closed:
             raise all_lost_error(strategy, volumes, [0])
         if volume.used + placed + inline <= volume.info.capacity_bytes:
             offsets = volume.allocator.allocate_all(placed, sizes)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 
 from torchstore_core.errors import StoreFullError
+from torchstore_core.machine.topology import memory_left_bytes, memory_limit_bytes
 from torchstore_core.machine.virtual_memory import (
     map_shared,
     populate_write,
@@ -30,6 +31,11 @@ log = logging.getLogger(__name__)
 
 # Small, because a chunk counts as the server's own memory while it is being warmed.
 _CHUNK = 4 << 20
+# How far the memory may grow before the system is asked again what it has left: at most so far, and
+# at most by one part in so many of what is left.
+_MOST_AT_ONCE, _PART_AT_ONCE = 64 << 20, 4
+# Of the memory that a process may use, one part in so many is left to other uses, at most so much.
+_RESERVED_PART, _MOST_RESERVED = 16, 512 << 20
 
 
 def open_memory(name: str, nbytes: int) -> int:
@@ -73,6 +79,8 @@ class SegmentMemory:
         self.registered: Callable[[], int] = lambda: 0
         self.fd = open_memory(name, nbytes) if fd is None else fd
         self._lock = threading.Lock()
+        self._reserve = min(memory_limit_bytes() // _RESERVED_PART, _MOST_RESERVED)
+        self._assured = 0
         self._warm = 0
         self._target = 0
         self._thread: threading.Thread | None = None
@@ -89,11 +97,30 @@ class SegmentMemory:
             with self._lock:
                 self._warm = max(self._warm, min(end, self.nbytes))
 
+    def may_grow(self, end: int) -> int:
+        """Return how far the segment may be written to, now that this is wanted up to ``end``.
+
+        It is less than ``end`` if the system, or a cgroup, does not have the memory for the pages
+        that are still missing: whoever writes to such a page is killed. It is more if there is
+        plenty.
+        """
+        left = memory_left_bytes()
+        if left is None:
+            return self.nbytes
+        has = os.fstat(self.fd).st_blocks * 512
+        room = has + max(0, left - self._reserve)
+        start = end if end <= room else has
+        return start + min((room - start) // _PART_AT_ONCE, _MOST_AT_ONCE)
+
     def prefault(self, target: int, done: Callable[[], None]) -> None:
-        """Warm the first ``target`` bytes in a background thread, which then calls ``done``.
+        """Warm the first ``target`` bytes, or as many as the system has memory for, in a background
+        thread, which then calls ``done``.
 
         A prefault that is already running is only extended.
         """
+        if target > self._assured:
+            self._assured = self.may_grow(target)
+            target = min(target, self._assured)
         with self._lock:
             self._target = max(self._target, min(target, self.nbytes))
             if self._closed or self._target <= self._warm or self._thread is not None:
@@ -116,6 +143,7 @@ class SegmentMemory:
             if not punch_hole(self.fd, start, given):
                 return 0
             self._warm = self._target = start
+            self._assured = 0
             return given
 
     def close(self) -> None:

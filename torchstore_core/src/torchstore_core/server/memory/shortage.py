@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torchstore_core.contracts.strategy import Strategy
 from torchstore_core.errors import StoreFullError
+from torchstore_core.machine.topology import memory_left_bytes
 from torchstore_core.server.index.records import SessionRecord, Stored
 from torchstore_core.server.memory import strategy_calls
 from torchstore_core.server.memory.allocator import rounded
@@ -27,21 +28,24 @@ def all_lost_error(
 ) -> StoreFullError:
     """Return the error for a put of which all possible volumes are lost."""
     named = [volumes[at] for at in order]
-    why = "; ".join(f"{v.info.id}: {v.lost}" for v in named)
+    why = "; ".join(f"{v.info.id}: {v.closed}" for v in named)
     all_of = (
         "all volumes are" if len(named) == len(volumes) else "every volume that it may go to is"
     )
+    drained = [v.info.id for v in named if v.draining and not v.lost]
+    advice = "Initialize the store again, or with a strategy that uses the other volumes"
+    if drained:
+        advice = f"Put {drained[0]} back in service (`torchstore drain --undo {drained[0]}`)"
     return StoreFullError(
-        f"there is no memory for this put: {all_of} lost ({why}), says strategy "
-        f"{type(strategy).__name__}. Initialize the store again, or with a strategy that uses the "
-        "other volumes",
-        details={"lost": {v.info.id: v.lost for v in named}},
+        f"there is no memory for this put: {all_of} lost{' or drained' if drained else ''} "
+        f"({why}), says strategy {type(strategy).__name__}. {advice}",
+        details={"lost": {v.info.id: v.closed for v in named}},
     )
 
 
 def most_bytes(strategy: Strategy, volumes: Sequence[VolumeRecord]) -> int:
     """Return the bytes of the largest put that would fit if everything else were deleted."""
-    capacities = [v.info.capacity_bytes for v in volumes if not v.lost]
+    capacities = [v.info.capacity_bytes for v in volumes if not v.closed]
     return sum(capacities) if strategy_calls.by_key(strategy) else max(capacities, default=0)
 
 
@@ -108,7 +112,10 @@ def full_error(
             fit with another strategy.
         held: the bytes that are there only because references hold them.
     """
-    volumes = [v for v in volumes if not v.lost]
+    volumes = [v for v in volumes if not v.closed]
+    left = None  # the memory that the host has, if that is what is lacking
+    if any(v.allocator.refused and requested <= v.free for v in volumes):
+        left = memory_left_bytes()
     capacity = sum(v.info.capacity_bytes for v in volumes)
     used = sum(v.used for v in volumes)
     holders: list[dict[str, object]] = []
@@ -130,11 +137,19 @@ def full_error(
     in_all = (requested - inline) * copies + inline
     pieces = f"; {free:,} are free, {largest_free:,} of them in one piece" if free else ""
     sizes = [item.nbytes for item in items if item.data is None]
-    in_pieces = _in_pieces(requested, volumes, sizes)
+    in_pieces = left is None and _in_pieces(requested, volumes, sizes)
     top = ", ".join(f"{v.key!r} {v.nbytes:,}" for v in largest) or "none"
     by_pid = ", ".join(f"pid {h['pid']}: {h['leased']:,}" for h in holders if h["leased"])
     details: dict[str, object] = {}
     advice = "Delete keys, drop tensors that zero-copy gets returned"
+    larger = "initialize with a larger capacity"
+    if left is not None:
+        details["host_left_bytes"] = left
+        pieces = (
+            f"; {free:,} are free, but the host, or a cgroup, has only {left:,} bytes of memory "
+            "left, a part of them in reserve"
+        )
+        larger = "end what else uses memory there"
     if in_pieces:
         count = sum(v.allocator.pieces for v in volumes)
         details["pieces"], details["largest_value_bytes"] = count, max(sizes)
@@ -186,7 +201,7 @@ def full_error(
         f"a put of {requested:,} bytes{in_copies} does not fit: {used:,} of {capacity:,} bytes are "
         f"used ({leased:,} leased by readers{f' ({by_pid})' if by_pid else ''}, {unfinished:,} in "
         f"unfinished puts) over {len(volumes)} volume(s){pieces}; largest keys: {top}. "
-        f"{advice}, or initialize with a larger capacity{hint}",
+        f"{advice}, or {larger}{hint}",
         details={
             "capacity_bytes": capacity,
             "used_bytes": used,

@@ -59,10 +59,15 @@ class VolumeRecord:
 
     ``lost`` says why its memory is permanently lost; it is empty while the volume is live. Inline
     values are kept by the controller, so they survive the loss, but they are counted here, too.
+    ``draining``: it is to be taken away, so nothing new is placed on it.
+
+    Args:
+        allocator: of the memory; without it, all of the memory may be used at any time.
     """
 
     __slots__ = (
         "allocator",
+        "draining",
         "halves",
         "index",
         "info",
@@ -74,17 +79,29 @@ class VolumeRecord:
         "unfinished",
     )
 
-    def __init__(self, info: m.VolumeInfo, memory: SegmentView, halves: Halves) -> None:
+    def __init__(
+        self,
+        info: m.VolumeInfo,
+        memory: SegmentView,
+        halves: Halves,
+        allocator: Allocator | None = None,
+    ) -> None:
         self.info = info
         self.index = info.index
         self.memory = memory
         self.halves = halves
-        self.allocator = Allocator(info.capacity_bytes)
+        self.allocator = allocator or Allocator(info.capacity_bytes)
         self.inline = 0
         self.leased = 0
         self.unfinished = 0
         self.lost = ""
         self.lost_at = 0.0
+        self.draining = False
+
+    @property
+    def closed(self) -> str:
+        """Why nothing new is placed on it; empty if something is."""
+        return self.lost or ("it is being drained" if self.draining else "")
 
     @property
     def used(self) -> int:
@@ -94,7 +111,7 @@ class VolumeRecord:
     @property
     def free(self) -> int:
         """The bytes that are left for puts, though maybe not in one piece."""
-        return 0 if self.lost else max(0, self.info.capacity_bytes - self.used)
+        return 0 if self.closed else max(0, self.info.capacity_bytes - self.used)
 
     def lose(self, why: str) -> None:
         """Record that the volume's memory is permanently lost."""
@@ -110,8 +127,17 @@ class VolumeRecord:
         if short > 0:
             memory.prefault(min(max(memory.warm, 0) + short, self.info.capacity_bytes), warmed)
 
-    def facts(self) -> VolumeFacts:
-        """Return the facts about the volume that a strategy sees."""
+    def trim(self, keep: int) -> int:
+        """Return free memory beyond the first ``keep`` bytes to the system; returns how much."""
+        given = self.memory.trim(max(self.allocator.used_end, keep))
+        if given:
+            self.allocator.ask_again()
+        return given
+
+    def facts(self, *, for_puts: bool = True) -> VolumeFacts:
+        """Return the facts about the volume that a strategy sees. For puts, one that is drained is
+        as good as lost.
+        """
         info = self.info
         return VolumeFacts(
             info.id,
@@ -119,5 +145,5 @@ class VolumeRecord:
             info.topology.host_id,
             info.capacity_bytes,
             self.free,
-            bool(self.lost),
+            bool(self.closed if for_puts else self.lost),
         )

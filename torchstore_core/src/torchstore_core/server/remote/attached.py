@@ -27,6 +27,7 @@ from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.segment import call_from_thread
 from torchstore_core.server.memory.volume import Volume
 from torchstore_core.server.remote.process_watches import ProcessWatches
+from torchstore_core.server.repairing.copier_process import CopierProcess
 from torchstore_core.server.serving.frames import FrameProtocol
 from torchstore_core.wire import messages as m
 from torchstore_core.wire.framing import decode_reply, encode, portable
@@ -91,6 +92,10 @@ class AttachedMemory:
     def watch(self, wanted: m.WatchProcess) -> None:
         """Ask the volume to watch a process on its host."""
         self._send(wanted)
+
+    def start_copier(self, *, again: bool) -> None:
+        """Ask the volume to start a copier beside it; ``again``: in place of one that runs."""
+        self._send(m.StartCopier(again))
 
     def warmed(self, message: m.Warm) -> None:
         """Record how much memory is warm, as reported by the volume."""
@@ -174,6 +179,8 @@ class VolumeConnection(FrameProtocol):
         self._attached: asyncio.Future[None] = self._loop.create_future()
         self._watcher = ProcessWatches(self._send)
         self._answers: set[asyncio.Task[None]] = set()
+        self._copier = CopierProcess([info.index], self._copier_ended_in_thread)
+        self._path = ""
         self._wanted = False
         self._closing = False
 
@@ -189,6 +196,7 @@ class VolumeConnection(FrameProtocol):
             ProtocolError, ConfigurationError: the server rejected the volume.
         """
         made = cls(volume, info, lost)
+        made._path = path
         try:
             async with asyncio.timeout(timeout):
                 with unix_socket() as sock:
@@ -209,6 +217,7 @@ class VolumeConnection(FrameProtocol):
         """Disconnect from the server; ``lost`` is not called after this."""
         self._closing = True
         self._watcher.close()
+        self._copier.stop()
         super().close()
 
     # ---- FrameProtocol --------------------------------------------------------------------
@@ -233,6 +242,7 @@ class VolumeConnection(FrameProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._watcher.close()
+        self._copier.stop()
         for task in self._answers:
             task.cancel()
         self._fail(StoreClosedError(f"volume {self._info.id}: its server is gone"))
@@ -262,6 +272,8 @@ class VolumeConnection(FrameProtocol):
                 self._tell(trimmed=True)
             case m.WatchProcess():
                 self._watcher.watch(message)
+            case m.StartCopier():
+                self._copier.start(self._path, again=message.again)
             case m.PeerHandshake() | m.PeerGone():
                 task = self._loop.create_task(self._answer(message))
                 self._answers.add(task)
@@ -284,6 +296,9 @@ class VolumeConnection(FrameProtocol):
     def _fail(self, error: TorchStoreError) -> None:
         if not self._attached.done():
             self._attached.set_exception(error)
+
+    def _copier_ended_in_thread(self) -> None:
+        call_from_thread(self._loop, lambda: self._send(m.CopierEnded()))
 
     def _warmed_in_thread(self) -> None:
         call_from_thread(self._loop, self._tell)

@@ -39,7 +39,7 @@ __all__ = ["Conversation"]
 log = logging.getLogger(__name__)
 
 # Requests that are handled although their sender has gone: they concern others, or free memory.
-_LAST_WORDS = m.Abort | m.Release | m.Unhold | m.Lend | m.LendAll | m.Adopt
+_LAST_WORDS = m.Abort | m.Release | m.Unhold | m.Lend | m.LendAll | m.Claim | m.Adopt
 # How many Waits one conversation may have open; a client has one per awaiting task.
 _MAX_WAITERS = 100_000
 
@@ -116,7 +116,7 @@ class Conversation:
 
     def hear_last(self, body: bytes) -> None:
         """Handle a message of a client that closed its connection before the message was answered:
-        what it gives back or lends takes effect, other requests are ignored.
+        what it gives back, lends or has received takes effect, other requests are ignored.
         """
         try:
             request = decode_request(body)
@@ -196,6 +196,8 @@ class Conversation:
                     self._server.process_ended(request)
                 case m.PeerReply():
                     self._server.volume_replied(self._volume, request)
+                case m.CopierEnded():
+                    self._server.controller.repairs.copier_ended(self._volume)
                 case _:
                     raise ProtocolError(f"a volume does not send {type(request).__name__}")
             return
@@ -419,6 +421,10 @@ class Conversation:
                 return m.Done(request.id)
             case m.WaitAny():
                 self._wait_any(request)
+            case m.TakeCopies():
+                controller.repairs.take(session, request, self.send)
+            case m.Drain():
+                return m.DrainReply(request.id, controller.drains.drain(request))
             case _:
                 return answer_holds(controller, session, request)
         return None

@@ -98,6 +98,7 @@ def volume_status(volume: VolumeRecord) -> VolumeStatus:
         warm_bytes=volume.memory.warm,
         transports=sorted(info.offers),
         lost=volume.lost,
+        draining=volume.draining,
     )
 
 

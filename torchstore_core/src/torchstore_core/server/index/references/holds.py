@@ -89,6 +89,7 @@ class Holds:
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
         self._early: dict[int, SessionRecord | None] = {}
+        self._dying: set[SessionRecord] = set()  # what they have sent may not be read yet
         self._deadlines: list[tuple[float, int, int | SessionRecord]] = []
         self._counter = 0
         self._armed_for = math.inf  # when :meth:`sweep` is called next
@@ -171,6 +172,7 @@ class Holds:
 
     def session_ended(self, session: SessionRecord) -> None:
         """A session has ended, and all that it has sent is read. Idempotent."""
+        self._dying.discard(session)
         holds = list(session.holds.values())
         session.holds.clear()
         now = self._clock()
@@ -183,8 +185,8 @@ class Holds:
 
     def process_died(self, session: SessionRecord) -> None:
         """The process of a session has died. Its holds end when what it had sent has been read."""
-        if session.holds or session.tickets:
-            self._push(self._clock() + READ_REST_S, session)
+        self._dying.add(session)
+        self._push(self._clock() + READ_REST_S, session)
 
     def free(
         self, refs: Iterable[tuple[str, int, int]], by: tuple[SessionRecord, int] | None = None
@@ -240,11 +242,17 @@ class Holds:
 
     def claim(self, session: SessionRecord, request: m.Claim) -> None:
         """A reference has arrived. If it comes too late, its session does not hold it, and is told
-        so when it reads it.
+        so when it reads it. If its process has died since, it is not in flight any more, either.
         """
-        if session.closed is not None or request.hold in session.holds:
+        if request.hold in session.holds:
             return
         ticket = self._tickets.get(request.ticket)
+        if session.closed is not None and session not in self._dying:
+            if ticket is None:
+                self._remember_early(request.ticket, None)
+            elif not ticket.is_fork:
+                self._received(request.ticket, ticket)
+            return
         if ticket is not None and not ticket.is_fork:
             held = ticket.holds[0].version
             held.count += 1
@@ -254,8 +262,7 @@ class Holds:
                 held = self._find(request.key, request.version, request.timeline)
             except (KeyNotFoundError, VersionGoneError):
                 return
-            if request.ticket:
-                self._remember_early(request.ticket, None)
+            self._remember_early(request.ticket, None)
         self._begin(session, request.hold, held, request.where)
         self._end(held)
 
@@ -290,8 +297,11 @@ class Holds:
         self._end_ticket(number)
 
     def _remember_early(self, number: int, child: SessionRecord | None) -> None:
-        """A ticket was claimed, or adopted by a child, before its sender's socket was read."""
-        self._early[number] = child
+        """A ticket was claimed, or adopted by a child, before its sender's socket was read. 0: it
+        was no ticket.
+        """
+        if number:
+            self._early[number] = child
         while len(self._early) > _MAX_EARLY:
             del self._early[next(iter(self._early))]
 

@@ -5,25 +5,23 @@ the writer process, the server of the store): the snapshot before stays, and a l
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import queue
 import random
 import signal
 import socket
-import tempfile
 import threading
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.processes import Script, fork_server
+from tests.processes import Script
 from tests.support import SMALL, until
 
 import torchstore_core as ts
-from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot import Snapshot, StateDict, gc
 from torchstore_snapshot.api.stateful import AppState
 from torchstore_snapshot.background import messages as m
 from torchstore_snapshot.background.process import Job
@@ -31,10 +29,11 @@ from torchstore_snapshot.background.staging import PREFIX, _begin
 from torchstore_snapshot.background.writer import _Program, _serve
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.ranks import Ranks
-from torchstore_snapshot.storage.opening import leavings, open_storage
 from torchstore_snapshot.taking.take import TakeOptions, prepare
 
-_MARK = "CRASH_TEST_OF_SNAPSHOTS"
+_running = importlib.import_module("plugins.torchstore-snapshot.tests.crashes.running")
+mark, started = _running.mark, _running.started
+
 _TAKES = {
     "take": "Snapshot.take(path, state, overwrite=True, fsync=False, file_max=500_000)",
     "async_take": "Snapshot.async_take(path, state, overwrite=True, fsync=False).wait(60)",
@@ -45,7 +44,7 @@ _TAKES = {
     """,
 }
 _PROGRAM = """
-from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot import Snapshot, StateDict, gc
 path, n = {path!r}, {first}
 while True:
     n += 1
@@ -57,34 +56,6 @@ while True:
         print(type(error).__name__, flush=True)
 """
 _EXPECTED = {"SnapshotWriterError", "StoreClosedError", "StoreLostError", "KeyNotFoundError"}
-
-
-@pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """What all processes of this test have in their environment; their sockets have a folder."""
-    fork_server()  # is none of its processes
-    name = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="ts-") as runtime:
-        monkeypatch.setenv(_MARK, name)
-        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-        yield name
-
-
-def started(mark: str) -> dict[str, list[int]]:
-    """The writers and the servers of this test that are running."""
-    found: dict[str, list[int]] = {"writer": [], "server": []}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"{_MARK}={mark}".encode() in environment:
-            kind = "writer" if b"torchstore_snapshot.background.writer" in command else "server"
-            found[kind].append(int(entry.name))
-    return found
 
 
 def restored(folder: Path) -> int:
@@ -137,16 +108,26 @@ async def crashes(folder: Path, mark: str, times: int) -> None:
         take = [*_TAKES][turn % 3]
         victim = ["program", "writer", "server"][turn // 3 % 3]
         await crash(folder, mark, take, victim, chance)
+        if chance.random() < 0.7:
+            collect(folder)
     state = StateDict(n=-1, **{f"w{i}": torch.full((50_000,), -1.0) for i in range(8)})
     Snapshot.take(folder, {"m": state}, overwrite=True, fsync=False)
-    storage = open_storage(folder)
-    for name in leavings(storage, Snapshot(folder).manifest):
-        storage.delete(name)
+    collect(folder)
     assert restored(folder) == -1
     assert Snapshot(folder).verify() == {}
-    names = {path.name for path in folder.iterdir()}
-    (file,) = Snapshot(folder).manifest.files
-    assert names == {MANIFEST, file.name, "m.safetensors.index.json"}
+
+
+def collect(folder: Path) -> None:
+    """Collect garbage; nothing is left then but the newest snapshot."""
+    before = restored(folder)
+    report = gc(folder.parent, keep_last=1, grace=0)
+    assert (report.running, report.unreadable, report.held) == ((), {}, {})
+    assert restored(folder) == before
+    files = {file.name for file in Snapshot(folder).manifest.files}
+    assert {path.name for path in folder.iterdir()} - files <= {
+        MANIFEST,
+        "m.safetensors.index.json",
+    }
 
 
 async def test_whoever_is_killed_at_any_moment(tmp_path: Path, mark: str) -> None:
@@ -233,7 +214,7 @@ async def test_the_other_ranks_hear_at_once_of_one_that_dies(
 
 _STAGES = """
 import os, signal
-from torchstore_snapshot import Snapshot, StateDict
+from torchstore_snapshot import Snapshot, StateDict, gc
 from torchstore_snapshot.background import process
 await ts.connect({address!r})
 writer = process.the_writer().pid

@@ -1,0 +1,54 @@
+"""The requests behind ``drain``. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import msgspec
+
+from torchstore_cli import reports
+from torchstore_cli.connection import open_store
+from torchstore_core.errors import DrainError, StoreTimeoutError, in_seconds
+from torchstore_core.wire import messages as m
+
+__all__ = ["drain"]
+
+_PAUSE_S = 0.2
+
+
+async def drain(
+    address: str | None, timeout: float, volume: str, *, undo: bool, wait: float | None
+) -> reports.Drained:
+    """Drain a volume, or put it back in service.
+
+    Args:
+        timeout: seconds for each answer.
+        wait: seconds until it must be empty; None: any time; 0: do not wait.
+
+    Raises:
+        DrainError: something cannot be moved, or somebody else has put it back in service.
+        StoreTimeoutError: it takes longer.
+        ConfigurationError: there is no such volume, it is lost, or it cannot be drained.
+    """
+    until = math.inf if wait is None else time.monotonic() + wait
+    async with open_store(address, timeout) as store:
+        what = "undo" if undo else "begin"
+        while True:
+            report = (await store.call(m.DrainReply, m.Drain, volume, what)).report
+            if undo or wait == 0 or report.done:
+                return reports.Drained.of(store.address, report)
+            details = msgspec.structs.asdict(report)
+            if report.stuck_values or not report.draining:
+                raise DrainError(
+                    f"{report}. Make room on the other volumes and drain it again, or put it back "
+                    "in service with --undo",
+                    details=details,
+                )
+            if time.monotonic() >= until:
+                raise StoreTimeoutError(
+                    f"{report} after {in_seconds(wait)}; it goes on", details=details
+                )
+            what = "look"
+            await asyncio.sleep(_PAUSE_S)

@@ -1,0 +1,95 @@
+"""How a snapshot is made invisible without ever harming another that has just replaced it.
+
+No storage can remove a file only if it still has certain contents. So whoever wants to remove a
+manifest first says so, by a claim of its own in the folder, and looks for claims of takes; a take,
+which has had its claim from the beginning, looks for such claims just before it puts its manifest
+into place. One of the two sees the other: the take waits, which is a matter of milliseconds, or the
+snapshot stays, since it is being replaced anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from torchstore_snapshot.errors import SnapshotNotFoundError, SnapshotUnavailableError
+from torchstore_snapshot.format.manifest import Manifest
+from torchstore_snapshot.format.paths import MANIFEST, claim_file, new_take_id, take_of
+from torchstore_snapshot.format.weight_maps import weight_maps, written_by_a_take
+from torchstore_snapshot.series.claims import GRACE_S, Claim, claims_in
+from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.storage.opening import read_manifest
+
+__all__ = ["await_retirement", "delete_map", "forget_claims", "retire"]
+
+# Whoever has not removed a manifest by then does not do it any more, but others still wait.
+_RETIRES_S = 30.0
+_WAITS_S = 60.0
+_PAUSE_S = 0.01
+
+
+def retire(folder: Storage, manifest: Manifest, grace: float = GRACE_S) -> bool:
+    """Make a snapshot invisible. Its files remain for now.
+
+    Args:
+        manifest: of the snapshot; another one in its place is left alone.
+        grace: seconds without a sign of life after which a take on another host counts as dead.
+
+    Returns:
+        Whether there is no snapshot any more: False if it was replaced, or is about to be.
+    """
+    deadline = time.monotonic() + _RETIRES_S
+    claim = Claim(folder, new_take_id(), retires=manifest.take)
+    try:
+        if any(lives and not record.retires for record, lives in claims_in(folder, grace)):
+            return False
+        try:
+            if read_manifest(folder).take != manifest.take:
+                return False
+        except SnapshotNotFoundError:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        forget_claims(folder, manifest)
+        folder.delete(MANIFEST)
+        for name in weight_maps(manifest):
+            delete_map(folder, name)
+    finally:
+        claim.release()
+    return True
+
+
+def await_retirement(folder: Storage) -> None:
+    """Wait until nobody is about to remove the manifest in a folder. Called by a take, whose claim
+    is in that folder, just before it puts its own into place.
+
+    Raises:
+        SnapshotUnavailableError: somebody has been about to for a minute.
+    """
+    deadline = time.monotonic() + _WAITS_S
+    while any(lives and (r.retires or not r.host) for r, lives in claims_in(folder)):
+        if time.monotonic() > deadline:
+            raise SnapshotUnavailableError(
+                f"the snapshot at {folder.url!r}, which was to be replaced, has been about to be "
+                f"removed for {_WAITS_S:.0f} s by a program that does not go on; take it again",
+                details={"path": folder.url},
+            )
+        time.sleep(_PAUSE_S)
+
+
+def forget_claims(folder: Storage, manifest: Manifest) -> None:
+    """Remove the claims of the takes that wrote a snapshot, which died after it was committed. So a
+    dead take that still has a claim has written nothing that any snapshot ever had.
+    """
+    takes = {take_of(file.name) for file in manifest.files if not file.snapshot} | {manifest.take}
+    claims = {claim_file(take) for take in takes if take is not None}
+    for info in folder.list():
+        if info.name in claims:
+            folder.delete(info.name)
+
+
+def delete_map(folder: Storage, name: str) -> None:
+    """Remove the weight map of a snapshot, unless there is a file of somebody else instead."""
+    with contextlib.suppress(FileNotFoundError):
+        if written_by_a_take(folder.read(name)):
+            folder.delete(name)

@@ -1,0 +1,86 @@
+"""The moment at which a snapshot becomes visible, and what has to be done before and after it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from torchstore_snapshot.errors import SnapshotExistsError
+from torchstore_snapshot.format import manifest as manifests
+from torchstore_snapshot.format.manifest import Manifest
+from torchstore_snapshot.format.paths import MANIFEST, take_of
+from torchstore_snapshot.format.weight_maps import weight_maps
+from torchstore_snapshot.series.claims import Claim
+from torchstore_snapshot.series.counting import next_sequence
+from torchstore_snapshot.series.gc import remove_replaced
+from torchstore_snapshot.series.retiring import await_retirement, delete_map, forget_claims
+from torchstore_snapshot.storage.base import Storage
+from torchstore_snapshot.taking.preparing import TakeOptions
+from torchstore_snapshot.taking.replacing import refuse_foreign_maps, replaced
+
+__all__ = ["publish"]
+
+
+def publish(
+    storage: Storage, manifest: Manifest, options: TakeOptions, claim: Claim | None = None
+) -> None:
+    """Make a snapshot of files that are written already: put its manifest into place. With
+    ``overwrite``, the files of the snapshot before it are then removed, except those that other
+    snapshots refer to.
+
+    Args:
+        manifest: its ``sequence`` is decided here.
+        claim: the claim of the take, which is released.
+
+    Raises:
+        TakeLostError: the take was given up by a garbage collection.
+        SnapshotExistsError: another take was faster.
+        ForeignFileError, SnapshotVersionError: somebody has put something in its place since the
+            take began.
+        OSError: the storage failed. There is no snapshot then, or still the one before.
+    """
+    take = manifest.take
+    before = replaced(storage) if options.overwrite else None
+    maps = weight_maps(manifest)
+    refuse_foreign_maps(storage, [*maps])
+    if options.fsync:
+        _flush_reused(storage, manifest)
+    if before is not None:
+        forget_claims(storage, before)
+    if claim is not None:
+        claim.check()
+    await_retirement(storage)
+    sequence = next_sequence(storage, claim.after if claim is not None else 0)
+    manifest = msgspec.structs.replace(manifest, sequence=sequence)
+    try:
+        storage.publish(
+            MANIFEST,
+            manifests.encode(manifest),
+            take=take,
+            overwrite=options.overwrite and storage.replaces,
+            durable=options.fsync,
+        )
+    except FileExistsError as error:
+        raise SnapshotExistsError(
+            f"another take has made a snapshot at {storage.url!r} in the meantime",
+            details={"path": storage.url},
+        ) from error
+    if claim is not None:
+        claim.release()
+    for name, data in maps.items():
+        storage.publish(name, data, take=take, overwrite=True, durable=options.fsync)
+    if before is not None:
+        for name in weight_maps(before).keys() - maps.keys():
+            delete_map(storage, name)
+        remove_replaced(storage, before)
+
+
+def _flush_reused(storage: Storage, manifest: Manifest) -> None:
+    """Flush the files of earlier takes that a snapshot refers to: those may not have done so."""
+    folders: dict[str, list[str]] = {}
+    for file in manifest.files:
+        if file.snapshot:
+            folders.setdefault(file.snapshot, []).append(file.name)
+        elif take_of(file.name) != manifest.take:
+            folders.setdefault("", []).append(file.name)
+    for folder, names in folders.items():
+        (storage.sibling(folder) if folder else storage).flush(names)

@@ -1,0 +1,160 @@
+"""What a take may replace is decided before it writes anything."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchstore_snapshot import (
+    ForeignFileError,
+    Snapshot,
+    SnapshotExistsError,
+    SnapshotVersionError,
+    StateDict,
+    gc,
+)
+from torchstore_snapshot.background.rendezvous import commit_together
+from torchstore_snapshot.dcp import SnapshotStorageWriter
+from torchstore_snapshot.format.paths import MANIFEST
+from torchstore_snapshot.ranks import Ranks
+from torchstore_snapshot.taking.take import TakeOptions, prepare, write
+
+MAP = "m.safetensors.index.json"
+THEIRS = b'{"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}'
+
+
+def state(fill: float) -> dict[str, StateDict]:
+    return {"m": StateDict(w=torch.full((3000,), fill))}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def take(how: str, folder: Path, fill: float, *, overwrite: bool) -> None:
+    if how == "dcp":
+        writer = SnapshotStorageWriter(folder, overwrite=overwrite)
+        try:
+            dcp.save({"m": {"w": state(fill)["m"]["w"]}}, storage_writer=writer, no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from error
+    elif how == "background":
+        Snapshot.async_take(folder, state(fill), overwrite=overwrite).wait(60)
+    else:
+        Snapshot.take(folder, state(fill), overwrite=overwrite)
+
+
+# The saves are those of one process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+WAYS = pytest.mark.parametrize("how", ["take", "background", "dcp"])
+
+
+@WAYS
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
+def test_a_damaged_snapshot_is_replaced(tmp_path: Path, how: str, damage: str) -> None:
+    folder = tmp_path / "s"
+    Snapshot.take(folder, state(1))
+    data = (folder / MANIFEST).read_bytes()
+    changed = {"cut": data[:-9], "empty": b"", "flipped": data.replace(b"3000", b"3001")}[damage]
+    (folder / MANIFEST).write_bytes(changed)
+    before = contents(folder)
+    with pytest.raises(SnapshotExistsError, match="cannot be read"):
+        take(how, folder, 2, overwrite=False)
+    assert contents(folder) == before
+    take(how, folder, 2, overwrite=True)
+    assert float(Snapshot(folder).read_object("m/w")[0]) == 2.0
+    report = gc(tmp_path, grace=0)  # the files of the one before
+    assert ([*report.unreadable], report.held) == ([], {})
+    (file,) = Snapshot(folder).manifest.files
+    assert contents(folder).keys() == {MANIFEST, MAP, file.name}
+
+
+def test_ranks_wait_for_each_other_where_a_damaged_snapshot_is(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path, state(1))
+    (tmp_path / MANIFEST).write_bytes(b"{")
+    options = TakeOptions(overwrite=True)
+    prepared = prepare(str(tmp_path), state(2), Ranks.alone(), None, options)
+    part = write(prepared)
+    other = type(part)(1, [], [], {}, [], [])
+    failures: list[BaseException] = []
+
+    def follow() -> None:
+        try:
+            commit_together(prepared.storage, prepared.take, other, 2, options, 60)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    while not [*tmp_path.glob(".part-*-1.json")]:
+        thread.join(0.001)
+    commit_together(prepared.storage, prepared.take, part, 2, options, 60, prepared.claim)
+    thread.join(30)
+    assert failures == []
+    assert Snapshot(tmp_path).manifest.take == prepared.take
+
+
+@WAYS
+def test_one_of_a_newer_version_is_refused(tmp_path: Path, how: str) -> None:
+    Snapshot.take(tmp_path / "s", state(1))
+    path = tmp_path / "s" / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":3', 1))
+    before = contents(tmp_path / "s")
+    with pytest.raises(SnapshotVersionError, match=r"version 3.*another path"):
+        take(how, tmp_path / "s", 2, overwrite=True)
+    assert contents(tmp_path / "s") == before
+
+
+@WAYS
+def test_a_file_of_somebody_else_is_refused(tmp_path: Path, how: str) -> None:
+    theirs = tmp_path / MANIFEST
+    theirs.write_text('{"format": "of another program"}')
+    for overwrite in (False, True):
+        with pytest.raises(ForeignFileError, match=MANIFEST):
+            take(how, tmp_path, 2, overwrite=overwrite)
+    assert [*contents(tmp_path)] == [MANIFEST]
+
+
+@WAYS
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_map_of_another_model_is_refused(tmp_path: Path, how: str, overwrite: bool) -> None:
+    folder = tmp_path / "s"
+    if overwrite:
+        Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))})
+    folder.mkdir(exist_ok=True)
+    (folder / MAP).write_bytes(THEIRS)
+    before = contents(folder)
+    with pytest.raises(ForeignFileError, match=MAP):
+        take(how, folder, 2, overwrite=overwrite)
+    assert contents(folder) == before
+    Snapshot.take(folder, {"third": StateDict(w=torch.ones(3))}, overwrite=overwrite)
+    assert (folder / MAP).read_bytes() == THEIRS
+
+
+def test_the_map_of_another_model_is_not_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "0"
+    Snapshot.take(folder, state(1))
+    (folder / MAP).write_bytes(THEIRS)
+    Snapshot.take(folder, {"other": StateDict(w=torch.ones(3))}, overwrite=True)
+    assert (folder / MAP).read_bytes() == THEIRS
+    Snapshot.take(tmp_path / "1", state(1))
+    (tmp_path / "1" / MAP).write_bytes(THEIRS)
+    Snapshot.take(tmp_path / "2", state(1))
+    assert gc(tmp_path, keep_last=1, grace=0).dropped == ("0", "1")
+    assert contents(tmp_path / "1") == {MAP: THEIRS}
+
+
+def test_a_map_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
+    """A take that is killed just after it was committed leaves the map of the one before."""
+    Snapshot.take(tmp_path, state(1))
+    left = (tmp_path / MAP).read_bytes()
+    Snapshot.take(tmp_path, state(2), overwrite=True)
+    (tmp_path / MAP).write_bytes(left)
+    Snapshot.take(tmp_path, state(3), overwrite=True)
+    (file,) = Snapshot(tmp_path).manifest.files
+    assert file.name.encode() in (tmp_path / MAP).read_bytes()

@@ -1,0 +1,188 @@
+"""Volumes that are emptied before they are taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+from tests.api.volumes.killable import MB, REPAIRED_S, connected, data, lost, store_of
+from tests.support import running_store, until
+
+import torchstore_core as ts
+from torchstore_cli import main as torchstore
+from torchstore_strategies import HashStrategy, ReplicatedStrategy
+
+COPIES = ReplicatedStrategy(HashStrategy(), copies=2)
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[ts.Client]:
+    """A store with three volumes in one process."""
+    async with running_store(num_storage_volumes=3, capacity=192 * MB, strategy="hash") as client:
+        yield client
+
+
+async def volume_of(client: ts.Client, key: str) -> str:
+    return (await client.stat(key)).volume
+
+
+async def used(client: ts.Client, index: int) -> int:
+    return (await client.status()).volumes[index].used_bytes
+
+
+async def test_what_is_on_a_volume_of_this_host_goes_to_the_others(
+    local: ts.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the command, too; and readers keep what they have."""
+    tensors = {f"k{i}": data(i) for i in range(12)}
+    await local.put_batch(tensors)
+    await local.put_state_dict({"a": data(50), "b": data(51)}, "sd", keep=2)
+    await local.put_state_dict({"a": data(52), "b": data(53)}, "sd", keep=2)
+    ref = await local.put("over", data(20))
+    await local.hold(ref)
+    name = await volume_of(local, "k0")
+    index = int(name[-1])
+    here = [key for key in tensors if await volume_of(local, key) == name]
+    held = await local.get(here[0])  # zero-copy
+    words = ["drain", name, "--wait", "0", "--json", "--address", local.address]
+    assert await asyncio.to_thread(torchstore, words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["draining"]
+    assert not report["done"]
+    with pytest.raises(ts.StoreTimeoutError, match=r"leased by readers.*it goes on") as caught:
+        await local.drain(name, timeout=8.0)
+    assert caught.value.details["operation"] == "drain"
+    status = await local.status()
+    assert status.volumes[index].draining
+    assert status.volumes[index].free_bytes == 0
+    assert "; drained" in str(status)
+    # Whoever reads it now reads another copy, and keeps nobody waiting.
+    again = await local.get(here[0])
+    assert torch.equal(held, tensors[here[0]])
+    assert await used(local, index) > 0
+    del held
+    gc.collect()
+    report = await local.drain(name, timeout=REPAIRED_S)
+    assert report.done
+    assert torch.equal(again, tensors[here[0]])
+    await local.put_batch({f"new{i}": data(100 + i) for i in range(12)})
+    assert await used(local, index) == 0
+    got = await local.get_batch([*tensors, *(f"new{i}" for i in range(12))])
+    assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
+    assert torch.equal(got["new3"], data(103))
+    state, older = await local.get_state_dict("sd"), await local.get_state_dict("sd", version=1)
+    assert torch.equal(state["a"], data(52))
+    assert torch.equal(older["b"], data(51))
+    assert await asyncio.to_thread(torchstore, ["status", "--address", local.address]) == 0
+    assert f"drained: {name}" in capsys.readouterr().out
+
+    words = ["drain", name, "--undo", "--address", local.address]
+    assert await asyncio.to_thread(torchstore, words) == 0
+    assert "in service" in capsys.readouterr().out
+    await local.put("k0", data(200))
+    assert await volume_of(local, "k0") == name
+
+
+async def test_what_cannot_be_drained_says_so(local: ts.Client) -> None:
+    with pytest.raises(ts.ConfigurationError, match="there is no volume 'x'"):
+        await local.drain("x")
+    with pytest.raises(ts.ConfigurationError, match="there is no volume '3'"):
+        await local.drain(3)
+    with pytest.raises(ts.UnsupportedValueError):
+        await local.drain(None)  # type: ignore[arg-type]
+    for index in (0, 1):
+        assert (await local.drain(index, timeout=REPAIRED_S)).done
+    with pytest.raises(ts.DrainError, match="no other volume of the store is in service") as caught:
+        await local.drain(2)
+    assert caught.value.details["volume"].endswith("-2")
+    await local.put("k", data(1))  # it stays in service
+    assert (await volume_of(local, "k")).endswith("-2")
+
+
+async def test_full_volumes_take_what_fits_and_the_rest_when_there_is_room() -> None:
+    async with running_store(
+        num_storage_volumes=2, capacity=64 * MB, strategy="spread", repair_bandwidth=0
+    ) as client:
+        await client.put_batch({"a": data(1, 20 * MB)})
+        await client.put_batch({"b": data(2, 20 * MB)})
+        await client.put_batch({"c": data(3, 2 * MB)})
+        await client.put_batch({"d": data(4, 2 * MB)})
+        assert len({await volume_of(client, key) for key in "ab"}) == 2
+        name = await volume_of(client, "a")
+        with pytest.raises(ts.DrainError, match=r"cannot be moved: no room: 'a'") as caught:
+            await client.drain(name, timeout=REPAIRED_S)
+        assert caught.value.details["stuck_values"] == 1
+        assert caught.value.details["stuck_bytes"] == 20 * MB
+        assert await volume_of(client, "a") == name
+        with pytest.raises(ts.DrainError):  # as long as nothing changes
+            await client.drain(name, timeout=REPAIRED_S)
+        with pytest.raises(ts.StoreFullError):
+            await client.put("e", data(5, 9 * MB))
+        await client.delete("b")
+        assert (await client.drain(name, timeout=REPAIRED_S)).done
+        for at, key in ((1, "a"), (3, "c"), (4, "d")):
+            assert torch.equal(await client.get(key), data(at, (20 if at == 1 else 2) * MB))
+
+
+async def test_nothing_is_lost_when_a_drained_volume_is_taken_away() -> None:
+    """While programs write and read; with one copy of everything."""
+    with store_of(HashStrategy(), (64 * MB,) * 3, repair_bandwidth=64 * MB) as store:
+        async with connected(store) as client:
+            values = {f"k{i}": 0 for i in range(24)}
+            for key in values:
+                await client.put(key, data(0))
+
+            async def write_on() -> None:
+                for step in range(1, 10_000):
+                    for key in values:
+                        await client.put(key, data(step))
+                        values[key] = step
+                        assert torch.equal(await client.get(key), data(step))
+
+            writing = asyncio.create_task(write_on())
+            beginning = asyncio.create_task(client.put("begun", data(7, 24 * MB)))
+            report = await client.drain("lossy-0", timeout=REPAIRED_S)
+            assert report.done
+            await beginning
+            assert await volume_of(client, "begun") != "lossy-0"
+            store.kill(0)
+            await lost(client, 1)
+            begun = dict(values)
+
+            async def written_again() -> bool:
+                return all(values[key] > step for key, step in begun.items())
+
+            await until(written_again, 30)
+            writing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await writing
+            for key, step in values.items():
+                if key not in begun or values[key] == step:
+                    found = await client.get(key)
+                    assert torch.equal(found, data(step)) or torch.equal(found, data(step + 1))
+
+
+async def test_a_loss_while_another_volume_is_drained() -> None:
+    """What is lost does not keep draining from its end, and every value has what copies it can."""
+    with store_of(COPIES, (64 * MB,) * 4, repair_bandwidth=32 * MB) as store:
+        async with connected(store) as client:
+            tensors = {f"k{i}": data(i, MB) for i in range(24)}
+            await client.put_batch(tensors)
+            draining = asyncio.create_task(client.drain("lossy-0", timeout=REPAIRED_S))
+
+            async def some_moved() -> bool:
+                return (await client.status()).repair.copied_values > 0
+
+            await until(some_moved, 60)
+            store.kill(1)
+            await lost(client, 1)
+            assert (await draining).done
+            store.kill(0)
+            await lost(client, 2)
+            for key, tensor in tensors.items():
+                assert torch.equal(await client.get(key), tensor)
+                assert (await client.stat(key)).copies == 2

@@ -1,0 +1,117 @@
+"""Volumes that are emptied before they are taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torchstore_core.errors import ConfigurationError, DrainError
+from torchstore_core.reports.repairs import DrainReport
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.repairing.repairs import Repairs
+from torchstore_core.wire import messages as m
+
+__all__ = ["Drains"]
+
+# How often is looked again for values on a volume that should be empty by now, in seconds.
+_FIRST_S, _LONGEST_S = 1.0, 30.0
+
+
+class Drains:
+    """Drains volumes of a store, and puts them back in service.
+
+    Args:
+        later: calls something after so many seconds.
+        spills: whether the store spills values to disk.
+    """
+
+    def __init__(
+        self,
+        volumes: Sequence[VolumeRecord],
+        repairs: Repairs,
+        later: Callable[[float, Callable[[], None]], object],
+        *,
+        spills: bool = False,
+    ) -> None:
+        self._volumes = volumes
+        self._repairs = repairs
+        self._later = later
+        self._spills = spills
+        self._is_timed = False
+
+    def drain(self, request: m.Drain) -> DrainReport:
+        """Begin to drain a volume, undo it, or only look; returns how far it is.
+
+        Raises:
+            ConfigurationError: there is no such volume, it is lost, or the store spills.
+            DrainError: no other volume is in service.
+        """
+        volume = self._named(request.volume)
+        if volume.lost:
+            raise ConfigurationError(
+                f"volume {volume.info.id} is lost ({volume.lost}): there is nothing to drain"
+            )
+        if request.what == "undo" and volume.draining:
+            volume.draining = False
+            self._repairs.look()
+        elif request.what == "begin":
+            if not volume.draining:
+                self._check(volume)
+            volume.draining = True
+            self._repairs.look()
+            self._look_later(_FIRST_S)
+        return self.report(volume)
+
+    def _named(self, name: str) -> VolumeRecord:
+        for volume in self._volumes:
+            if name in (volume.info.id, str(volume.index)):
+                return volume
+        names = ", ".join(v.info.id for v in self._volumes)
+        raise ConfigurationError(f"there is no volume {name!r}; there are {names}")
+
+    def _check(self, volume: VolumeRecord) -> None:
+        name = volume.info.id
+        if self._spills:
+            raise ConfigurationError(
+                f"volume {name} cannot be drained: this store spills values to disk, and those are "
+                "not moved to other volumes yet. Start it without spill="
+            )
+        if not any(other is not volume and not other.closed for other in self._volumes):
+            raise DrainError(
+                f"volume {name} cannot be drained: no other volume of the store is in service, so "
+                "nothing that is on it could go elsewhere, and no put would have a place",
+                details={"volume": name, "stuck_values": 0, "stuck_bytes": volume.allocator.used},
+            )
+
+    def report(self, volume: VolumeRecord) -> DrainReport:
+        """How far the draining of a volume is."""
+        repairs = self._repairs
+        index = volume.index
+        stuck = []
+        if volume.draining and repairs.idle:
+            stuck = [e for e in repairs.parked if index in dict(e.value.places)]
+        return DrainReport(
+            volume=volume.info.id,
+            draining=volume.draining,
+            nbytes=volume.allocator.used,
+            leased_bytes=volume.leased,
+            unfinished_bytes=volume.unfinished,
+            stuck_values=len(stuck),
+            stuck_bytes=sum(e.value.nbytes for e in stuck),
+            why=next((e.why for e in stuck), ""),
+        )
+
+    def _look_later(self, delay: float) -> None:
+        """Look again for what may have come to a drained volume by ways that nothing reported."""
+        if self._is_timed:
+            return
+        self._is_timed = True
+
+        def look() -> None:
+            self._is_timed = False
+            drained = [v for v in self._volumes if v.draining and not v.lost]
+            if drained:
+                if self._repairs.idle and any(v.allocator.used for v in drained):
+                    self._repairs.look()
+                self._look_later(min(2 * delay, _LONGEST_S))
+
+        self._later(delay, look)

@@ -1,0 +1,483 @@
+"""Gives values further copies: after the loss of a volume, and to empty one that is drained.
+
+The bytes are moved by *copiers*, processes beside the volumes, which are clients: they lease what
+they read, and what they write is an unfinished put until they commit it. Here is decided what they
+copy, and when. One batch is under way at a time, and the next one is not begun before the bandwidth
+allows it.
+
+Everything here runs in the thread of the event loop and never waits; a store of which no volume was
+ever lost or drained pays one look at ``active`` for each commit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.errors import ProtocolError
+from torchstore_core.reports.bandwidths import DEFAULT_BANDWIDTH
+from torchstore_core.reports.repairs import RepairStatus
+from torchstore_core.server.index.catalog import Catalog
+from torchstore_core.server.index.records import SessionRecord, Txn, Value
+from torchstore_core.server.memory.allocator import rounded
+from torchstore_core.server.memory.leases import Leases
+from torchstore_core.server.memory.volume_record import VolumeRecord
+from torchstore_core.server.repairing.backlog import (
+    Backlog,
+    Entry,
+    Parked,
+    named_values,
+    stored_values,
+)
+from torchstore_core.server.repairing.leavings import Leavings
+from torchstore_core.server.repairing.rates import Rate
+from torchstore_core.server.repairing.targets import Targets
+from torchstore_core.wire import messages as m
+
+__all__ = ["Repairs", "StartsCopier"]
+
+log = logging.getLogger(__name__)
+
+# A batch has at most so many bytes, unless it is one value, and so many values.
+_BATCH_BYTES = 64 << 20
+_BATCH_VALUES = 128
+# The least time for each value, in seconds: the server has others to serve than copiers.
+_VALUE_S = 1e-4
+# How many values may be passed over to fill a batch.
+_PASSED_OVER = 64
+# The store looks at so many values at once when it looks for those that lack copies.
+_SLICE = 1000
+# How long a copier may take to start, and how long it is kept without work, in seconds.
+_START_S = 60.0
+_LINGER_S = 20.0
+# The pause after a failure, which doubles; and before memory that was freed is tried.
+_BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 30.0
+_RETRY_S, _PARKED_S = 0.1, 10.0
+# A copier that takes longer for a batch than all this together, in seconds, is started anew.
+_LEAST_S = 120.0
+_SLOWEST_BYTES_PER_S = 500_000
+
+
+class StartsCopier(Protocol):
+    """Starts a copier beside a volume, unless there is one; ``again``: in place of that one."""
+
+    def __call__(self, volume: VolumeRecord, *, again: bool = False) -> None: ...
+
+
+class _Copier(msgspec.Struct, eq=False):
+    """A copier that has asked for something to do."""
+
+    session: SessionRecord
+    request: m.TakeCopies
+    send: Callable[[m.Message], None]
+
+
+class _Batch(msgspec.Struct, eq=False):
+    """Copies that are being made."""
+
+    session: SessionRecord
+    lease: int
+    txn: Txn
+    entries: list[Entry]
+    nbytes: int
+
+
+class Repairs:
+    """The copies that a store makes by itself.
+
+    Args:
+        sessions: the open sessions, by token.
+        holders: the sessions that may have leases, by token.
+        free: frees the memory of values that nobody holds any more.
+        release: releases leases; see ``Controller.release``.
+        later: calls something after so many seconds.
+        start: starts a copier beside a volume, unless there is one; see
+            ``messages.StartCopier``.
+        bandwidth: the most bytes to copy per second; 0: no limit.
+
+    Attributes:
+        active: whether a volume was ever lost or drained.
+        leavings: copies that were dropped, and are still read.
+    """
+
+    def __init__(
+        self,
+        volumes: Sequence[VolumeRecord],
+        strategy: Strategy,
+        catalog: Catalog,
+        leases: Leases,
+        sessions: Mapping[bytes, SessionRecord],
+        holders: Mapping[bytes, SessionRecord],
+        free: Callable[[Iterable[Value]], None],
+        release: Callable[[SessionRecord, list[int], list[tuple[int, list[int]]]], None],
+        later: Callable[[float, Callable[[], None]], object],
+        start: StartsCopier,
+        bandwidth: int = DEFAULT_BANDWIDTH,
+    ) -> None:
+        self._volumes = volumes
+        self._catalog = catalog
+        self._leases = leases
+        self._sessions = sessions
+        self._free = free
+        self._release = release
+        self._later = later
+        self._start = start
+        self.bandwidth = bandwidth
+        self.active = False
+        self.leavings = Leavings(volumes, holders)
+        self.targets = Targets(volumes, strategy)
+        self.backlog = Backlog()
+        self.parked = Parked()
+        self._copiers: list[_Copier] = []  # that wait for something to do
+        self._starting: set[int] = set()  # volumes beside which a copier starts
+        self._batch: _Batch | None = None
+        self._search: Iterator[list[tuple[str, Value]]] | None = None
+        self._search_again = False
+        self._pauses = 0  # what has to end before the next batch may begin
+        self._retry_is_due = self._is_timed = False
+        self._failures = 0
+        self._trouble = ""
+        self._rate = Rate()
+        self.copied = (0, 0)  # values and bytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether all is done that can be done."""
+        return not (len(self.backlog) or self._batch or self._search or self._retry_is_due)
+
+    # ---- what lacks copies ----------------------------------------------------------------
+
+    def look(self) -> None:
+        """A volume was lost, is drained, or is back in service: look for values that lack copies,
+        or have too many.
+        """
+        self.active = True
+        self.targets.look_again()
+        self.retry_soon()
+        if self._search is not None:
+            self._search_again = True
+        else:
+            self._search = stored_values(self._catalog)
+            self._later(0, self._look_on)
+
+    def volume_lost(self, index: int) -> None:
+        """A volume is lost, and its copies are forgotten."""
+        self.leavings.volume_lost(index)
+        if self.targets.copies > 1 or any(v.draining for v in self._volumes):
+            self.look()
+        else:
+            self.active = True
+            self.targets.look_again()
+            self._pump()
+
+    def _look_on(self) -> None:
+        """Look at some more keys, and let others have their turn."""
+        search = self._search
+        if search is None:
+            return
+        leaving: dict[int, list[Value]] = {}
+        count = 0
+        for found in search:
+            for key, value in found:
+                self._consider(key, value, leaving)
+            count += 1 + len(found)
+            if count >= _SLICE:
+                break
+        else:
+            self._search = None
+        self._drop(leaving)
+        if self._search is not None:
+            self._later(0, self._look_on)
+        elif self._search_again:
+            self._search_again = False
+            self.look()
+        else:
+            self._pump()
+
+    def _consider(self, key: str, value: Value, leaving: dict[int, list[Value]]) -> None:
+        """Note a value that lacks copies, or has some that are not needed any more."""
+        if self.targets.lacks(value):
+            self.backlog.add(self.targets.entry(key, value))
+        elif value.data is None:
+            for at in self.targets.leaves(value):
+                leaving.setdefault(at, []).append(value)
+
+    def _drop(self, leaving: Mapping[int, list[Value]]) -> None:
+        for at, values in leaving.items():
+            self.leavings.drop({id(v): v for v in values}.values(), at)
+
+    def committed(self, txn: Txn) -> None:
+        """A put was committed that may have begun before a volume was lost or drained."""
+        leaving: dict[int, list[Value]] = {}
+        if txn.contributions:
+            for target, contribution in txn.contributions:
+                for key, value in named_values(target.key, contribution.values):
+                    self._consider(key, value, leaving)
+        for value in txn.plain:
+            self._consider(value.key, value, leaving)
+        self._drop(leaving)
+        self._pump()
+
+    def freed(self, values: Iterable[Value]) -> list[Value]:
+        """Nobody holds these values any more, and their memory is about to be freed. Returns
+        them.
+        """
+        gone = list(values)
+        for value in gone:
+            self.backlog.forget(value)
+            self.parked.forget(value)
+        if len(self.parked):
+            self.retry_soon(_RETRY_S)
+        return gone
+
+    def retry_soon(self, delay: float = 0.0) -> None:
+        """Something has changed for values that could not be copied."""
+        if not self._retry_is_due and len(self.parked):
+            self._retry_is_due = True
+            self._later(delay, self._retry)
+
+    def _retry(self) -> None:
+        self._retry_is_due = False
+        for entry in self.parked.take_all():
+            self.backlog.add(self.targets.entry(entry.key, entry.value))
+        self._pump()
+
+    # ---- copiers --------------------------------------------------------------------------
+
+    def take(
+        self, session: SessionRecord, request: m.TakeCopies, send: Callable[[m.Message], None]
+    ) -> None:
+        """A copier asks for something to do; it is answered when there is some.
+
+        Raises:
+            ProtocolError: the session is not that of a copier, or an id is in use.
+        """
+        if session.facts.role != m.COPIER_ROLE:
+            raise ProtocolError("only a copier takes copies")
+        if request.txn in session.txns or request.lease in session.leases:
+            raise ProtocolError(f"id {request.txn} or {request.lease} is in use")
+        self._starting.difference_update(request.volumes)
+        if request.trouble:
+            self._trouble = request.trouble
+        self._copiers.append(_Copier(session, request, send))
+        self._pump()
+
+    def _copier(self, volume: int) -> _Copier | None:
+        """A copier for a volume that has nothing to do; one is started if there is none."""
+        self._copiers = [
+            one
+            for one in self._copiers
+            if one.session.closed is None and one.session.token in self._sessions
+        ]
+        for copier in self._copiers:
+            if volume in copier.request.volumes:
+                return copier
+        if volume not in self._starting:
+            self._starting.add(volume)
+            self._start(self._volumes[volume])
+
+            self._later(_START_S, lambda: self.copier_ended(volume))
+        return None
+
+    def copier_ended(self, volume: int) -> None:
+        """The copier beside a volume has ended, or has not begun in time. If it is one that was
+        started, it is started again, after a pause.
+        """
+        if volume in self._starting:
+            self._starting.discard(volume)
+            name = self._volumes[volume].info.id
+            self._trouble = f"no copier has started beside volume {name}"
+            self._back_off()
+
+    def _dismiss(self) -> None:
+        """There is nothing to do: copiers for which that does not change may end."""
+        for copier in self._copiers:
+
+            def end(copier: _Copier = copier) -> None:
+                if copier in self._copiers and self.idle:
+                    self._copiers.remove(copier)
+                    copier.send(m.Copies(copier.request.id, []))
+
+            gone = all(self._volumes[at].closed for at in copier.request.volumes)
+            self._later(0 if gone else _LINGER_S, end)
+
+    # ---- batches --------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Begin the next batch, if that is possible now."""
+        if self._batch is not None or self._pauses or self._search is not None:
+            return
+        order = self.targets.order()
+        while (entry := self._next()) is not None:
+            place = self.targets.reserve(entry, order)
+            if place is None:
+                self._park(entry)
+                continue
+            copier = self._copier(place[0])
+            if copier is None:
+                self._volumes[place[0]].allocator.free([(place[1], entry.value.nbytes)])
+                self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
+                return
+            self._begin(copier, place[0], self._gathered(entry, place, order))
+            return
+        self._dismiss()
+
+    def _park(self, entry: Entry) -> None:
+        """There is no place for a copy now. It is tried again when memory was freed, and now and
+        then: the host may have more memory, without telling.
+        """
+        self.parked.add(entry, self.targets.why_not(entry))
+        if not self._is_timed:
+            self._is_timed = True
+
+            def time_is_up() -> None:
+                self._is_timed = False
+                self.retry_soon()
+
+            self._later(_PARKED_S, time_is_up)
+
+    def _next(self) -> Entry | None:
+        """The next value that still lacks a copy."""
+        leaving: dict[int, list[Value]] = {}
+        try:
+            while (entry := self.backlog.take()) is not None:
+                if self.targets.lacks(entry.value):
+                    return entry
+                self._consider(entry.key, entry.value, leaving)
+            return None
+        finally:
+            self._drop(leaving)
+
+    def _gathered(
+        self, first: Entry, place: tuple[int, int], order: Callable[[Entry], Sequence[int]]
+    ) -> list[tuple[Entry, int]]:
+        """Values to copy to the same volume together, with the offsets of their new copies."""
+        at, offset = place
+        found = [(first, offset)]
+        nbytes = first.value.nbytes
+        others: list[Entry] = []
+        while nbytes < _BATCH_BYTES and len(found) < _BATCH_VALUES and len(others) < _PASSED_OVER:
+            entry = self._next()
+            if entry is None:
+                break
+            there = None
+            if nbytes + entry.value.nbytes <= _BATCH_BYTES:
+                there = self.targets.reserve(entry, order, at)
+            if there is None:
+                others.append(entry)
+            else:
+                found.append((entry, there[1]))
+                nbytes += entry.value.nbytes
+        for entry in reversed(others):
+            self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
+        return found
+
+    def _begin(self, copier: _Copier, at: int, found: Sequence[tuple[Entry, int]]) -> None:
+        self._copiers.remove(copier)
+        volume, session, request = self._volumes[at], copier.session, copier.request
+        values = [entry.value for entry, _ in found]
+        copies = [
+            Value(v.key, v.meta, v.nbytes, at, None, offset, v.creator, uses=1)
+            for v, (_, offset) in zip(values, found, strict=True)
+        ]
+        granted = sum(rounded(v.nbytes) for v in values)
+        txn = Txn(copies, {at: granted}, copies, [], copies, copy_of=values)
+        self._leases.lease(session, request.lease, values)
+        session.txns[request.txn] = txn
+        volume.unfinished += granted
+        nbytes = sum(v.nbytes for v in values)
+        entries = [entry for entry, _ in found]
+        self._batch = batch = _Batch(session, request.lease, txn, entries, nbytes)
+        self._rate.begin()
+        host = volume.info.topology.host_id
+
+        def distance(place: tuple[int, int]) -> bool:
+            return self._volumes[place[0]].info.topology.host_id != host
+
+        pieces = [
+            m.Piece(v.nbytes, sorted(v.places, key=distance), (at, offset))
+            for v, (_, offset) in zip(values, found, strict=True)
+        ]
+        copier.send(m.Copies(request.id, pieces, self.bandwidth))
+        seconds = nbytes / self.bandwidth if self.bandwidth else 0.0
+        self._pause(max(seconds, len(found) * _VALUE_S))
+
+        def time_is_up() -> None:
+            if self._batch is batch:  # its copier is stopped, maybe, or a volume is
+                self._trouble = f"the copier beside volume {volume.info.id} has taken too long"
+                self._start(volume, again=True)
+
+        self._later(_LEAST_S + 2 * seconds + nbytes / _SLOWEST_BYTES_PER_S, time_is_up)
+
+    def _pause(self, seconds: float) -> None:
+        """Begin nothing for so long."""
+
+        def over() -> None:
+            self._pauses -= 1
+            self._pump()
+
+        self._pauses += 1
+        self._later(seconds, over)
+
+    def written(self, txn: Txn) -> None:
+        """A copier has written copies: they become visible, if their values are still there."""
+        batch, self._batch = self._batch, None
+        entries = [] if batch is None or batch.txn is not txn else batch.entries
+        unused: list[Value] = []
+        values, nbytes = self.copied
+        for value, copy in zip(txn.copy_of, txn.values, strict=True):
+            source_lost = self._volumes[value.volume].lost
+            if not value.uses or source_lost or self._volumes[copy.volume].closed:
+                copy.uses = 0
+                unused.append(copy)
+                continue
+            self._leases.add_copy(value, (copy.volume, copy.offset))
+            values, nbytes = values + 1, nbytes + value.nbytes
+            self._rate.add(value.nbytes)
+        self.copied = values, nbytes
+        self._free(unused)
+        if batch is not None and entries:  # before copies are dropped, or these would be in use
+            self._release(batch.session, [batch.lease], [])
+        self._failures, self._trouble = 0, ""
+        leaving: dict[int, list[Value]] = {}
+        for entry in entries:
+            self._consider(entry.key, entry.value, leaving)
+        self._drop(leaving)
+        self._pump()
+
+    def aborted(self, txn: Txn) -> None:
+        """Copies could not be made. They are tried again after a pause."""
+        batch = self._batch
+        if batch is None or batch.txn is not txn:
+            return
+        self._batch = None
+        for entry in reversed(batch.entries):
+            self.backlog.add(self.targets.entry(entry.key, entry.value), first=True)
+        self._back_off()
+
+    def _back_off(self) -> None:
+        """Something has failed: begin nothing for a while."""
+        self._pause(min(_BACKOFF_S * 2**self._failures, _LONGEST_BACKOFF_S))
+        self._failures = min(self._failures + 1, 10)
+
+    def status(self) -> RepairStatus:
+        """How far it is."""
+        batch = self._batch
+        under_way = (0, 0) if batch is None else (len(batch.entries), batch.nbytes)
+        return RepairStatus(
+            values=len(self.backlog) + len(self.parked) + under_way[0],
+            nbytes=self.backlog.nbytes + self.parked.nbytes + under_way[1],
+            stuck_values=len(self.parked),
+            stuck_bytes=self.parked.nbytes,
+            why=next((entry.why for entry in self.parked), ""),
+            scanning=self._search is not None,
+            copied_values=self.copied[0],
+            copied_bytes=self.copied[1],
+            bytes_per_s=self._rate.per_second() if batch is not None or len(self.backlog) else 0.0,
+            bandwidth=self.bandwidth,
+            trouble=self._trouble,
+        )
