@@ -17,16 +17,18 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 from tests.unit.references.test_holds import singleton
-from tests.unit.server.test_controller import HERE, facts, inline, volumes
+from tests.unit.server.test_controller import HERE, META, facts, inline, volumes
 from tests.unit.server.test_joint_puts import JointPuts
 
 from torchstore_core.contracts.strategy import Strategy
+from torchstore_core.errors import StoreFullError
 from torchstore_core.server.controller import Controller
 from torchstore_core.server.index.catalog import Catalog
 from torchstore_core.server.keeping.log import Log
 from torchstore_core.server.keeping.recorded import RecordedController
 from torchstore_core.server.keeping.recorded_holds import HOLDS
 from torchstore_core.server.keeping.state import CATALOG
+from torchstore_core.server.memory.allocator import Allocator
 from torchstore_core.server.memory.volume_record import VolumeRecord
 from torchstore_core.wire import messages as m
 
@@ -42,13 +44,15 @@ INDEX = {"_sessions", "newest", "names", "timelines", "evictions"}
 def state_of(controller: Controller) -> Any:
     """All of its state as plain data; of what several refer to, where it came first."""
     catalog = controller.catalog
+    holds = controller.holds
     accounts = [(v.allocator.free_ranges(), v.allocator.used) for v in controller.volumes]
     accounts += [(v.inline, v.leased, v.unfinished) for v in controller.volumes]
     roots = [
         dict(sorted(catalog.newest.items())),
         vars(catalog.timelines),
         *(getattr(catalog, name) for name in CATALOG),
-        {name: getattr(controller.holds, name) for name in HOLDS},
+        {name: getattr(holds, name) for name in HOLDS if name not in ("_deadlines", "_counter")},
+        [what for _, _, what in sorted(holds._deadlines)],
         {key: one[:2] for key, one in catalog.evictions.remembered.items()},
         controller.spilling.values.cached(),
         controller.spilling.evicted,
@@ -69,7 +73,7 @@ def plain(one: Any, seen: dict[int, int]) -> Any:
     if isinstance(one, dict):
         return [(key, plain(value, seen)) for key, value in one.items()]
     if isinstance(one, set):
-        return sorted(one, key=repr)
+        return [plain(child, seen) for child in sorted(one, key=lambda x: getattr(x, "token", x))]
     if isinstance(one, list | tuple):
         return [plain(child, seen) for child in one]
     return one
@@ -197,7 +201,7 @@ def test_memory_that_the_host_did_not_have_is_refused_again() -> None:
         session = controller.open_session(facts(), HERE)
 
         def put(number: int, nbytes: int) -> None:
-            item = m.PutItem(f"k{number}", TENSOR, nbytes)
+            item = m.PutItem(f"k{number}", META, nbytes)
             controller.put(session, m.Put(number, number, [item]))
 
         put(1, 4096)
