@@ -183,14 +183,12 @@ def test_what_is_evicted_next_is_what_would_have_been() -> None:
 def test_memory_that_the_host_did_not_have_is_refused_again() -> None:
     """What else uses memory is different when requests are repeated."""
     with volumes(1 << 20) as there:
-        limits = iter([4096, 4096, 1 << 20])
+        room = [4096]
         log = Log()
 
         def made() -> RecordedController:
             again = [
-                VolumeRecord(
-                    v.info, v.memory, v.halves, Allocator(1 << 20, lambda end: next(limits))
-                )
+                VolumeRecord(v.info, v.memory, v.halves, Allocator(1 << 20, lambda end: room[0]))
                 for v in there
             ]
             one = RecordedController(log, again, singleton(), prefault=False)
@@ -207,8 +205,10 @@ def test_memory_that_the_host_did_not_have_is_refused_again() -> None:
         put(1, 4096)
         with pytest.raises(StoreFullError):
             put(2, 4096)
+        room[0] = 1 << 20
         put(3, 4096)
         before = state_of(controller)
+        room[0] = 0  # nor is it asked any more
         controller = made()
         assert state_of(controller) == before
         session = controller.sessions[session.token]
