@@ -22,11 +22,14 @@ Grid = tuple[int, int, int, int, int, int]
 Task = Callable[[], None]
 
 try:
-    from torchstore_core._native import copy_columns as _native_columns
     from torchstore_core._native import copy_rows as _native_rows
     from torchstore_core._native import copy_runs as _native_runs
 except ImportError:  # built without a compiler
-    _native_runs = _native_rows = _native_columns = None  # type: ignore[assignment]
+    _native_runs = _native_rows = None  # type: ignore[assignment]
+try:
+    from torchstore_core._native import copy_columns as _native_columns
+except ImportError:  # or from older source than this
+    _native_columns = None  # type: ignore[assignment]
 _copy_runs: Callable[[list[Piece], int, bool, bool], None] | None = _native_runs
 _copy_columns: Callable[[list[int], list[int], list[int], int, bool, bool], None] | None = (
     _native_columns
