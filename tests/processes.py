@@ -29,7 +29,7 @@ __all__ = ["Script", "fork_server", "run_script", "stop_fork_server"]
 def fork_server() -> ForkServerContext:
     """A context of ``multiprocessing`` whose server runs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchstore_core.api"])
+    context.set_forkserver_preload(["torch", "torchstore_core.api", "tests.frozen"])
     hidden = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith("TORCHSTORE")}
     try:
         forkserver.ensure_running()
