@@ -27,7 +27,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Program", "Script", "fork", "fork_server", "run_script", "stop_fork_server"]
+__all__ = [
+    "Program",
+    "Script",
+    "fork",
+    "fork_server",
+    "run_program",
+    "run_script",
+    "stop_fork_server",
+]
 
 
 def fork_server() -> ForkServerContext:
@@ -144,6 +152,36 @@ class Program:
             thread.join()
             self.stdout.close()
         return b"".join(self._read), None
+
+
+async def run_program(
+    path: str | Path,
+    *arguments: str,
+    directory: str | Path = ".",
+    environment: Mapping[str, str] = os.environ,
+    timeout: float = 60.0,
+) -> tuple[int, str, str]:
+    """``python PATH ARGUMENTS`` in a directory, by a process of the fork server.
+
+    Returns:
+        Its exit status, and what it wrote to its output and to its standard error.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = fork(
+            _run_path,
+            [str(path), *arguments],
+            str(directory),
+            files={1: out.fileno(), 2: err.fileno()},
+            environment=environment,
+        )
+        try:
+            await asyncio.to_thread(process.join, timeout)
+            status = process.exitcode
+            assert status is not None, f"{path} has not ended:\n{_text(err)}"
+        finally:
+            process.kill()
+            process.join()
+        return status, _text(out), _text(err)
 
 
 def _run_path(command: list[str], directory: str) -> None:
