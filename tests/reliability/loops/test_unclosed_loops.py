@@ -128,7 +128,7 @@ await ts.shutdown()
 
 
 async def test_hundreds_of_unclosed_loops_do_not_use_up_the_descriptors():
-    assert await run_script(_MANY) == "failed: []\n"
+    assert await run_script(fresh=True, body=_MANY) == "failed: []\n"
 
 
 # ---- one, in every state ------------------------------------------------------------------
