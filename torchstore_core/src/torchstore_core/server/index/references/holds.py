@@ -7,6 +7,7 @@ An object without a key exists only as long as that; its key is empty, and its v
 
 from __future__ import annotations
 
+import functools
 import heapq
 import secrets
 import time
@@ -88,6 +89,8 @@ class Holds:
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
         self._early: dict[int, SessionRecord | None] = {}
+        #: What children have sent that wait for what their parents lend to them.
+        self._adopting: dict[SessionRecord, list[Callable[[], None]]] = {}
         self._dying: set[SessionRecord] = set()  # what they have sent may not be read yet
         self._deadlines: list[tuple[float, int, int | SessionRecord]] = []
         self._counter = 0
@@ -162,6 +165,8 @@ class Holds:
 
     def unhold(self, session: SessionRecord, idents: Iterable[int]) -> None:
         """End holds of a session; ids that are unknown are refused when they are to begin."""
+        if self._waits(session, self.unhold, idents):
+            return
         for ident in idents:
             hold = session.holds.pop(ident, None)
             if hold is not None:
@@ -212,6 +217,8 @@ class Holds:
 
     def lend(self, session: SessionRecord, ident: int, number: int) -> None:
         """A session sends a reference."""
+        if self._waits(session, self.lend, ident, number):
+            return
         hold = session.holds.get(ident)
         if hold is None or number in self._tickets:
             return  # it was freed, or its session has ended
@@ -223,6 +230,8 @@ class Holds:
 
     def lend_all(self, session: SessionRecord, number: int) -> None:
         """The process of a session forks."""
+        if self._waits(session, self.lend_all, number):
+            return
         if number not in self._tickets:
             self._add(number, Ticket(dict(session.holds), session, is_fork=True))
             child = self._early.pop(number, None)
@@ -240,6 +249,8 @@ class Holds:
         so when it reads it. If its process has died since, it is not in flight any more, either.
         """
         if request.hold in session.holds:
+            return
+        if self._waits(session, self.claim, request):
             return
         ticket = self._tickets.get(request.ticket)
         if session.closed is not None and session not in self._dying:
@@ -267,21 +278,32 @@ class Holds:
         self._set_due(number, ticket, self._clock() + self._grace_s)
 
     def adopt(self, session: SessionRecord, number: int) -> None:
-        """A forked child takes over what its parent has lent to it."""
+        """A forked child takes over what its parent has lent to it. If its connection is read
+        before that of its parent, all that it sends waits; it may have ended by then.
+        """
         ticket = self._tickets.get(number)
         if ticket is None:
+            self._adopting.setdefault(session, [])
             self._remember_early(number, session)
             return
         if not ticket.is_fork:
             return
-        inherited = ticket.holds if session.closed is None else {}  # it may have ended already
-        for ident, hold in inherited.items():
-            if ident in session.given_back:  # the child has dropped it already
-                session.given_back.discard(ident)
-            elif ident not in session.holds:
+        for ident, hold in ticket.holds.items():
+            if ident not in session.holds:
                 hold.version.count += 1
                 session.holds[ident] = Hold(hold.version, hold.since, hold.where)
         self._end_ticket(number)
+        for sent in self._adopting.pop(session, ()):
+            sent()
+        if session.closed is not None:
+            self.session_ended(session)
+
+    def _waits(self, session: SessionRecord, method: Callable[..., None], *sent: object) -> bool:
+        """Whether what a session has sent has to wait, because it inherits first."""
+        if session not in self._adopting:
+            return False
+        self._adopting[session].append(functools.partial(method, session, *sent))
+        return True
 
     def _remember_early(self, number: int, child: SessionRecord | None) -> None:
         """A ticket was claimed, or adopted by a child, before its sender's socket was read. 0: it
@@ -290,7 +312,9 @@ class Holds:
         if number:
             self._early[number] = child
         while len(self._early) > _MAX_EARLY:
-            del self._early[next(iter(self._early))]
+            forgotten = self._early.pop(next(iter(self._early)))
+            if forgotten is not None:
+                self._adopting.pop(forgotten, None)
 
     def _end_ticket(self, number: int) -> None:
         """Nothing is in flight by that ticket any more."""
