@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from tests.unit.server.ranks import Rank, a_store, content, tensor, used
+from tests.unit.collective.ranks import Rank, a_store, content, tensor, used
 from tests.unit.server.test_controller import HERE, facts
 
 from torchstore_core.clients.transfer.columns.gets import entries_of
