@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchstore_snapshot import (
@@ -19,6 +20,7 @@ from torchstore_snapshot import (
     gc,
 )
 from torchstore_snapshot.background.rendezvous import commit_together
+from torchstore_snapshot.converting import convert
 from torchstore_snapshot.dcp import SnapshotStorageWriter
 from torchstore_snapshot.format.paths import MANIFEST
 from torchstore_snapshot.ranks import Ranks
@@ -178,3 +180,14 @@ def test_a_map_of_nothing_is_collected(tmp_path: Path, gone: bool) -> None:
         assert {file.name for file in report.files} == expected
     left_there = {name for name in contents(folder) if not name.endswith(".safetensors")}
     assert left_there == {"theirs.safetensors.index.json"} | (set() if gone else {MANIFEST, kept})
+
+
+def test_a_conversion_beside_the_map_of_another_model(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    save_file({"w": torch.ones(30)}, tmp_path / "source" / "model.safetensors")
+    (tmp_path / "s").mkdir()
+    path = tmp_path / "s" / "model.safetensors.index.json"
+    path.write_bytes(THEIRS)
+    with pytest.raises(ForeignFileError, match=path.name):
+        convert(tmp_path / "source", tmp_path / "s")
+    assert contents(tmp_path / "s") == {path.name: THEIRS}
