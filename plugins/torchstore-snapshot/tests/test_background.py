@@ -63,7 +63,7 @@ def test_several_takes_at_once(tmp_path: Path) -> None:
     assert all(holds(p.wait(60), state(i)) for i, p in enumerate(pending))
 
 
-def test_a_memory_budget_bounds_what_is_staged(tmp_path: Path) -> None:
+def test_a_take_that_is_larger_than_its_budget_is_whole(tmp_path: Path) -> None:
     own = state(3, numel=20 << 20)  # 80 MB each
     pending = Snapshot.async_take(tmp_path / "s", {"m": own}, fsync=False, memory_budget=64 << 20)
     assert holds(pending.wait(60), own)

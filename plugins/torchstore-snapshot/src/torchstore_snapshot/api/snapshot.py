@@ -172,7 +172,10 @@ class Snapshot:
         """Restore objects: read what this rank needs straight into the tensors of their state
         dicts, and call ``load_state_dict``.
 
-        The number of ranks and the layout of DTensors may differ from those of the take.
+        The number of ranks and the layout of DTensors may differ from those of the take. A rank
+        that the take did not have gets what is sharded or the same on all ranks. Values that each
+        rank had for itself are missing there, by name; but :class:`RNGState` then leaves the
+        generator of such a rank as it is.
 
         Args:
             app_state: the objects, or some of them, by the keys that they were taken with.
