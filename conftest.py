@@ -31,6 +31,9 @@ for _name in ("COLUMNS", "LINES"):  # of a terminal, or of what runs the tests
 
 profiles.register()
 
+# Until all tests are collected: nothing of that is garbage.
+gc.disable()
+
 _HERE = Path(__file__).parent
 _API = _HERE / "tests/api"
 _DEATHS = _HERE / "plugins/torchstore-monarch/tests/faults"
@@ -72,23 +75,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     all processes of the tests are busy to the end; first of all those that mostly wait for an
     engine to notice a death.
     """
+    folders = {path: frozenset(path.parents) for path in {item.path for item in items}}
     items.sort(
         key=lambda item: (
             _joins_a_job(item.nodeid),
-            _DEATHS not in item.path.parents,
-            _API in item.path.parents,
+            _DEATHS not in folders[item.path],
+            _API in folders[item.path],
         )
     )
     for item in items:
-        if not _is_quick(item):
+        if not _is_quick(item, folders[item.path]):
             item.add_marker("thorough")
 
 
-def _is_quick(item: pytest.Item) -> bool:
+def _is_quick(item: pytest.Item, folders: frozenset[Path]) -> bool:
     """Whether `make test` runs it, too: the public API on one runtime, and all that takes neither
     jobs nor processes; of the other folders what has the mark ``quick``.
     """
-    if not _QUICK.isdisjoint(item.path.parents):
+    if not _QUICK.isdisjoint(folders):
         callspec = getattr(item, "callspec", None)
         return callspec is None or callspec.params.get("runtime", "local") == "local"
     return item.get_closest_marker("quick") is not None
@@ -122,6 +126,7 @@ def pytest_collection_finish() -> None:
         raise pytest.UsageError("a test module imports monarch when it is collected")
     # What torch and the tests themselves are made of stays to the end: without it, the hundreds of
     # collections that tests ask for take a few milliseconds each, not a hundred.
+    gc.enable()
     gc.collect()
     gc.freeze()
 
